@@ -1,0 +1,92 @@
+"""What a model needs to know of the batch it runs over: plain data, made by the scheduler.
+
+Units: a slot is the index of one token's keys and values in the device pool. `bs` is the
+number of requests in the batch, `num_tokens` the number of tokens computed in this step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+
+
+class ForwardMode(IntEnum):
+    """What kind of step a batch is."""
+
+    EXTEND = 1
+    """Prefill: each request computes the tokens after those that the pool already holds."""
+    DECODE = 2
+    """Each request computes one token."""
+    IDLE = 3
+    """No request: the rank takes part in collectives alone."""
+
+    def is_extend(self) -> bool:
+        return self is ForwardMode.EXTEND
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    def is_idle(self) -> bool:
+        return self is ForwardMode.IDLE
+
+
+@dataclass(kw_only=True)
+class ForwardBatch:
+    """One step's input. Tensors are on the model's device, `*_cpu` fields are Python lists.
+
+    The slots of request i's context are
+    `req_to_token_pool.req_to_token[req_pool_indices[i], :seq_lens[i]]`, the new ones included:
+    whoever makes the batch writes them there first.
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    """int64 `[num_tokens]`: extend: the new tokens of every request, concatenated."""
+    positions: torch.Tensor
+    """int64 `[num_tokens]`: place of each token in its own context, from 0."""
+    req_pool_indices: torch.Tensor
+    """int64 `[bs]`: rows of `req_to_token_pool`."""
+    seq_lens: torch.Tensor
+    """int64 `[bs]`: context lengths, the tokens of this step included."""
+    seq_lens_cpu: list[int]
+    out_cache_loc: torch.Tensor
+    """int64 `[num_tokens]`: slots that take the new keys and values."""
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVCache
+    extend_prefix_lens_cpu: list[int] | None = None
+    """Extend only: tokens of each request that the pool already holds."""
+    extend_seq_lens_cpu: list[int] | None = None
+    """Extend only: new tokens of each request, at least 1 each."""
+    return_logprob: bool = False
+    top_logprobs_nums: list[int] | None = None
+    extend_logprob_start_lens_cpu: list[int] | None = None
+    """Reserved for logprobs of prompt tokens."""
+
+    @property
+    def batch_size(self) -> int:
+        """Requests in the batch."""
+        return len(self.seq_lens_cpu)
+
+
+def compute_extend_positions(
+    prefix_lens_cpu: list[int], extend_seq_lens_cpu: list[int], device: torch.device | str
+) -> torch.Tensor:
+    """Positions of an extend step's tokens, request after request.
+
+    Returns:
+        int64 `[sum(extend_seq_lens_cpu)]` on `device`.
+    """
+    if not prefix_lens_cpu:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat(
+        [
+            torch.arange(prefix, prefix + num_new, dtype=torch.int64, device=device)
+            for prefix, num_new in zip(prefix_lens_cpu, extend_seq_lens_cpu, strict=True)
+        ]
+    )

@@ -1,0 +1,1 @@
+"""What a request may ask of sampling: plain values, no tensors."""

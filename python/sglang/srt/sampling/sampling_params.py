@@ -1,0 +1,170 @@
+"""One request's sampling parameters, as clients send them and as they cross processes.
+
+Plain values: this module knows no tensors and no tokenizer. The server process decodes,
+`verify`s and `normalize`s a request's parameters once; everything behind it may rely on
+both having passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+GREEDY_TEMPERATURE = 1e-6
+"""Temperatures below this are greedy decoding: dividing by them would overflow fp32."""
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_LOGIT_BIASES = 4096
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen and when it stops.
+
+    Decode it from a client's JSON with `msgspec.convert(obj, SamplingParams)`, which names a
+    wrong type's field; `verify` then checks the values.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    """End-of-sequence and stop tokens are masked until this many tokens were generated."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 means the whole vocabulary, 1 means greedy."""
+    min_p: float = 0.0
+    """Tokens less probable than `min_p` times the most probable one are dropped."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Counts prompt and output tokens; the other two penalties count the output alone."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    sampling_seed: int | None = None
+    """None: the server draws one when the request arrives."""
+    logit_bias: dict[str, float] | None = None
+    """Token id (as a decimal string, JSON's only kind of key) to what is added to its logit."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the argmax of the (penalised, biased) logits."""
+        return self.top_k == 1 or self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list, empty where there is none."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def verify(self, vocab_size: int) -> None:
+        """Check every value against its range.
+
+        Args:
+            vocab_size: Tokens in the model's vocabulary.
+
+        Raises:
+            ValueError: Names the field, the value and what is allowed.
+        """
+        self._verify_unsupported()
+        _require_float("temperature", self.temperature, 0.0, math.inf)
+        _require_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _require_float("min_p", self.min_p, 0.0, 1.0)
+        _require_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be -1 (the whole vocabulary) or at least 1")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} must be between 0 and "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+        if self.sampling_seed is not None and not 0 <= self.sampling_seed <= MAX_SEED:
+            raise ValueError(f"sampling_seed={self.sampling_seed} must be between 0 and 2^63 - 1")
+        self._verify_stops(vocab_size)
+        self._verify_logit_bias(vocab_size)
+
+    def normalize(self, tokenizer: object | None = None) -> None:
+        """Bring equal requests into one form, in place: `stop` a list, greedy as `top_k` 1.
+
+        Args:
+            tokenizer: The server's tokenizer, None where it runs without one.
+
+        Raises:
+            ValueError: `stop` strings were given and there is no tokenizer to find them with.
+        """
+        self.stop = [text for text in self.stop_strings if text] or None
+        self.stop_token_ids = sorted(set(self.stop_token_ids or ())) or None
+        if self.stop is not None and tokenizer is None:
+            raise ValueError(
+                "stop strings need a tokenizer and this server runs without one: use stop_token_ids"
+            )
+        if self.is_greedy:
+            self.temperature = 1.0
+            self.top_k = 1
+
+    def _verify_unsupported(self) -> None:
+        if self.n != 1:
+            raise ValueError(
+                f"n={self.n} is not supported yet: send {max(self.n, 2)} requests with n=1"
+            )
+        for name in ("json_schema", "regex", "ebnf"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} (constrained decoding) is not supported yet: leave it out"
+                )
+
+    def _verify_stops(self, vocab_size: int) -> None:
+        strings = self.stop_strings
+        if len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(
+                f"stop has {len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed"
+            )
+        if any(len(text) > MAX_STOP_CHARS for text in strings):
+            raise ValueError(f"stop has a string of more than {MAX_STOP_CHARS} characters")
+        _require_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+
+    def _verify_logit_bias(self, vocab_size: int) -> None:
+        biases = self.logit_bias or {}
+        if len(biases) > MAX_LOGIT_BIASES:
+            raise ValueError(
+                f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed"
+            )
+        for key, value in biases.items():
+            if not (key.isascii() and key.isdigit()):
+                raise ValueError(
+                    f"logit_bias key {key[:32]!r} must be a token id in decimal digits"
+                )
+            _require_token_ids("logit_bias", (int(key[:20]),), vocab_size)
+            _require_float(f"logit_bias[{key}]", value, -1e6, 1e6)
+
+
+def _require_float(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
+    fits = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
+    if not fits:
+        bound = f"above {low:g}" if open_low else f"at least {low:g}"
+        upper = "finite" if math.isinf(high) else f"at most {high:g}"
+        raise ValueError(f"{name}={value} must be {bound} and {upper}")
+
+
+def _require_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"{name} has token id {token_id}, the vocabulary has ids 0 to {vocab_size - 1}"
+            )
