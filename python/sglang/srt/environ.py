@@ -1,0 +1,238 @@
+"""Environment variables: the one place that reads, writes and documents them.
+
+    envs.MOONCAKE_PROTOCOL.get()             the parsed value, or the one default
+    envs.MOONCAKE_PROTOCOL.is_set()          whether the user (or we) set it
+    envs.MOONCAKE_PROTOCOL.set("tcp")        for this process and its children
+    with envs.MOONCAKE_PROTOCOL.override("tcp"): ...
+
+Values are parsed on every `get()`, so that a test or an entry point may change them. A value
+that does not parse is a `ValueError` that names the variable and what it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_SIZE_SHIFT = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `text`: a number with an optional unit (`512mb`, `4gb`, `1.5GiB`, `1048576`).
+
+    Units are powers of 1024, as Mooncake counts them.
+
+    Raises:
+        ValueError: `text` is not a size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write bytes or a unit, e.g. 512mb or 4gb")
+    return int(float(match[1]) * (1 << _SIZE_SHIFT[match[2].lower()]))
+
+
+class EnvField(Generic[T]):
+    """One environment variable. Its name is the attribute's; subclasses say how it reads."""
+
+    expects = ""
+
+    def __init__(self, default: T, doc: str) -> None:
+        self.name = ""
+        self.default = default
+        self.doc = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def parse(self, text: str) -> T:
+        """The value that `text` stands for. Raises ValueError where it stands for none."""
+
+    def render(self, value: T) -> str:
+        """`value` as the environment holds it: the inverse of `parse`."""
+        return str(value)
+
+    def is_set(self) -> bool:
+        """Whether the process environment has the variable."""
+        return self.name in os.environ
+
+    def get(self) -> T:
+        """The value, or the default where the variable is not set.
+
+        Raises:
+            ValueError: The variable is set to something that does not parse.
+        """
+        text = os.environ.get(self.name)
+        if text is None:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(
+                f"environment variable {self.name}={text!r}: expected {self.expects}; "
+                f"unset it for the default ({self.default!r})"
+            ) from None
+
+    def set(self, value: T) -> None:
+        """Set the variable for this process and the children it starts from now on."""
+        os.environ[self.name] = self.render(value)
+
+    def clear(self) -> None:
+        """Unset the variable."""
+        os.environ.pop(self.name, None)
+
+    def export_default(self) -> None:
+        """Put the default into the environment unless the user set something.
+
+        For variables that a C++ library reads, where our default differs from the library's.
+        """
+        os.environ.setdefault(self.name, self.render(self.default))
+
+    @contextmanager
+    def override(self, value: T) -> Iterator[None]:
+        """The variable is `value` inside the block, and what it was (or unset) after it."""
+        before = os.environ.get(self.name)
+        self.set(value)
+        try:
+            yield
+        finally:
+            if before is None:
+                self.clear()
+            else:
+                os.environ[self.name] = before
+
+
+class EnvStr(EnvField[str]):
+    """Any text, or one of `choices`."""
+
+    def __init__(self, default: str, doc: str, choices: tuple[str, ...] = ()) -> None:
+        super().__init__(default, doc)
+        self.choices = choices
+        self.expects = f"one of {', '.join(choices)}" if choices else "text"
+
+    def parse(self, text: str) -> str:
+        if self.choices and text not in self.choices:
+            raise ValueError(text)
+        return text
+
+
+class EnvOptionalStr(EnvField[str | None]):
+    """Text, or `None` where it is not set or empty."""
+
+    expects = "text"
+
+    def __init__(self, doc: str) -> None:
+        super().__init__(None, doc)
+
+    def parse(self, text: str) -> str | None:
+        return text or None
+
+    def render(self, value: str | None) -> str:
+        return value or ""
+
+
+class EnvInt(EnvField[int]):
+    expects = "a whole number"
+
+    def parse(self, text: str) -> int:
+        return int(text)
+
+
+class EnvFloat(EnvField[float]):
+    expects = "a number"
+
+    def parse(self, text: str) -> float:
+        return float(text)
+
+
+class EnvBool(EnvField[bool]):
+    expects = "1/true/yes/on or 0/false/no/off"
+
+    def parse(self, text: str) -> bool:
+        word = text.strip().lower()
+        if word not in _TRUE | _FALSE:
+            raise ValueError(text)
+        return word in _TRUE
+
+    def render(self, value: bool) -> str:
+        return "1" if value else "0"
+
+
+class EnvSize(EnvField[int]):
+    """A size in bytes; see `parse_size`. The default is written as a user would write it."""
+
+    expects = "a size in bytes or with a unit, e.g. 512mb or 4gb"
+
+    def __init__(self, default: str, doc: str) -> None:
+        super().__init__(parse_size(default), doc)
+
+    def parse(self, text: str) -> int:
+        return parse_size(text)
+
+
+class Envs:
+    """Every variable that the engine reads, with its default and its meaning."""
+
+    MOONCAKE_MASTER = EnvOptionalStr("host:port of mooncake_master.")
+    MOONCAKE_CLIENT = EnvOptionalStr("host:port of a stand-alone Mooncake client to attach to.")
+    MOONCAKE_LOCAL_HOSTNAME = EnvStr(
+        "localhost", "Name or address under which other Mooncake clients reach this host."
+    )
+    MOONCAKE_TE_META_DATA_SERVER = EnvStr(
+        "P2PHANDSHAKE", "Mooncake metadata server; P2PHANDSHAKE needs none."
+    )
+    MOONCAKE_GLOBAL_SEGMENT_SIZE = EnvSize(
+        "4gb", "Memory each engine lends to the store; 0 where store nodes hold the objects."
+    )
+    MOONCAKE_LOCAL_BUFFER_SIZE = EnvSize(
+        "16mb", "Scratch memory of a Mooncake client; page transfers do not go through it."
+    )
+    MOONCAKE_PROTOCOL = EnvStr(
+        "rdma", "Mooncake transport: rdma, tcp, efa, ascend, ...; tcp without an RDMA device."
+    )
+    MOONCAKE_DEVICE = EnvStr("", "RDMA devices, comma separated; empty lets Mooncake choose.")
+    MOONCAKE_MASTER_METRICS_PORT = EnvInt(9003, "HTTP port of mooncake_master's metrics.")
+    MOONCAKE_CHECK_SERVER = EnvBool(
+        False, "Ask the master's metrics port for its health before connecting."
+    )
+    SGLANG_HICACHE_MOONCAKE_CONFIG_PATH = EnvOptionalStr(
+        "JSON file with Mooncake's settings; the extra config wins over it, it wins over these."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = EnvStr(
+        "/tmp/hicache", "Directory of the `file` storage backend."
+    )
+    SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK = EnvBool(
+        False, "Let `rdma` become `tcp` with a warning where there is no RDMA device."
+    )
+    HICACHE_HOST_MEMORY_RESERVE_BYTES = EnvSize(
+        "1gb", "Host memory that the L2 pools leave to everything else."
+    )
+
+    # Read by Mooncake's C++ code, not by us; `export_default` sets what we want of it.
+    MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
+        1, "Mooncake's tries to reach the master in `setup` (its own default takes 90 s)."
+    )
+    MC_LOG_LEVEL = EnvStr("WARNING", "Log level of Mooncake's transfer engine.")
+    GLOG_minloglevel = EnvInt(1, "Least severity glog prints: 0 info, 1 warning, 2 error.")
+
+    @classmethod
+    def fields(cls) -> Mapping[str, EnvField[object]]:
+        """Name to field, in the order of the listing above."""
+        return {k: v for k, v in vars(cls).items() if isinstance(v, EnvField)}
+
+
+envs = Envs()
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A copy of the process environment with `extra` on top, for a child process."""
+    return {**os.environ, **(extra or {})}
