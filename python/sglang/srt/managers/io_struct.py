@@ -1,0 +1,213 @@
+"""Messages between the server process, the scheduler and the detokenizer.
+
+Every message is a tagged `msgspec.Struct`, encoded as msgpack (never pickle). `encode` and the
+decoders at the end are the only codec. Times are `time.time()` seconds, counts are tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+TopLogprobs: TypeAlias = list[tuple[float, int]]
+"""(logprob, token id), most likely first."""
+
+
+class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """Base of everything on a socket."""
+
+
+# ---- server -> scheduler -------------------------------------------------------------------
+
+
+class TokenizedGenerateReqInput(Message):
+    """One request, checked against every limit and ready to be scheduled."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    """Drives sampling. `sampling_params.sampling_seed`, or drawn by the server."""
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    extra_key: str | None = None
+    """`extra_key` and `cache_salt` in one unambiguous string, or None."""
+    priority: int = 0
+    created_time: float = 0.0
+
+
+class AbortReq(Message):
+    """End one request, or with `abort_all` every one, in whatever state it is."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class FlushCacheReqInput(Message):
+    """Empty L1 and L2 once idle; waits at most `timeout` seconds for that."""
+
+    req_id: str
+    timeout: float = 0.0
+
+
+class GetInternalStateReq(Message):
+    """Ask for a snapshot of the scheduler's state."""
+
+    req_id: str
+
+
+class GetMetricsReq(Message):
+    """Ask for the scheduler's metrics in Prometheus' text format."""
+
+    req_id: str
+
+
+class AttachHiCacheStorageReqInput(Message):
+    """Attach an L3 backend, or update the policies of the one that is attached."""
+
+    req_id: str
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+
+class DetachHiCacheStorageReqInput(Message):
+    req_id: str
+
+
+class ClearHiCacheReqInput(Message):
+    """Remove this namespace's objects from L3."""
+
+    req_id: str
+
+
+class GetHiCacheStorageReqInput(Message):
+    req_id: str
+
+
+class ShutdownReq(Message):
+    """Finish what runs within `timeout` seconds, write back what is promised, then exit 0."""
+
+    timeout: float
+
+
+# ---- scheduler -> server -------------------------------------------------------------------
+
+
+class ControlReqOutput(Message):
+    """The answer to any of the control requests above."""
+
+    req_id: str
+    success: bool
+    message: str = ""
+    """Why not, or what was done. Safe to show to a user."""
+    data: dict[str, Any] = {}
+
+
+# ---- scheduler -> detokenizer -> server ----------------------------------------------------
+
+
+class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Why a request ended, as `meta_info.finish_reason` shows it."""
+
+    type: str
+    """`stop`, `length` or `abort`."""
+    matched: int | str | None = None
+    """The stop token or stop string."""
+    length: int | None = None
+    message: str | None = None
+    """abort: the cause."""
+    status_code: int | None = None
+    """abort: the HTTP status that fits the cause."""
+
+
+class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    """Where the reused prefix came from, in tokens."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    storage_backend: str | None = None
+    """Class name of the L3 backend; None without one."""
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of one request since the last message about it."""
+
+    rid: str
+    output_ids: list[int]
+    """New tokens. The one that stopped the request is included."""
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """So far, the new ones included."""
+    cached_tokens: int = 0
+    cached_tokens_details: CachedTokensDetails = CachedTokensDetails()
+    output_logprobs: list[float] | None = None
+    """One for each of `output_ids`."""
+    output_top_logprobs: list[TopLogprobs] | None = None
+    queue_time: float = 0.0
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class BatchTokenIDOutput(Message):
+    """Scheduler to detokenizer: everything new of one step."""
+
+    outputs: list[RequestOutput]
+
+
+class TextOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`RequestOutput` with its text: `text` continues what was sent before."""
+
+    output: RequestOutput
+    text: str
+
+
+class BatchStrOutput(Message):
+    """Detokenizer to server."""
+
+    outputs: list[TextOutput]
+
+
+ToScheduler: TypeAlias = (
+    TokenizedGenerateReqInput
+    | AbortReq
+    | FlushCacheReqInput
+    | GetInternalStateReq
+    | GetMetricsReq
+    | AttachHiCacheStorageReqInput
+    | DetachHiCacheStorageReqInput
+    | ClearHiCacheReqInput
+    | GetHiCacheStorageReqInput
+    | ShutdownReq
+)
+ToDetokenizer: TypeAlias = BatchTokenIDOutput
+ToServer: TypeAlias = BatchStrOutput | ControlReqOutput
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of one message."""
+    return _encoder.encode(message)
+
+
+def scheduler_decoder() -> msgspec.msgpack.Decoder[ToScheduler]:
+    """Decoder of what the scheduler receives. Raises `msgspec.DecodeError` on hostile bytes."""
+    return msgspec.msgpack.Decoder(ToScheduler)  # type: ignore[arg-type]
+
+
+def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:
+    """Decoder of what the detokenizer receives."""
+    return msgspec.msgpack.Decoder(BatchTokenIDOutput)
+
+
+def server_decoder() -> msgspec.msgpack.Decoder[ToServer]:
+    """Decoder of what the server process receives."""
+    return msgspec.msgpack.Decoder(ToServer)  # type: ignore[arg-type]
