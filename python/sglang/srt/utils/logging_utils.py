@@ -1,0 +1,110 @@
+"""Log set-up, and a logger that says a repeated thing once a period."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+
+
+class _EngineHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Our handler on the root logger; the type tells it from handlers of the embedding program."""
+
+
+def configure_logger(level: str, prefix: str = "") -> None:
+    """Send this process's log to stderr, `[time prefix] message`.
+
+    Calling it again replaces the level and the prefix. Handlers that others put on the root
+    logger stay.
+
+    Args:
+        level: One of `LOG_LEVELS`, any case.
+        prefix: Which process this is, e.g. `scheduler`; empty for the server process.
+
+    Raises:
+        ValueError: `level` is not one of them.
+    """
+    if level.lower() not in LOG_LEVELS:
+        raise ValueError(f"log level {level!r}: choose one of {', '.join(LOG_LEVELS)}")
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _EngineHandler):
+            root.removeHandler(handler)
+    handler = _EngineHandler(sys.stderr)
+    tag = f" {prefix}" if prefix else ""
+    handler.setFormatter(
+        logging.Formatter(f"[%(asctime)s{tag}] %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
+    )
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    # One line per HTTP request of our own clients is noise at any level but debug.
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(
+            logging.DEBUG if level.lower() == "debug" else logging.WARNING
+        )
+
+
+@dataclass(slots=True)
+class _Window:
+    started: float
+    suppressed: int = 0
+
+
+class RateLimitedLogger:
+    """Logs one line per class and period; the next line of the class says how many were left out.
+
+    A class is a short constant (`"l3-miss"`), never text made from a request: the number of
+    classes bounds the memory. Any thread may call it; the lock is held for the bookkeeping only.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        period: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wrap `logger`; `period` is in seconds of `clock`."""
+        self._logger = logger
+        self._period = period
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._windows: dict[str, _Window] = {}
+
+    def log(self, level: int, kind: str, message: str, *args: object) -> bool:
+        """Log `message % args` unless `kind` was logged less than a period ago.
+
+        Returns:
+            Whether a line was written.
+        """
+        if not self._logger.isEnabledFor(level):
+            return False
+        now = self._clock()
+        with self._lock:
+            window = self._windows.get(kind)
+            if window is not None and now - window.started < self._period:
+                window.suppressed += 1
+                return False
+            suppressed = window.suppressed if window is not None else 0
+            self._windows[kind] = _Window(started=now)
+        if suppressed:
+            message += f" ({suppressed} more like it since the last such line)"
+        self._logger.log(level, message, *args)
+        return True
+
+    def info(self, kind: str, message: str, *args: object) -> bool:
+        """`log` at level INFO."""
+        return self.log(logging.INFO, kind, message, *args)
+
+    def warning(self, kind: str, message: str, *args: object) -> bool:
+        """`log` at level WARNING."""
+        return self.log(logging.WARNING, kind, message, *args)
+
+    def error(self, kind: str, message: str, *args: object) -> bool:
+        """`log` at level ERROR."""
+        return self.log(logging.ERROR, kind, message, *args)

@@ -1,0 +1,101 @@
+"""Ports and local socket names."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def get_free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free on `host` a moment ago. Nothing holds it: bind soon."""
+    return get_free_ports(1, host)[0]
+
+
+def get_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` distinct free TCP ports of `host`; see `get_free_port`."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind((host, 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
+
+
+def is_port_available(host: str, port: int) -> bool:
+    """Whether a server could listen on `host`:`port` now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        # As servers do: connections in TIME_WAIT do not count, a listener does.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            sock.listen(1)
+        except OSError:
+            return False
+        return True
+
+
+def check_port_available(host: str, port: int) -> None:
+    """Refuse a port that is taken before anything expensive has started.
+
+    Raises:
+        ValueError: Something listens there, or `host` is no address of this machine.
+    """
+    if not is_port_available(host, port):
+        raise ValueError(
+            f"cannot listen on {host}:{port}: the port is in use or the address is not this "
+            f"machine's; stop what listens there, or choose another with --port or --host"
+        )
+
+
+def can_connect(host: str, port: int, timeout: float = 1.0) -> bool:
+    """Whether something accepts TCP connections on `host`:`port`, within `timeout` seconds."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout):
+            return True
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 0.05) -> bool:
+    """Poll `condition` every `interval` seconds; False if `timeout` seconds pass first."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(interval)
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpcNames:
+    """ZMQ endpoints between the processes of one server, in a directory only its user can enter."""
+
+    directory: str
+    tokenizer: str
+    """The server process listens here: results and control answers."""
+    scheduler: str
+    """Scheduler rank 0 listens here: requests and control messages."""
+    detokenizer: str
+    """The detokenizer listens here: token ids."""
+
+    @classmethod
+    def create(cls) -> IpcNames:
+        """Make a fresh directory (mode 0700) and name the endpoints in it."""
+        directory = tempfile.mkdtemp(prefix="sglang-ipc-")
+        return cls(
+            directory=directory,
+            tokenizer=f"ipc://{directory}/tokenizer",
+            scheduler=f"ipc://{directory}/scheduler",
+            detokenizer=f"ipc://{directory}/detokenizer",
+        )
+
+    def remove(self) -> None:
+        """Remove the directory with its sockets. Idempotent."""
+        if Path(self.directory).name.startswith("sglang-ipc-"):
+            shutil.rmtree(self.directory, ignore_errors=True)

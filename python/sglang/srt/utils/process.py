@@ -1,0 +1,82 @@
+"""Ending processes by their handles, and ending with one's parent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+
+def stop_process(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int:
+    """SIGTERM, up to `timeout` seconds to leave, then SIGKILL.
+
+    Returns:
+        The exit status. Idempotent: a process that has ended is left as it is.
+    """
+    if process.poll() is None:
+        process.terminate()
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d ignored SIGTERM for %.0f s; killed", process.pid, timeout)
+            process.kill()
+    return process.wait()
+
+
+def kill_process_tree(pid: int, include_parent: bool = True, timeout: float = 10.0) -> None:
+    """SIGKILL `pid` and everything below it, and wait until they are gone.
+
+    Args:
+        pid: The root of the tree. A process that does not exist is fine.
+        include_parent: Whether the root goes too; False kills the caller's own children.
+        timeout: Seconds to wait for the killed to disappear; zombies count as gone.
+    """
+    try:
+        root = psutil.Process(pid)
+        victims = root.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    if include_parent:
+        # First, so that it cannot start another child.
+        victims.insert(0, root)
+    for victim in victims:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(victims, timeout=timeout)
+    left = [p.pid for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    if left:
+        logger.warning("processes %s outlived SIGKILL by %.0f s", left, timeout)
+
+
+def start_parent_watch(
+    parent_pid: int, on_death: Callable[[], None], interval: float = 0.5
+) -> threading.Thread:
+    """Call `on_death` once, from a daemon thread, when `parent_pid` is our parent no more.
+
+    The kernel's own signal for this (PR_SET_PDEATHSIG) fires when the parent's *thread* ends,
+    which is wrong for an engine that was started from a worker thread.
+
+    Args:
+        parent_pid: What `os.getpid()` was in the parent, handed over at the start, so that a
+            parent that died before this call is noticed too.
+        on_death: Must not block for long; usually kills the own process.
+        interval: Seconds between looks.
+    """
+    wake = threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            wake.wait(interval)
+        on_death()
+
+    thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
+    thread.start()
+    return thread
