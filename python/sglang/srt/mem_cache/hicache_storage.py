@@ -1,0 +1,42 @@
+"""L3, the shared store below host memory: the interface that backends implement.
+
+The front of the package `storage`: everything that a third-party backend or the cache controller
+imports has its name here. Objects are immutable pages under
+`{namespace}/{page_hash}/{pool}[/{shard}]`.
+"""
+
+from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.types import (
+    CacheOutcome,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PageResult,
+    PoolHitPolicy,
+    PoolName,
+    PoolResults,
+    PoolTransfer,
+    PoolTransferResult,
+    PrefetchTimeoutConfig,
+    SidecarPoolSpec,
+    StoragePool,
+    StorageUnavailable,
+    StorageUnreachable,
+)
+
+__all__ = [
+    "CacheOutcome",
+    "HiCacheStorage",
+    "HiCacheStorageConfig",
+    "HiCacheStorageExtraInfo",
+    "PageResult",
+    "PoolHitPolicy",
+    "PoolName",
+    "PoolResults",
+    "PoolTransfer",
+    "PoolTransferResult",
+    "PrefetchTimeoutConfig",
+    "SidecarPoolSpec",
+    "StoragePool",
+    "StorageUnavailable",
+    "StorageUnreachable",
+]

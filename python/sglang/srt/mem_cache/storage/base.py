@@ -1,0 +1,277 @@
+"""The interface of an L3 storage backend, with the v2 calls implemented over the older ones.
+
+The engine calls `batch_exists_v2`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`, `get_stats`,
+`probe` and `rebuild` only. A third-party backend may implement just `get`, `set` and `exists`
+(values are then flat uint8 tensors: page bytes, then the trailer of `page_trailer`), or the v1
+calls for the anchor pool.
+
+Threads: gets and exists come from the prefetch thread, sets from the backup thread, at the same
+time. Import it from `sglang.srt.mem_cache.hicache_storage`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.pool_hits import combine_hits
+from sglang.srt.mem_cache.storage.types import (
+    CacheOutcome,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PageResult,
+    PoolName,
+    PoolResults,
+    PoolTransfer,
+    PoolTransferResult,
+    StoragePool,
+)
+
+
+class HiCacheStorage(ABC):
+    """Immutable page objects under string keys, shared by engines. Objects may vanish any time."""
+
+    storage_config: HiCacheStorageConfig | None = None
+    """Set by `StorageBackendFactory` where the backend's constructor did not."""
+    mem_pool_host: StoragePool | None = None
+    """The anchor pool."""
+    extra_mem_pools: dict[str, StoragePool] | None = None
+
+    # -- pools --------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: StoragePool) -> None:
+        """Make the anchor pool known, before the first transfer."""
+        self.mem_pool_host = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: StoragePool, host_pool_name: str) -> None:
+        """Make any pool known by name, before the first transfer that names it."""
+        if host_pool_name == PoolName.KV:
+            self.register_mem_pool_host(host_pool)
+        else:
+            self.extra_mem_pools = {**(self.extra_mem_pools or {}), host_pool_name: host_pool}
+
+    def pool(self, name: str) -> StoragePool:
+        """The pool registered as `name`. Raises ValueError when there is none."""
+        found = (
+            self.mem_pool_host if name == PoolName.KV else (self.extra_mem_pools or {}).get(name)
+        )
+        if found is None:
+            raise ValueError(f"host pool {name!r} was not registered with {type(self).__name__}")
+        return found
+
+    # -- v2: what the engine calls --------------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How many pages of the prefix `keys` all pools have. Raises StorageUnavailable."""
+
+        def exists(pool: str, asked: Sequence[str]) -> list[bool]:
+            object_keys = [self.object_key(key, pool) for key in asked]
+            if pool == PoolName.KV:
+                run = self.batch_exists(object_keys, extra_info)
+                return [index < run for index in range(len(object_keys))]
+            return [self.exists(key) for key in object_keys]
+
+        return combine_hits(keys, pool_transfers, exists, PoolName.KV)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> PoolResults:
+        """Read pages into `host_indices` of each transfer's pool; one result a key.
+
+        Missing and damaged pages are results. A page whose result is not true has undefined
+        bytes. Raises StorageUnavailable when the whole store failed.
+        """
+        results: dict[str, Sequence[PageResult]] = {}
+        for transfer in transfers:
+            keys, indices = checked_transfer(transfer, self.pool(transfer.name))
+            object_keys = [self.object_key(key, transfer.name) for key in keys]
+            if transfer.name == PoolName.KV:
+                results[transfer.name] = self.batch_get_v1(object_keys, indices, extra_info)
+            else:
+                results[transfer.name] = self._plain_get(transfer.name, object_keys, indices)
+        return results
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> PoolResults:
+        """Write pages from `host_indices`, where absent; one result a key.
+
+        A page that is in the store already counts as written. Raises StorageUnavailable when the
+        whole store failed.
+        """
+        results: dict[str, Sequence[PageResult]] = {}
+        for transfer in transfers:
+            keys, indices = checked_transfer(transfer, self.pool(transfer.name))
+            object_keys = [self.object_key(key, transfer.name) for key in keys]
+            if transfer.name == PoolName.KV:
+                results[transfer.name] = self.batch_set_v1(object_keys, indices, extra_info)
+            else:
+                results[transfer.name] = self._plain_set(transfer.name, object_keys, indices)
+        return results
+
+    # -- v1: the anchor pool only; keys are full object keys -------------------------------------
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> Sequence[PageResult]:
+        """Read the anchor pool's pages."""
+        return self._plain_get(PoolName.KV, keys, host_indices)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> Sequence[PageResult]:
+        """Write the anchor pool's pages."""
+        return self._plain_set(PoolName.KV, keys, host_indices)
+
+    # -- plain: one value a key -----------------------------------------------------------------
+
+    @abstractmethod
+    def get(
+        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        """The value of `key`, or None. May be read into `target_location`, a flat uint8 tensor."""
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> list[torch.Tensor | None]:
+        """`get` for each key."""
+        targets = target_locations if target_locations is not None else [None] * len(keys)
+        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
+
+    @abstractmethod
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Store `value`, a flat uint8 tensor, under `key`. True also where it is there already."""
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """`set` for each key, up to the first that fails. True if all succeeded."""
+        given = values if values is not None else [None] * len(keys)
+        return all(self.set(key, value) for key, value in zip(keys, given, strict=True))
+
+    @abstractmethod
+    def exists(self, key: str) -> bool:
+        """Whether `key` has a value."""
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """How many of `keys` exist before the first that does not."""
+        for index, key in enumerate(keys):
+            if not self.exists(key):
+                return index
+        return len(keys)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Called once after the pools are registered."""
+        return
+
+    def probe(self) -> bool:
+        """Whether a store that failed answers again. Bounded in time; never raises."""
+        return True
+
+    def rebuild(self) -> None:
+        """Replace a client that is beyond recovery. Raises StorageUnavailable if that fails."""
+        return
+
+    def clear(self) -> None:
+        """Remove this namespace's objects. Raises ValueError where the backend cannot."""
+        raise ValueError(f"storage backend {type(self).__name__} cannot clear its objects")
+
+    def close(self) -> None:
+        """Release what the backend holds. Idempotent."""
+        return
+
+    def get_stats(self) -> dict[str, Any]:
+        """Counters since start: `pages`, `bytes` and so on."""
+        return {}
+
+    # -- shared ----------------------------------------------------------------------------------
+
+    def object_key(self, key: str, pool: str) -> str:
+        """The full key of one pool's object of a page. Raises ValueError without a config."""
+        if self.storage_config is None:
+            raise ValueError(f"{type(self).__name__}.storage_config is not set")
+        return self.storage_config.object_key(key, pool)
+
+    def _plain_get(
+        self, pool_name: str, keys: list[str], host_indices: torch.Tensor
+    ) -> list[CacheOutcome]:
+        pool = self.pool(pool_name)
+        assert self.storage_config is not None
+        verify = self.storage_config.verify_checksum
+        size = pool.page_bytes + TRAILER_BYTES
+        targets = list(torch.empty((len(keys), size), dtype=torch.uint8))
+        outcomes: list[CacheOutcome] = []
+        pages = host_indices.view(len(keys), pool.page_size)
+        for key, slots, value in zip(keys, pages, self.batch_get(keys, targets), strict=True):
+            if value is None:
+                outcomes.append(CacheOutcome.MISS)
+                continue
+            flat = value.contiguous().view(torch.uint8).reshape(-1)
+            raw = flat.numpy().data
+            page, trailer = raw[: pool.page_bytes], raw[pool.page_bytes :]
+            if not is_intact(trailer, (page,), key, verify_checksum=verify):
+                outcomes.append(CacheOutcome.DAMAGED)
+                continue
+            pool.scatter_pages(slots, flat[: pool.page_bytes].view(1, -1))
+            outcomes.append(CacheOutcome.LANDED)
+        return outcomes
+
+    def _plain_set(
+        self, pool_name: str, keys: list[str], host_indices: torch.Tensor
+    ) -> list[CacheOutcome]:
+        pool = self.pool(pool_name)
+        outcomes: list[CacheOutcome] = []
+        pages = host_indices.view(len(keys), pool.page_size)
+        for key, slots in zip(keys, pages, strict=True):
+            value = torch.empty(pool.page_bytes + TRAILER_BYTES, dtype=torch.uint8)
+            pool.gather_pages(slots, value[: pool.page_bytes].view(1, -1))
+            raw = value.numpy().data
+            raw[pool.page_bytes :] = seal((raw[: pool.page_bytes],), key)
+            done = self.set(key, value)
+            outcomes.append(CacheOutcome.LANDED if done else CacheOutcome.FAILED)
+        return outcomes
+
+
+def checked_transfer(transfer: PoolTransfer, pool: StoragePool) -> tuple[list[str], torch.Tensor]:
+    """Keys and host slots of a transfer. Raises ValueError where they do not fit each other."""
+    keys, indices = transfer.keys, transfer.host_indices
+    if keys is None or indices is None:
+        raise ValueError(f"pool transfer {transfer.name}: keys and host_indices are both needed")
+    if len(indices) != len(keys) * pool.page_size:
+        raise ValueError(
+            f"pool transfer {transfer.name}: {len(keys)} keys of {pool.page_size} tokens need "
+            f"{len(keys) * pool.page_size} host_indices, got {len(indices)}"
+        )
+    return keys, indices

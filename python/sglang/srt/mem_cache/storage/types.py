@@ -1,0 +1,206 @@
+"""Words that the engine and every L3 storage backend share: outcomes, pools, transfers, settings.
+
+Import them from `sglang.srt.mem_cache.hicache_storage`. Plain data, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+
+class CacheOutcome(StrEnum):
+    """How one page, or one operation, ended. Label values of metrics, words of the logs.
+
+    True in a condition only for LANDED, so that results mix with a third party's plain bools.
+    """
+
+    LANDED = "landed"
+    """The bytes are where they were wanted, verified. For a write: the object is in the store."""
+    MISS = "miss"
+    """Not in the store."""
+    SHORT = "short"
+    """Fewer pages than asked for: a page before this one did not land."""
+    DAMAGED = "damaged"
+    """There, but truncated, altered or another key's object."""
+    LATE = "late"
+    """Not there in time."""
+    REVOKED = "revoked"
+    """Given up as not worth it: below the threshold."""
+    UNAVAILABLE = "unavailable"
+    """Not tried: the store has been failing and is left alone for a while."""
+    FAILED = "failed"
+    """Tried and refused: store full, read-only, transfer error."""
+
+    def __bool__(self) -> bool:
+        return self is CacheOutcome.LANDED
+
+
+PageResult: TypeAlias = CacheOutcome | bool
+"""Result of one page. Our backends give outcomes; a third party may give bools."""
+
+PoolResults: TypeAlias = Mapping[str, Sequence[PageResult]]
+"""Per pool name, one result a key, in the order of the transfer's keys."""
+
+
+class StorageUnavailable(Exception):
+    """The whole store failed, not one page of it. The caller's breaker counts these."""
+
+
+class StorageUnreachable(StorageUnavailable):
+    """The store could not be reached when it was set up. The message is one line with a remedy."""
+
+
+class PoolName(StrEnum):
+    """Kinds of state that a model keeps per token or per prefix; the pool part of object keys."""
+
+    KV = "kv"
+    MAMBA = "mamba"
+    INDEXER = "indexer"
+
+
+class PoolHitPolicy(StrEnum):
+    """What a prefix needs of an extra pool to count as a hit."""
+
+    ALL_PAGES = "all_pages"
+    """A page for each KV page."""
+    TRAILING_PAGES = "trailing_pages"
+    """A state at the end of the prefix only."""
+
+
+@dataclass(slots=True)
+class PoolTransfer:
+    """Which slots of which pool move under which page keys, and how a hit counts."""
+
+    name: PoolName
+    host_indices: torch.Tensor | None = None
+    """int64 `[len(keys) * page_size of the pool]` on CPU: host slots, whole pages."""
+    device_indices: torch.Tensor | None = None
+    """int64, as long as `host_indices`, on the pool's device."""
+    keys: list[str] | None = None
+    """`{namespace}/{page_hash}`, one a page. Backends add pool and shard."""
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+    nodes_to_load: list[Any] | None = None
+    """Tree nodes that a load brings back; opaque to pools and backends."""
+    indices_from_pool: PoolName | None = None
+    """Take both index tensors from this pool's transfer. Resolved before a backend sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarPoolSpec:
+    """An extra pool whose pages share another pool's indices."""
+
+    pool_name: PoolName
+    indices_from_pool: PoolName
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+
+@dataclass(slots=True)
+class PoolTransferResult:
+    """How far a prefix is in the store. A report, not a lease: objects may vanish at any time."""
+
+    kv_hit_pages: int
+    """Pages of the longest prefix that every pool can serve."""
+    extra_pool_hit_pages: dict[str, int] = field(default_factory=dict)
+    """Per extra pool, the pages of the longest prefix that it and the anchor could serve."""
+
+    @classmethod
+    def empty(cls) -> PoolTransferResult:
+        return cls(kv_hit_pages=0)
+
+    def update_kv_hit_pages(self, kv_hit_pages: int) -> None:
+        """Shorten the hit to at most `kv_hit_pages`."""
+        self.kv_hit_pages = min(self.kv_hit_pages, kv_hit_pages)
+
+    def update_extra_pool_hit_pages(self, results: Mapping[str, int]) -> None:
+        """Record extra pools' hits, in pages."""
+        self.extra_pool_hit_pages.update(results)
+
+
+@dataclass(frozen=True, slots=True)
+class HiCacheStorageConfig:
+    """What a backend has to know about the engine that uses it."""
+
+    tp_rank: int
+    """Rank in the attention-TP group: which share of the heads this engine process holds."""
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    attn_cp_rank: int
+    """Never part of a key: context-parallel ranks hold the same KV."""
+    attn_cp_size: int
+    is_mla_model: bool
+    """Every rank holds the same bytes, so objects are not split by rank."""
+    enable_storage_metrics: bool
+    is_page_first_layout: bool
+    model_name: str | None
+    tp_lcm_size: int | None = None
+    should_split_heads: bool = False
+    extra_config: dict[str, Any] | None = None
+    namespace: str = field(default="", kw_only=True)
+    """First part of every key: weights, KV dtype, page size, byte order, format version."""
+
+    @property
+    def shard(self) -> str:
+        """Last part of an object's key, or "" where all ranks share the object."""
+        if self.is_mla_model or self.tp_size <= 1:
+            return ""
+        return f"{self.tp_rank}_{self.tp_size}"
+
+    @property
+    def verify_checksum(self) -> bool:
+        """Whether readers hash the pages that they read. Raises ValueError if not a bool."""
+        value = (self.extra_config or {}).get("verify_checksum", True)
+        if not isinstance(value, bool):
+            raise ValueError(f"extra config verify_checksum: true or false, not {value!r}")
+        return value
+
+    def object_key(self, key: str, pool: str) -> str:
+        """`{key}/{pool}[/{shard}]`: the key of one pool's object of a page."""
+        base = f"{key}/{pool}"
+        shard = self.shard
+        return f"{base}/{shard}" if shard else base
+
+
+@dataclass(slots=True)
+class HiCacheStorageExtraInfo:
+    """Hints to a backend about one call."""
+
+    prefix_keys: list[str] | None = None
+    """Keys of the pages before the first one of the call, root first."""
+    extra_info: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchTimeoutConfig:
+    """Bound on a prefetch under the `timeout` policy, in seconds."""
+
+    base: float = 2.0
+    per_ki_token: float = 0.1
+    """Per 1,024 tokens that are fetched."""
+    max: float = 30.0
+
+    def seconds_for(self, num_tokens: int) -> float:
+        """The bound for a prefetch of `num_tokens`."""
+        return min(self.max, self.base + self.per_ki_token * num_tokens / 1024)
+
+
+@runtime_checkable
+class StoragePool(Protocol):
+    """What a backend needs of a host pool. `indices` are int64 CPU tensors of whole pages."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def is_zero_copy(self) -> bool: ...
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]: ...
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]: ...
+    def get_page_views(self, indices: torch.Tensor) -> list[list[memoryview]]: ...
+    def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None: ...
+    def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None: ...
