@@ -1,0 +1,341 @@
+"""Everything a user can set on the command line: names, defaults, and what contradicts what.
+
+`ServerArgs` touches neither disk (but for an `@file` extra config), network nor hardware; names
+of backends and policies are strings here and become objects where they are used. `None` means
+"worked out later": by `resolve()` where no machine or model is needed, else by who sizes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang.srt.arg_groups.cli import (
+    check_choices,
+    explain_unknown,
+    flag,
+    flag_name,
+    parse_flags,
+)
+from sglang.srt.arg_groups.extra_config import check_extra_config_keys, parse_extra_config
+from sglang.srt.constants import (
+    BUILTIN_MODEL_DIR,
+    BUILTIN_MODEL_NAME,
+    DEFAULT_HIERARCHICAL_PAGE_SIZE,
+    DEFAULT_HOST,
+    DEFAULT_PAGE_SIZE,
+    DEFAULT_PORT,
+)
+from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CHUNK_TOKENS: Final = 2048
+_NEEDS_STORAGE: Final = ("hicache_storage_backend_extra_config",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """The settings of one engine, frozen; `resolve()` gives the copy that the engine runs with."""
+
+    # Model
+    model_path: str | None = flag(
+        None,
+        "Directory of a Hugging Face checkpoint; absent: the built-in model.",
+        aliases=("--model",),
+    )
+    tokenizer_path: str | None = flag(None, "Directory of the tokenizer; absent: the model's.")
+    served_model_name: str | None = flag(None, "Name in /v1/models; absent: the model path.")
+    load_format: str = flag(
+        "auto",
+        "Where weights come from; dummy makes random ones, pt reads pickled files.",
+        choices=("auto", "safetensors", "dummy", "pt"),
+    )
+    dtype: str = flag(
+        "auto",
+        "Weights and activations; auto: as in the checkpoint.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "Keys and values in every tier; auto: the model's dtype. fp8_e4m3 needs a GPU.",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3"),
+    )
+    context_length: int | None = flag(None, "Longest context in tokens; absent: the model's.")
+    trust_remote_code: bool = flag(False, "Run Python code that comes with the checkpoint.")
+    random_seed: int = flag(0, "Seed of random weights.")
+
+    # Server
+    host: str = flag(DEFAULT_HOST, "Address to listen on.")
+    port: int = flag(DEFAULT_PORT, "Port to listen on.")
+    api_key: str | None = flag(None, "Bearer token that requests must carry.", secret=True)
+    admin_api_key: str | None = flag(
+        None, "Bearer token of the administration endpoints.", secret=True
+    )
+    log_level: str = flag("info", "Least severity logged.", choices=LOG_LEVELS)
+    log_requests: bool = flag(False, "Log every request's id, lengths and times (no text).")
+    enable_metrics: bool = flag(False, "Serve Prometheus metrics on /metrics.")
+    enable_cache_report: bool = flag(False, "Tell cached tokens in the usage of OpenAI answers.")
+    stream_interval: int = flag(1, "Tokens between two pieces of a stream.")
+    watchdog_timeout: float = flag(
+        300.0, "Seconds that one forward pass may take before the server ends."
+    )
+    chat_template: str | None = flag(None, "Jinja file; absent: the tokenizer's own template.")
+
+    # Memory and scheduling
+    device: str = flag("auto", "Where the model runs.", choices=("auto", "cpu", "cuda", "npu"))
+    mem_fraction_static: float | None = flag(
+        None, "Share of device memory for weights and L1; absent: sized from the machine."
+    )
+    max_running_requests: int | None = flag(None, "Requests decoded together; absent: sized.")
+    max_total_tokens: int | None = flag(None, "Tokens in L1; absent: sized from the memory.")
+    max_prefill_tokens: int = flag(16384, "Most prompt tokens in one prefill batch.")
+    chunked_prefill_size: int | None = flag(
+        None, "Most prompt tokens of one pass; -1: whole prompts; absent: about 2048."
+    )
+    page_size: int | None = flag(None, "Tokens a page; absent: 1, 64 with the hierarchical cache.")
+    schedule_policy: str = flag(
+        "fcfs",
+        "Order of waiting requests: first come, or longest cached prefix.",
+        choices=("fcfs", "lpm"),
+    )
+    schedule_conservativeness: float = flag(
+        1.0, "Above 1: admit fewer requests, retract less; below 1: the opposite."
+    )
+    disable_radix_cache: bool = flag(False, "Reuse no prefixes.")
+    radix_eviction_policy: str = flag(
+        "lru", "Which prefixes go first.", choices=("lru", "lfu", "fifo", "priority", "slru")
+    )
+    attention_backend: str | None = flag(
+        None,
+        "Attention kernels; absent: torch_native on a CPU.",
+        choices=("torch_native", "triton", "flashinfer", "ascend"),
+    )
+
+    # Parallelism
+    tp_size: int = flag(1, "Tensor parallelism.", aliases=("--tp", "--tensor-parallel-size"))
+    attn_cp_size: int = flag(1, "Context parallelism of attention.")
+    nnodes: int = flag(1, "Machines.")
+    disaggregation_mode: str = flag(
+        "null",
+        "Serve whole requests (null), or half of them.",
+        choices=("null", "prefill", "decode"),
+    )
+
+    # HiCache
+    enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
+    hicache_ratio: float = flag(2.0, "Tokens of L2 per token of L1.")
+    hicache_size: float = flag(0.0, "L2 in GB per rank; wins over the ratio; 0: the ratio.")
+    hicache_write_policy: str = flag(
+        "write_through",
+        "When pages go down a tier.",
+        choices=("write_through", "write_through_selective", "write_back"),
+    )
+    hicache_io_backend: str = flag(
+        "auto",
+        "How pages move between L1 and L2.",
+        choices=("auto", "kernel", "direct", "kernel_ascend"),
+    )
+    hicache_mem_layout: str = flag(
+        "auto",
+        "Order of bytes in L2.",
+        choices=("auto", "layer_first", "page_first", "page_first_direct", "page_first_kv_split"),
+    )
+    hicache_storage_backend: str | None = flag(
+        None, "L3; absent: none.", choices=("file", "mooncake", "dynamic")
+    )
+    hicache_storage_prefetch_policy: str = flag(
+        "timeout",
+        "How long a request waits for L3.",
+        choices=("timeout", "best_effort", "wait_complete"),
+    )
+    hicache_storage_backend_extra_config: str | None = flag(
+        None, "Settings of L3: JSON, or @file with JSON, YAML or TOML."
+    )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
+        """As the constructor, but an unknown name is explained as on the command line.
+
+        Raises:
+            ValueError: A name that is no field.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in kwargs:
+            if name not in known:
+                raise ValueError(explain_unknown(flag_name(name), cls))
+        return cls(**kwargs)
+
+    def resolve(self) -> ServerArgs:
+        """Check every value and fill what needs no machine and no model.
+
+        Idempotent: resolving a resolved copy gives an equal one.
+
+        Raises:
+            ValueError: One line that names the flag and the remedy.
+        """
+        check_choices(self)
+        _check_not_yet(self)
+        _check_numbers(self)
+        _check_not_empty(self)
+        args = _resolve_cache(self)
+        model_path = args.model_path or str(BUILTIN_MODEL_DIR)
+        name = args.model_path or BUILTIN_MODEL_NAME
+        return dataclasses.replace(
+            args,
+            model_path=model_path,
+            tokenizer_path=args.tokenizer_path or model_path,
+            served_model_name=args.served_model_name or name,
+            device="cpu",
+            attention_backend=args.attention_backend or "torch_native",
+            chunked_prefill_size=_resolve_chunk(args),
+        )
+
+    def extra_config(self) -> dict[str, Any]:
+        """`hicache_storage_backend_extra_config` as an object; empty where there is none."""
+        return parse_extra_config(self.hicache_storage_backend_extra_config)
+
+    def to_public_dict(self) -> dict[str, Any]:
+        """Field name to value for `/server_info` and the log, without the secrets' values."""
+        values = dataclasses.asdict(self)
+        for field in dataclasses.fields(self):
+            if field.metadata["secret"] and values[field.name] is not None:
+                values[field.name] = "***"
+        return values
+
+
+def _check_not_yet(args: ServerArgs) -> None:
+    """Refuse values that upstream serves and this engine does not serve yet."""
+
+    def refuse(field: str, what: str) -> ValueError:
+        value = getattr(args, field)
+        return ValueError(
+            f"{flag_name(field)} {value}: SGLang has it, this engine does not yet: {what}"
+        )
+
+    for field in ("tp_size", "attn_cp_size", "nnodes"):
+        if getattr(args, field) != 1:
+            raise refuse(field, "one process on one machine runs the model; leave it at 1")
+    if args.disaggregation_mode != "null":
+        raise refuse("disaggregation_mode", "a server prefills and decodes; leave it at null")
+    if args.device not in ("auto", "cpu"):
+        raise refuse("device", "models run on the CPU; use --device cpu")
+    if args.kv_cache_dtype == "fp8_e4m3":
+        raise refuse("kv_cache_dtype", "it needs a GPU; use auto, bfloat16, float16 or float32")
+    if args.attention_backend not in (None, "torch_native"):
+        raise refuse("attention_backend", "it needs a GPU or an NPU; use torch_native")
+
+
+def _check_numbers(args: ServerArgs) -> None:
+    """Refuse numbers outside their range."""
+
+    def check(field: str, ok: bool, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"{flag_name(field)} {getattr(args, field)}: must be {expected}")
+
+    for field in (
+        "context_length",
+        "max_running_requests",
+        "max_total_tokens",
+        "max_prefill_tokens",
+        "page_size",
+        "stream_interval",
+    ):
+        value = getattr(args, field)
+        check(field, value is None or value >= 1, "at least 1")
+    check("port", 1 <= args.port <= 65535, "from 1 to 65535")
+    check("random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1")
+    for field in ("watchdog_timeout", "schedule_conservativeness", "hicache_ratio"):
+        value = getattr(args, field)
+        check(field, math.isfinite(value) and value > 0, "a number above 0")
+    check("hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more")
+    fraction = args.mem_fraction_static
+    check("mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1")
+    chunk = args.chunked_prefill_size
+    check("chunked_prefill_size", chunk is None or chunk == -1 or chunk >= 1, "-1 or at least 1")
+
+
+def _check_not_empty(args: ServerArgs) -> None:
+    """Refuse empty text: usually a shell variable that was not set."""
+    for field in dataclasses.fields(args):
+        if getattr(args, field.name) == "":
+            raise ValueError(f"{flag_name(field.name)} is empty; give it a value or leave it out")
+
+
+def _resolve_cache(args: ServerArgs) -> ServerArgs:
+    """Settle which tiers there are and the page size; refuse settings that would be ignored."""
+    hierarchical = args.enable_hierarchical_cache
+    if args.hicache_storage_backend is not None and not hierarchical:
+        logger.info(
+            "--hicache-storage-backend %s implies --enable-hierarchical-cache",
+            args.hicache_storage_backend,
+        )
+        hierarchical = True
+    if args.disable_radix_cache:
+        if hierarchical:
+            raise ValueError(
+                "--disable-radix-cache contradicts the hierarchical cache, whose tiers are "
+                "indexed by the radix tree; drop one of them"
+            )
+        for field in ("schedule_policy", "radix_eviction_policy"):
+            _refuse_ignored(args, field, "with --disable-radix-cache")
+    for field in (f.name for f in dataclasses.fields(args) if f.name.startswith("hicache_")):
+        if not hierarchical:
+            _refuse_ignored(args, field, "without --enable-hierarchical-cache")
+        elif args.hicache_storage_backend is None and field in _NEEDS_STORAGE:
+            _refuse_ignored(args, field, "without --hicache-storage-backend")
+    if args.hicache_storage_backend is not None:
+        check_extra_config_keys(args.hicache_storage_backend, args.extra_config())
+    page_size = args.page_size
+    if page_size is None:
+        page_size = DEFAULT_HIERARCHICAL_PAGE_SIZE if hierarchical else DEFAULT_PAGE_SIZE
+    return dataclasses.replace(args, enable_hierarchical_cache=hierarchical, page_size=page_size)
+
+
+def _refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
+    """Raise if `field` was set, since it would change nothing."""
+    default = next(f.default for f in dataclasses.fields(args) if f.name == field)
+    if getattr(args, field) != default:
+        raise ValueError(f"{flag_name(field)} {getattr(args, field)} has no effect {where}")
+
+
+def _resolve_chunk(args: ServerArgs) -> int:
+    """Tokens of a prefill chunk, a multiple of the page; -1 where prompts run whole."""
+    page_size = args.page_size
+    assert page_size is not None, "the page size is settled before the chunk"
+    chunk = args.chunked_prefill_size
+    if chunk is None:
+        return max(_DEFAULT_CHUNK_TOKENS // page_size, 1) * page_size
+    if chunk != -1 and chunk % page_size:
+        raise ValueError(
+            f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page_size}, "
+            f"e.g. {max(chunk // page_size, 1) * page_size}"
+        )
+    return chunk
+
+
+def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
+    """Parse and resolve a command line, and set up logging at its `--log-level`.
+
+    Args:
+        argv: Without the program's name; None takes the process's own.
+
+    Raises:
+        ValueError: One line that names the flag and the remedy.
+        SystemExit: `--help` was asked for and printed.
+    """
+    values = parse_flags(
+        ServerArgs,
+        sys.argv[1:] if argv is None else argv,
+        prog="python -m sglang.launch_server",
+        description="Serve a language model over HTTP, with a prefix cache in up to three tiers.",
+    )
+    args = ServerArgs(**values)
+    check_choices(args)
+    configure_logger(args.log_level)
+    return args.resolve()

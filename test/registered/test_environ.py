@@ -1,0 +1,112 @@
+"""Environment variables: parsing, defaults, overriding, and errors that name the variable."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.environ import Envs, child_environment, envs, parse_size
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("512mb", 512 << 20),
+        ("4gb", 4 << 30),
+        ("1.5GiB", 3 << 29),
+        (" 2 K ", 2048),
+        ("1t", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "gb", "-1", "4 gigs", "1e9", "0x10"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+def test_unset_means_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
+    monkeypatch.delenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", raising=False)
+    assert not envs.MOONCAKE_PROTOCOL.is_set()
+    assert envs.MOONCAKE_PROTOCOL.get() == "rdma"
+    assert envs.MOONCAKE_MASTER.get() is None
+    assert envs.MOONCAKE_GLOBAL_SEGMENT_SIZE.get() == 4 << 30
+
+
+def test_override_restores_unset_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
+    with envs.MOONCAKE_PROTOCOL.override("tcp"):
+        assert envs.MOONCAKE_PROTOCOL.get() == "tcp"
+        with envs.MOONCAKE_PROTOCOL.override("efa"):
+            assert child_environment()["MOONCAKE_PROTOCOL"] == "efa"
+        assert child_environment()["MOONCAKE_PROTOCOL"] == "tcp"
+    assert not envs.MOONCAKE_PROTOCOL.is_set()
+
+
+def test_override_restores_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_CHECK_SERVER", "yes")
+
+    def fail_inside() -> None:
+        with envs.MOONCAKE_CHECK_SERVER.override(False):
+            assert envs.MOONCAKE_CHECK_SERVER.get() is False
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert envs.MOONCAKE_CHECK_SERVER.get() is True
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("MOONCAKE_CHECK_SERVER", "perhaps"),
+        ("MOONCAKE_MASTER_METRICS_PORT", "90o3"),
+        ("MOONCAKE_GLOBAL_SEGMENT_SIZE", "big"),
+    ],
+)
+def test_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str, bad: str) -> None:
+    monkeypatch.setenv(name, bad)
+    with pytest.raises(ValueError, match=f"{name}='{bad}': expected .*; unset it"):
+        Envs.fields()[name].get()
+
+
+def test_export_default_yields_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    retries = envs.MC_STORE_CLIENT_SETUP_RETRIES
+    monkeypatch.delenv(retries.name, raising=False)
+    with retries.override(0):  # restores what was there, whatever happens inside
+        retries.clear()
+        retries.export_default()
+        assert child_environment()[retries.name] == "1"
+        retries.set(7)
+        retries.export_default()
+        assert retries.get() == 7
+
+
+def test_every_variable_is_described_and_its_default_parses() -> None:
+    fields = Envs.fields()
+    assert len(fields) >= 15
+    for name, field in fields.items():
+        assert field.name == name
+        assert len(field.doc) > 10
+        assert field.parse(field.render(field.default)) == field.default
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_sizes_survive_a_round_trip(size: int) -> None:
+    field = envs.MOONCAKE_LOCAL_BUFFER_SIZE
+    assert field.parse(field.render(size)) == size
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,189 @@
+"""ServerArgs: the command line, what is refused and how, and what `resolve` fills in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.arg_groups.refusals import refusal
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+EXTRA = "--hicache-storage-backend-extra-config"
+
+
+def prepare(*argv: str) -> ServerArgs:
+    return prepare_server_args(["--model-path", "dummy", *argv])
+
+
+def test_defaults_touch_nothing() -> None:
+    args = ServerArgs(model_path="dummy").resolve()
+    assert args.model_path == args.tokenizer_path == args.served_model_name == "dummy"
+    assert (args.page_size, args.device, args.attention_backend) == (1, "cpu", "torch_native")
+    assert (args.host, args.port, args.chunked_prefill_size) == ("127.0.0.1", 30000, 2048)
+    assert not args.enable_hierarchical_cache
+
+
+def test_without_a_path_the_built_in_model_is_served() -> None:
+    args = prepare_server_args([])
+    assert args.model_path is not None
+    assert Path(args.model_path).name == "builtin_model"
+    assert args.served_model_name == "sglang-builtin"
+
+
+def test_command_line_equals_constructor() -> None:
+    argv = ["--tp", "1", "--page-size=16", "--log-requests", "--hicache-ratio", "1.5"]
+    want = ServerArgs(
+        model_path="dummy",
+        page_size=16,
+        log_requests=True,
+        hicache_ratio=1.5,
+        enable_hierarchical_cache=True,
+    )
+    assert prepare(*argv, "--enable-hierarchical-cache") == want.resolve()
+
+
+def test_resolve_is_idempotent_and_frozen() -> None:
+    args = prepare("--hicache-storage-backend", "file")
+    assert args.resolve() == args
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.port = 1  # type: ignore[misc]
+
+
+def test_storage_implies_the_hierarchical_cache_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        args = ServerArgs(model_path="dummy", hicache_storage_backend="file").resolve()
+    assert args.enable_hierarchical_cache
+    assert args.page_size == 64
+    assert "implies --enable-hierarchical-cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pagesize", "3"], "unknown flag --pagesize; did you mean --page-size?"),
+        (["--zzz"], "unknown flag --zzz; --help lists"),
+        (["--log-requests", "true"], "'true' belongs to no flag"),
+        (["--lora-paths", "x"], "--lora-paths: SGLang has it, this engine does not: LoRA"),
+        (["--speculative-algorithm=EAGLE"], "does not: speculative decoding"),
+        (["--dp-size", "2"], "does not: data-parallel attention"),
+        (["--quantization", "fp8"], "does not: quantization"),
+        (["--grammar-backend", "xgrammar"], "does not yet: constrained decoding"),
+        (["--disable-overlap-schedule"], "does not yet: overlapped scheduling"),
+        (["--disaggregation-bootstrap-port", "1"], "does not yet: prefill and decode"),
+        (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill: SGLang has it"),
+        (["--tensor-parallel-size", "2"], "--tp-size 2: SGLang has it, .* not yet"),
+        (["--attn-cp-size", "2"], "--attn-cp-size 2: SGLang has it"),
+        (["--nnodes", "2"], "--nnodes 2: SGLang has it"),
+        (["--device", "cuda"], "--device cuda: SGLang has it, .* not yet"),
+        (["--device", "tpu"], "--device tpu: choose one of auto, cpu, cuda, npu"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "needs a GPU"),
+        (["--attention-backend", "triton"], "needs a GPU"),
+        (["--schedule-policy", "LPM"], "--schedule-policy LPM: choose one of fcfs, lpm"),
+        (["--page-size", "x"], "--page-size: invalid int value"),
+        (["--page-size", "0"], "--page-size 0: must be at least 1"),
+        (["--port", "70000"], "--port 70000: must be from 1 to 65535"),
+        (["--mem-fraction-static", "1.5"], "must be between 0 and 1"),
+        (["--watchdog-timeout", "nan"], "must be a number above 0"),
+        (["--served-model-name", ""], "--served-model-name is empty"),
+        (["--page-size", "64", "--chunked-prefill-size", "100"], "multiple of --page-size 64"),
+        (["--hicache-size", "1"], "no effect without --enable-hierarchical-cache"),
+        (["--enable-hierarchical-cache", EXTRA, "{}"], "without --hicache-storage-backend"),
+        (["--disable-radix-cache", "--schedule-policy", "lpm"], "with --disable-radix-cache"),
+        (["--disable-radix-cache", "--enable-hierarchical-cache"], "contradicts"),
+    ],
+)
+def test_refusals_name_the_flag_and_the_remedy(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(*argv)
+    assert "\n" not in str(error.value)
+
+
+def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        prepare("--help")
+    assert exit_status.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(ServerArgs):
+        assert "--" + field.name.replace("_", "-") in text
+
+
+def test_no_flag_of_ours_is_in_the_table_of_refusals() -> None:
+    refused = [f.name for f in dataclasses.fields(ServerArgs) if refusal(f.name)]
+    # The mode has one value that works; its other values are refused by `resolve`.
+    assert refused == ["disaggregation_mode"]
+
+
+def test_from_kwargs_explains_unknown_names() -> None:
+    assert ServerArgs.from_kwargs(model_path="dummy") == ServerArgs(model_path="dummy")
+    with pytest.raises(ValueError, match="did you mean --page-size"):
+        ServerArgs.from_kwargs(pagesize=4)
+    with pytest.raises(ValueError, match="does not: LoRA"):
+        ServerArgs.from_kwargs(lora_paths=["x"])
+
+
+def test_secrets_are_not_shown() -> None:
+    public = ServerArgs(model_path="dummy", api_key="hunter2").to_public_dict()
+    assert public["api_key"] == "***"
+    assert public["admin_api_key"] is None
+    assert "hunter2" not in repr(public)
+    assert "hunter2" not in repr(ServerArgs(model_path="dummy", api_key="hunter2"))
+
+
+CONFIG = {"prefetch_threshold": 128, "protocol": "tcp", "check_server": True}
+SPELLINGS = {
+    "c.json": json.dumps(CONFIG),
+    "c.yaml": "prefetch_threshold: 128\nprotocol: tcp\ncheck_server: true\n",
+    "c.toml": 'prefetch_threshold = 128\nprotocol = "tcp"\ncheck_server = true\n',
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_extra_config_from_a_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(SPELLINGS[name])
+    args = prepare("--hicache-storage-backend", "mooncake", EXTRA, f"@{path}")
+    assert args.extra_config() == CONFIG
+
+
+def test_extra_config_inline_and_absent() -> None:
+    args = prepare("--hicache-storage-backend", "mooncake", EXTRA, json.dumps(CONFIG))
+    assert args.extra_config() == CONFIG
+    assert prepare("--hicache-storage-backend", "file").extra_config() == {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "text", "message"),
+    [
+        ("mooncake", '{"protocl": "tcp"}', "knows no 'protocl'; did you mean 'protocol'"),
+        ("file", '{"protocol": "tcp"}', "backend file knows no 'protocol'"),
+        ("file", "[1]", "expected an object"),
+        ("file", "{", "cannot read its value"),
+        ("file", "@/nonexistent.json", "cannot read @/nonexistent.json"),
+        ("file", "@/etc/hostname", "unknown suffix"),
+    ],
+)
+def test_bad_extra_config(backend: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        prepare("--hicache-storage-backend", backend, EXTRA, text)
+    assert "\n" not in str(error.value)
+    assert EXTRA in str(error.value)
+
+
+def test_a_dynamic_backend_reads_what_it_likes() -> None:
+    config: dict[str, Any] = {"backend_name": "b", "module_path": "m", "anything": [1]}
+    args = prepare("--hicache-storage-backend", "dynamic", EXTRA, json.dumps(config))
+    assert args.extra_config() == config
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
