@@ -1,0 +1,171 @@
+"""Who may write where: the free list of a device pool, in pages.
+
+A page is handed out whole and comes back whole. Free pages are kept in ascending order, so that a
+request's slots are contiguous where they can be and attention may read them through a view.
+All indices are int64 on the pool's device. Called from the scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+Lengths: TypeAlias = torch.Tensor | Sequence[int]
+"""Lengths in tokens, one for each request, on the CPU."""
+
+
+class BaseTokenToKVPoolAllocator(ABC):
+    """The free list. Page 0 is the padding page and never handed out."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kvcache: KVCache | None,
+        need_sort: bool = True,
+    ) -> None:
+        """
+        Args:
+            size: Token slots to hand out; whole pages.
+            page_size: Tokens per page.
+            dtype: Of what the slots hold.
+            device: Of the indices.
+            kvcache: The pool whose slots these are; None in tests of the books alone.
+            need_sort: Put returned pages in order before they are handed out again.
+
+        Raises:
+            ValueError: `size` is not a positive number of whole pages.
+        """
+        if page_size < 1 or size < page_size or size % page_size:
+            raise ValueError(f"size={size} must be one or more whole pages of {page_size} tokens")
+        self.size = size
+        self.page_size = page_size
+        self.num_pages = size // page_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.need_sort = need_sort
+        self._kvcache = kvcache
+        self._grouped: list[torch.Tensor] | None = None
+        self.clear()
+
+    def size_full(self) -> int:
+        """Token slots in all, free or not."""
+        return self.size
+
+    def available_size(self) -> int:
+        """Token slots that can be allocated now."""
+        return (len(self.free_pages) + self._num_released) * self.page_size
+
+    def get_kvcache(self) -> KVCache:
+        """The pool whose slots this hands out."""
+        assert self._kvcache is not None, "made without a pool"
+        return self._kvcache
+
+    def clear(self) -> None:
+        """Take everything back."""
+        self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
+        self._released: list[torch.Tensor] = []
+        self._num_released = 0
+        self._is_free = torch.ones(self.num_pages + 1, dtype=torch.bool, device=self.device)
+        self._is_free[0] = False
+        self._grouped = None
+
+    def free_group_begin(self) -> None:
+        """Collect what is freed until `free_group_end`; a page freed in parts counts once."""
+        assert self._grouped is None, "free groups do not nest"
+        self._grouped = []
+
+    def free_group_end(self) -> None:
+        """Free what was collected."""
+        grouped, self._grouped = self._grouped, None
+        assert grouped is not None, "no free group was begun"
+        if grouped:
+            self.free(torch.cat(grouped))
+
+    def merge_and_sort_free(self) -> None:
+        """Make what came back available for handing out, in ascending order."""
+        if self._released:
+            merged = torch.cat([self.free_pages, *self._released])
+            self.free_pages = merged.sort().values if self.need_sort else merged
+            self._released = []
+            self._num_released = 0
+
+    def free_page_ids(self) -> torch.Tensor:
+        """int64 `[n]`: every free page, ascending. For the self check."""
+        return torch.cat([self.free_pages, *self._released]).sort().values
+
+    @abstractmethod
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """`need_size` slots (whole pages), or None where that many are not free."""
+
+    @abstractmethod
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Lengths,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Lengths,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> torch.Tensor | None:
+        """Slots for the tokens `[prefix_lens, seq_lens)` of each request.
+
+        Args:
+            prefix_lens: int64 `[bs]` on the device: tokens that have slots.
+            prefix_lens_cpu: The same on the CPU.
+            seq_lens: int64 `[bs]` on the device: tokens that shall have slots.
+            seq_lens_cpu: The same on the CPU.
+            last_loc: int64 `[bs]` on the device: slot of each last token that has one; anything
+                where there is none.
+            extend_num_tokens: `sum(seq_lens - prefix_lens)`.
+
+        Returns:
+            int64 `[extend_num_tokens]`, request after request; None (and nothing changed) where
+            not enough pages are free.
+        """
+
+    @abstractmethod
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: Lengths, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """A slot for the last of `seq_lens` tokens of each request, the others having theirs.
+
+        Returns:
+            int64 `[bs]`, or None (and nothing changed) where not enough pages are free.
+        """
+
+    @abstractmethod
+    def free(self, free_index: torch.Tensor) -> None:
+        """Take back the pages that the slots `free_index` (int64 `[n]`) lie in."""
+
+    def _take_pages(self, count: int) -> torch.Tensor | None:
+        """The `count` first free pages."""
+        if count > len(self.free_pages):
+            if count > len(self.free_pages) + self._num_released:
+                return None
+            self.merge_and_sort_free()
+        # A copy: a view would keep the whole list alive for as long as one page is held.
+        pages = self.free_pages[:count].clone()
+        self.free_pages = self.free_pages[count:]
+        self._is_free[pages] = False
+        return pages
+
+    def _give_pages(self, pages: torch.Tensor) -> None:
+        """Take back `pages`, which are distinct."""
+        freed_twice = self._is_free[pages]
+        if self.device.type == "cpu":
+            assert not bool(freed_twice.any()), f"pages freed twice: {pages[freed_twice].tolist()}"
+        else:
+            # Without waiting for the device.
+            torch._assert_async(~freed_twice.any())
+        self._is_free[pages] = True
+        self._released.append(pages)
+        self._num_released += len(pages)
