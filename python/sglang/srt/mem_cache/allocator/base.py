@@ -98,9 +98,11 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._released = []
             self._num_released = 0
 
-    def free_page_ids(self) -> torch.Tensor:
-        """int64 `[n]`: every free page, ascending. For the self check."""
-        return torch.cat([self.free_pages, *self._released]).sort().values
+    def free_slots(self) -> torch.Tensor:
+        """int64 `[available_size()]`: every free slot, ascending. For the self check."""
+        pages = torch.cat([self.free_pages, *self._released]).sort().values
+        offsets = torch.arange(self.page_size, dtype=torch.int64, device=self.device)
+        return (pages[:, None] * self.page_size + offsets).reshape(-1)
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
