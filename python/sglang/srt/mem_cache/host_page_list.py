@@ -1,0 +1,113 @@
+"""The free list of a host pool: whole pages, handed out as token slots.
+
+Called from the scheduler's thread only, so it has no lock. Costs are per page and vectorised.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class HostPageList:
+    """Which pages of a pool of `page_num` pages of `page_size` tokens are free. A stack."""
+
+    def __init__(self, page_num: int, page_size: int) -> None:
+        self.page_num = page_num
+        self.page_size = page_size
+        self._offsets = np.arange(page_size, dtype=np.int64)
+        self._stack: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._owned: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+        self._num_free = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Every page is free again; the lowest are handed out first."""
+        self._stack = np.arange(self.page_num - 1, -1, -1, dtype=np.int64)
+        self._owned = np.zeros(self.page_num, dtype=np.bool_)
+        self._num_free = self.page_num
+
+    def available_size(self) -> int:
+        """Free tokens."""
+        return self._num_free * self.page_size
+
+    def alloc(self, need_tokens: int) -> torch.Tensor | None:
+        """int64 `[need_tokens]` on CPU: slots of whole pages, ascending inside each page.
+
+        None where that many are not free. Raises ValueError for a part of a page.
+        """
+        if need_tokens < 0 or need_tokens % self.page_size:
+            raise ValueError(
+                f"host pages are allocated whole: need_tokens={need_tokens} is no multiple of "
+                f"page_size={self.page_size}"
+            )
+        count = need_tokens // self.page_size
+        if count > self._num_free:
+            return None
+        first = self._num_free - count
+        pages = self._stack[first : self._num_free][::-1]
+        self._num_free = first
+        self._owned[pages] = True
+        return torch.from_numpy((pages[:, None] * self.page_size + self._offsets).reshape(-1))
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Take whole pages back; returns how many tokens.
+
+        Raises:
+            ValueError: The slots are no whole pages of this pool.
+            AssertionError: A page is free already, or named twice. Names the pages.
+        """
+        pages = whole_pages(indices, self.page_size, self.page_num)
+        unique = np.unique(pages)
+        twice = unique[~self._owned[unique]]
+        if len(unique) != len(pages) or len(twice):
+            named = twice.tolist() or sorted(pages.tolist())
+            raise AssertionError(f"double free of host pages {named[:16]}")
+        self._owned[pages] = False
+        self._stack[self._num_free : self._num_free + len(pages)] = pages[::-1]
+        self._num_free += len(pages)
+        return len(indices)
+
+    def check_integrity(self) -> None:
+        """Assert that every page is either owned or free, once. O(pages); for idle times."""
+        free = self._stack[: self._num_free]
+        assert len(np.unique(free)) == self._num_free, "a host page is in the free list twice"
+        assert not self._owned[free].any(), "a free host page is marked as owned"
+        owned = int(self._owned.sum())
+        assert owned + self._num_free == self.page_num, (
+            f"host pages leaked: {owned} owned + {self._num_free} free != {self.page_num}"
+        )
+
+
+def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDArray[np.int64]:
+    """Page numbers of `indices`, checked.
+
+    Args:
+        indices: int64 `[pages * page_size]` on CPU: consecutive slots of aligned pages.
+        page_size: Tokens per page.
+        page_num: Pages in the pool.
+
+    Raises:
+        ValueError: The slots are not whole, aligned pages inside the pool.
+    """
+    if indices.dtype != torch.int64 or indices.device.type != "cpu" or indices.dim() != 1:
+        raise ValueError(
+            f"host_indices: need a 1-d int64 CPU tensor, got {indices.dtype} "
+            f"{tuple(indices.shape)} on {indices.device}"
+        )
+    if len(indices) % page_size:
+        raise ValueError(
+            f"host_indices: {len(indices)} slots are no multiple of page_size={page_size}"
+        )
+    slots: npt.NDArray[np.int64] = indices.numpy().reshape(-1, page_size)
+    first = slots[:, 0]
+    pages = first // page_size
+    if len(pages) and (pages.min() < 0 or pages.max() >= page_num):
+        raise ValueError(
+            f"host_indices: slots {slots.min()} to {slots.max()} leave the pool of "
+            f"{page_num * page_size} slots"
+        )
+    if (slots != pages[:, None] * page_size + np.arange(page_size)).any():
+        raise ValueError(f"host_indices: slots are not whole pages aligned to {page_size}")
+    return pages

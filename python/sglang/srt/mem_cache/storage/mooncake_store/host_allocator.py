@@ -1,0 +1,41 @@
+"""Host pool memory from Mooncake's own allocator (shared memory that its clients can map)."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.mem_cache.host_memory import HostTensorAllocator, nbytes, touch
+
+
+class MooncakeHostTensorAllocator(HostTensorAllocator):
+    """Allocates from `MooncakeHostMemAllocator`; a block goes back when its tensor does."""
+
+    def __init__(self) -> None:
+        try:
+            from mooncake.store import MooncakeHostMemAllocator
+        except ImportError as error:
+            raise ValueError(
+                f"allocator_type mooncake: Mooncake cannot be loaded ({error}); install "
+                "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
+            ) from error
+        self._source = MooncakeHostMemAllocator()
+
+    def allocate(
+        self, dims: Sequence[int], dtype: torch.dtype, device: str = "cpu", *, pin: bool = False
+    ) -> torch.Tensor:
+        if device != "cpu" or pin:
+            raise ValueError("allocator_type mooncake gives plain host memory only")
+        size = nbytes(dims, dtype)
+        address: int = self._source.alloc(size)
+        if not address:
+            raise MemoryError(f"Mooncake could not allocate {size} bytes of host memory")
+        block = (ctypes.c_uint8 * size).from_address(address)
+        # torch keeps `block` alive as long as any view of the tensor.
+        weakref.finalize(block, self._source.free, address)
+        tensor = torch.frombuffer(block, dtype=dtype).view(tuple(dims))
+        touch(tensor)
+        return tensor
