@@ -1,0 +1,265 @@
+"""A Mooncake Store on this machine: `mooncake_master` and store nodes as child processes.
+
+`serve_embedded` starts one of each; tests start clusters of them (`test/mooncake_cluster.py`).
+Every process is held by its handle, writes to a log file of its own, and goes when the thread
+that started it goes. The master listens on the loopback interface only; a store node listens on
+all addresses, on two ports that Mooncake chooses and on its REST port.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from sglang.srt.environ import child_environment
+from sglang.srt.utils.network import can_connect, get_free_ports
+from sglang.srt.utils.process import stop_process
+
+LOOPBACK: Final = "127.0.0.1"
+_PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None)
+
+
+class MooncakeStartError(RuntimeError):
+    """A process of the store did not come up; the message is one line with the cause."""
+
+
+def _die_with_parent() -> None:
+    # Runs between fork and exec. Without it a killed parent would leave the store behind.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class ManagedProcess:
+    """A child process that can be started, stopped, killed, suspended and restarted.
+
+    Not thread-safe: one thread owns it, and the child ends with that thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        ready: Callable[[], bool],
+        log_dir: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe the child; `start` starts it.
+
+        Args:
+            name: For messages, and the log file's name in `log_dir`.
+            command: Program and arguments.
+            ready: Whether it serves now; polled until it says so.
+            log_dir: An existing directory.
+            env: Put on top of this process's environment.
+        """
+        self.name = name
+        self.log_path = log_dir / f"{name}.log"
+        self._command = list(command)
+        self._ready = ready
+        self._env = dict(env or {})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running child."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        """Whether the child was started and has not ended. A suspended child counts as running."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, timeout: float = 30.0) -> None:
+        """Start the child and wait until it serves.
+
+        Raises:
+            MooncakeStartError: It ended, or did not serve within `timeout` seconds; it is not
+                running then.
+        """
+        assert not self.is_running(), f"{self.name} runs already"
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=child_environment(self._env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the owner, who ends its children in order.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        deadline = time.monotonic() + timeout
+        while True:
+            # First its life, then its port: another process may hold the port.
+            status = self._process.poll()
+            if status is not None:
+                raise MooncakeStartError(
+                    f"{self.name} ended with status {status}: {self.log_tail(1)}"
+                )
+            if self._ready():
+                return
+            if time.monotonic() > deadline:
+                self.kill()
+                raise MooncakeStartError(
+                    f"{self.name} did not serve within {timeout:.0f} s, see {self.log_path}"
+                )
+            time.sleep(0.02)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """SIGTERM, then SIGKILL after `timeout` seconds. Idempotent."""
+        if self._process is not None:
+            self.resume()
+            stop_process(self._process, timeout)
+
+    def kill(self) -> None:
+        """SIGKILL and wait. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def suspend(self) -> None:
+        """SIGSTOP: the child keeps its connections and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT, if the child runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def restart(self, timeout: float = 30.0) -> None:
+        """Kill the child if it runs, and start it anew on the same ports."""
+        self.kill()
+        self.start(timeout)
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last non-empty lines that the child wrote."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+
+def _master_binary() -> str:
+    spec = importlib.util.find_spec("mooncake")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "mooncake_master"
+        if binary.exists():
+            # Not the `mooncake_master` script beside Python: it would be a process in between.
+            return str(binary)
+    raise MooncakeStartError("the mooncake package is not installed; run `make setup`")
+
+
+class MooncakeMaster(ManagedProcess):
+    """`mooncake_master` on the loopback interface. It holds no objects, only where they are."""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        rpc_port: int | None = None,
+        flags: Mapping[str, str | int | float] | None = None,
+    ) -> None:
+        """Describe the master.
+
+        Args:
+            log_dir: An existing directory for its log.
+            rpc_port: Absent: a free one.
+            flags: More of its flags, e.g. `{"default_kv_lease_ttl": 500}` (ms).
+        """
+        free_port, self.metrics_port = get_free_ports(2)
+        self.rpc_port = rpc_port or free_port
+        settings: dict[str, str | int | float] = {
+            "rpc_address": LOOPBACK,
+            "rpc_port": self.rpc_port,
+            "metrics_host": LOOPBACK,
+            "metrics_port": self.metrics_port,
+            "logtostderr": "true",
+            **(flags or {}),
+        }
+        super().__init__(
+            "mooncake_master",
+            [_master_binary(), *(f"--{name}={value}" for name, value in settings.items())],
+            ready=lambda: (
+                can_connect(LOOPBACK, self.rpc_port) and can_connect(LOOPBACK, self.metrics_port)
+            ),
+            log_dir=log_dir,
+        )
+
+    @property
+    def address(self) -> str:
+        """What `MOONCAKE_MASTER` takes."""
+        return f"{LOOPBACK}:{self.rpc_port}"
+
+    def keys(self) -> list[str]:
+        """Keys of every object in the store."""
+        return [line for line in self._get("/get_all_keys").splitlines() if line]
+
+    def metric(self, name: str) -> float:
+        """Value of one of its Prometheus gauges or counters.
+
+        Raises:
+            KeyError: It has no such metric.
+        """
+        for line in self._get("/metrics").splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.rsplit(" ", 1)[1])
+        raise KeyError(name)
+
+    def _get(self, path: str) -> str:
+        url = f"http://{LOOPBACK}:{self.metrics_port}{path}"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            body: bytes = response.read()
+        return body.decode()
+
+    def engine_env(self) -> dict[str, str]:
+        """Environment that makes an engine a client of this store that lends no memory."""
+        return {
+            "MOONCAKE_MASTER": self.address,
+            "MOONCAKE_MASTER_METRICS_PORT": str(self.metrics_port),
+            "MOONCAKE_PROTOCOL": "tcp",
+            "MOONCAKE_LOCAL_HOSTNAME": LOOPBACK,
+            "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
+            "MOONCAKE_GLOBAL_SEGMENT_SIZE": "0",
+        }
+
+
+class StoreNode(ManagedProcess):
+    """A process that gives memory to the store, so that objects outlive every engine."""
+
+    def __init__(
+        self, master: MooncakeMaster, log_dir: Path, *, segment_bytes: int, name: str = "store_node"
+    ) -> None:
+        """Describe a node of `master`'s store that holds up to `segment_bytes` of objects."""
+        (self.rest_port,) = get_free_ports(1)
+        config_path = log_dir / f"{name}.json"
+        config = {
+            "local_hostname": LOOPBACK,
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": master.address,
+            "protocol": "tcp",
+            "device_name": "",
+            "global_segment_size": segment_bytes,
+            # It reads and writes nothing itself; Mooncake's default would take 1 GiB.
+            "local_buffer_size": 16 << 20,
+        }
+        config_path.write_text(json.dumps(config))
+        super().__init__(
+            name,
+            [
+                *(sys.executable, "-m", "mooncake.mooncake_store_service"),
+                *("--config", str(config_path), "--port", str(self.rest_port)),
+            ],
+            # The REST port opens after the segment is mounted.
+            ready=lambda: can_connect(LOOPBACK, self.rest_port),
+            log_dir=log_dir,
+            env={"MC_STORE_CLIENT_SETUP_RETRIES": "1"},
+        )

@@ -1,0 +1,149 @@
+"""Starting servers and ending them, for tests that use real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from sglang.srt.environ import child_environment
+from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.srt.utils.process import kill_process_tree
+
+__all__ = [
+    "DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH",
+    "DEFAULT_URL_FOR_TEST",
+    "CustomTestCase",
+    "ServerProcess",
+    "find_available_port",
+    "kill_process_tree",
+    "popen_launch_server",
+]
+
+DEFAULT_URL_FOR_TEST: Final = "http://127.0.0.1:21000"
+DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH: Final = 120.0
+"""Seconds; a CPU machine that runs other tests beside this one."""
+_LOG_LINES: Final = 30
+
+
+class CustomTestCase(unittest.TestCase):
+    """A `TestCase` that can wait for a condition instead of sleeping."""
+
+    def wait_until(
+        self, condition: Callable[[], bool], timeout: float = 10.0, message: str = ""
+    ) -> None:
+        """Fail unless `condition` holds within `timeout` seconds."""
+        if not wait_until(condition, timeout):
+            self.fail(f"not within {timeout:.0f} s: {message or condition}")
+
+
+class ServerProcess(subprocess.Popen[bytes]):
+    """A server that `popen_launch_server` started; its output is in `log_path`."""
+
+    log_path: Path
+
+    def log_tail(self, lines: int = _LOG_LINES) -> str:
+        """The last lines that the server wrote."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def find_available_port(base_port: int | None = None) -> int:
+    """A free TCP port of the loopback interface.
+
+    Args:
+        base_port: Taken by upstream's tests; ports are picked by the system here.
+    """
+    del base_port
+    return get_free_port()
+
+
+def popen_launch_server(
+    model: str | None,
+    base_url: str,
+    timeout: float,
+    api_key: str | None = None,
+    other_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    log_path: Path | None = None,
+) -> ServerProcess:
+    """Start `python -m sglang.launch_server` and wait until `/health` answers 200.
+
+    Args:
+        model: Directory of a checkpoint; None serves the built-in model.
+        base_url: Where it listens, e.g. `http://127.0.0.1:21000`.
+        timeout: Seconds until it must be healthy.
+        api_key: Becomes `--api-key`, and is sent with the health request.
+        other_args: More flags.
+        env: Put on top of this process's environment.
+        log_path: Absent: a new temporary file.
+
+    Raises:
+        RuntimeError: The server ended before it was healthy; with its last log lines.
+        TimeoutError: It was not healthy in time (and has been killed); with its last log lines.
+    """
+    url = urllib.parse.urlsplit(base_url)
+    if url.hostname is None or url.port is None:
+        raise ValueError(f"base_url {base_url!r}: give host and port, e.g. {DEFAULT_URL_FOR_TEST}")
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    if model is not None:
+        command += ["--model-path", model]
+    command += ["--host", url.hostname, "--port", str(url.port), *other_args]
+    if api_key is not None:
+        command += ["--api-key", api_key]
+    if log_path is None:
+        with tempfile.NamedTemporaryFile(prefix="sglang-server-", suffix=".log", delete=False) as f:
+            log_path = Path(f.name)
+    with log_path.open("ab") as log:
+        process = ServerProcess(
+            command,
+            env=child_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    process.log_path = log_path
+    try:
+        _await_health(process, base_url, timeout, api_key)
+    except BaseException:
+        kill_process_tree(process.pid)
+        process.wait()
+        raise
+    return process
+
+
+def _await_health(
+    process: ServerProcess, base_url: str, timeout: float, api_key: str | None
+) -> None:
+    deadline = time.monotonic() + timeout
+    while not is_healthy(base_url, api_key):
+        status = process.poll()
+        if status is not None:
+            raise RuntimeError(
+                f"the server ended with status {status} before it was healthy; "
+                f"the last lines of {process.log_path}:\n{process.log_tail()}"
+            )
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the server was not healthy within {timeout:.0f} s; "
+                f"the last lines of {process.log_path}:\n{process.log_tail()}"
+            )
+        time.sleep(0.1)
+
+
+def is_healthy(base_url: str, api_key: str | None = None) -> bool:
+    """Whether `GET /health` answers 200 within two seconds."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(f"{base_url}/health", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=2) as response:
+            return int(response.status) == 200
+    except (OSError, urllib.error.URLError):
+        return False
