@@ -1,0 +1,61 @@
+"""A request as the front door hands it to `TokenizerManager`, and what it may refuse."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class InvalidRequest(ValueError):
+    """The client's mistake: HTTP 400 where there is HTTP."""
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
+        """`message` says field and remedy; `field` is the field's name alone, for machines."""
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class RequestFailed(RuntimeError):
+    """The engine ended a request that it had taken; `status_code` is the HTTP status that fits."""
+
+    def __init__(self, message: str, status_code: int) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is shutting down, has died, or did not answer in time: HTTP 503."""
+
+
+def new_rid() -> str:
+    """An id for a request whose client gave none."""
+    return uuid.uuid4().hex
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt. Exactly one of `text` and `input_ids` is given."""
+
+    rid: str = field(default_factory=new_rid)
+    text: str | None = None
+    input_ids: list[int] | None = None
+    add_special_tokens: bool = True
+    """Whether the tokenizer may add e.g. a BOS to `text`; chat templates bring their own."""
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    default_max_new_tokens: int | None = None
+    """The client named no number of tokens: use this, or what the context has room for if that
+    is less (0: all of it). None: `sampling_params.max_new_tokens` was asked for and must fit."""
+    max_tokens_field: str = "sampling_params.max_new_tokens"
+    """What the client calls that number, for errors."""
+    prompt_field: str = "text"
+    """What the client calls the prompt, for errors."""
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    no_stop_trim: bool = False
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0

@@ -1,0 +1,132 @@
+"""Text from token ids that arrive a few at a time, never ending in half a character.
+
+`TextDecoder`s are the state of one request; `make_decoder_factory` picks the kind that fits a
+tokenizer. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from sglang.srt.utils.hf_tokenizer import is_byte_level, special_token_ids, token_bytes
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+
+_WINDOW_TOKENS: Final = 64
+_CHARACTER_TOKENS: Final = 4
+"""A character of UTF-8 has at most four bytes, so at most this many tokens."""
+
+
+class TextDecoder(ABC):
+    """Decodes one request's output. The texts of all calls, joined, are the whole text."""
+
+    @abstractmethod
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with `token_ids`; bytes of an unfinished character wait."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """What is still held back, unfinished characters as U+FFFD. Call it once, last."""
+
+
+DecoderFactory: TypeAlias = Callable[[bool], TextDecoder]
+"""Takes `skip_special_tokens`."""
+
+
+def make_decoder_factory(tokenizer: PreTrainedTokenizerBase) -> DecoderFactory:
+    """The kind of decoder that is exact for `tokenizer`."""
+    special = special_token_ids(tokenizer)
+    if is_byte_level(tokenizer):
+        vocabulary = ByteVocabulary(tokenizer)
+        return lambda skip: ByteLevelDecoder(vocabulary, special if skip else frozenset())
+    return lambda skip: WindowDecoder(tokenizer, special if skip else frozenset())
+
+
+class ByteVocabulary:
+    """Token id to bytes, filled as tokens appear; at most one entry for each token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            # None for ids of the padded vocabulary that no token has.
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+            found = token_bytes(token) if isinstance(token, str) else b""
+            self._bytes[token_id] = found
+        return found
+
+
+class ByteLevelDecoder(TextDecoder):
+    """For byte-level BPE: constant work per token, the state is at most three bytes."""
+
+    def __init__(self, vocabulary: ByteVocabulary, skipped: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        vocabulary, skipped = self._vocabulary, self._skipped
+        return self._decoder.decode(b"".join(vocabulary[i] for i in token_ids if i not in skipped))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDecoder(TextDecoder):
+    """For any other tokenizer: decodes a sliding window of the last tokens.
+
+    What a token looks like may depend on its neighbours (spaces, byte fallback), so new text is
+    the difference between the window decoded with and without the new tokens. A U+FFFD at the
+    end may be an unfinished character and is held back; everything before it is certain.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._window: list[int] = []
+        self._context = 0
+        """Leading tokens of the window whose text went out long ago."""
+        self._sent = 0
+        """Characters of the decoded window that went out."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        self._window.extend(i for i in token_ids if i not in self._skipped)
+        text = self._decode(self._window)
+        certain = len(text) - 1 if text.endswith(REPLACEMENT) else len(text)
+        fresh = text[self._sent : certain]
+        self._sent = max(self._sent, certain)
+        self._slide(whole=certain == len(text))
+        return fresh
+
+    def finish(self) -> str:
+        return self._decode(self._window)[self._sent :]
+
+    def _slide(self, whole: bool) -> None:
+        """Forget old tokens, keeping those whose text the next ones may depend on."""
+        if whole:
+            self._drop(self._context)
+            self._context = len(self._window)
+        elif len(self._window) > _WINDOW_TOKENS:
+            # Bytes that are no text at all: only the last few can still become a character.
+            self._drop(len(self._window) - 2 * _CHARACTER_TOKENS)
+            self._context = 0
+
+    def _drop(self, count: int) -> None:
+        unsent = len(self._decode(self._window)) - self._sent
+        del self._window[:count]
+        self._sent = len(self._decode(self._window)) - unsent
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text

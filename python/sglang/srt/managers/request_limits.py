@@ -1,0 +1,122 @@
+"""Every limit a request must keep, checked before the scheduler sees it. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from sglang.srt.managers.generate_request import GenerateRequest, InvalidRequest
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+MAX_KEY_CHARS: Final = 4096
+"""Of `extra_key` and `cache_salt` each."""
+MAX_RID_CHARS: Final = 256
+MAX_TOP_LOGPROBS: Final = 128
+_INT32_MAX: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What the model and the pools allow, in tokens."""
+
+    vocab_size: int
+    context_len: int
+    max_input_len: int
+    """Longest prompt that fits the pools and leaves room for one output token."""
+
+
+def check_fields(request: GenerateRequest) -> None:
+    """Check what needs neither tokens nor the model.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
+    if not 1 <= len(request.rid) <= MAX_RID_CHARS:
+        raise InvalidRequest(f"rid must have 1 to {MAX_RID_CHARS} characters", field="rid")
+    for name in ("extra_key", "cache_salt"):
+        value = getattr(request, name)
+        if value is not None and len(value) > MAX_KEY_CHARS:
+            raise InvalidRequest(
+                f"{name} has {len(value)} characters, at most {MAX_KEY_CHARS} are allowed: "
+                "send a digest of it",
+                field=name,
+            )
+    if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs_num={request.top_logprobs_num} must be from 0 to {MAX_TOP_LOGPROBS}",
+            field="top_logprobs_num",
+        )
+    if not -_INT32_MAX <= request.priority <= _INT32_MAX:
+        raise InvalidRequest("priority must fit in 32 bits", field="priority")
+
+
+def check_sampling(params: SamplingParams, limits: RequestLimits, tokenizer: object) -> None:
+    """Verify and normalise `params` in place; a `top_k` beyond the vocabulary is all of it.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
+    try:
+        params.verify(limits.vocab_size)
+        params.normalize(tokenizer)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field=_leading_name(str(error))) from error
+    if params.top_k > limits.vocab_size:
+        params.top_k = -1
+
+
+def check_prompt(input_ids: list[int], limits: RequestLimits, field: str) -> None:
+    """Check the prompt's tokens and their number.
+
+    Raises:
+        InvalidRequest: Names `field`, what is wrong and what is allowed.
+    """
+    if not input_ids:
+        raise InvalidRequest(f"{field} is empty: give at least one token", field=field)
+    low, high = min(input_ids), max(input_ids)
+    if low < 0 or high >= limits.vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(
+            f"{field} has token id {wrong}, the vocabulary has ids 0 to {limits.vocab_size - 1}",
+            field=field,
+        )
+    longest = min(limits.context_len - 1, limits.max_input_len)
+    if len(input_ids) > longest:
+        raise InvalidRequest(
+            f"{field} has {len(input_ids)} tokens, at most {longest} are allowed (context length "
+            f"{limits.context_len}, largest input the cache holds {limits.max_input_len}): "
+            "shorten the prompt, or start the server with a larger --context-length or "
+            "--max-total-tokens",
+            field=field,
+            code="context_length_exceeded",
+        )
+
+
+def fit_max_new_tokens(request: GenerateRequest, prompt_len: int, limits: RequestLimits) -> None:
+    """Settle `max_new_tokens`: a default shrinks to the room that is left, a wish must fit it.
+
+    Raises:
+        InvalidRequest: More was asked for than the context has room for.
+    """
+    params = request.sampling_params
+    room = limits.context_len - prompt_len
+    if request.default_max_new_tokens is not None:
+        params.max_new_tokens = max(min(request.default_max_new_tokens or room, room), 1)
+        # A wish for a least number of tokens is also a wish for at least that many.
+        if params.min_new_tokens > params.max_new_tokens and params.min_new_tokens <= room:
+            params.max_new_tokens = params.min_new_tokens
+    elif params.max_new_tokens > room:
+        raise InvalidRequest(
+            f"{request.max_tokens_field}={params.max_new_tokens} and a prompt of {prompt_len} "
+            f"tokens exceed the context length of {limits.context_len}: ask for at most {room}, "
+            "or shorten the prompt",
+            field=request.max_tokens_field,
+            code="context_length_exceeded",
+        )
+
+
+def _leading_name(message: str) -> str | None:
+    """The field that a `SamplingParams` error begins with."""
+    match = re.match(r"[a-z][a-z_]*", message)
+    return match[0] if match else None

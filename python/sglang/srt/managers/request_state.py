@@ -1,0 +1,144 @@
+"""One request's output as it grows in the server process. Event loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest, RequestFailed
+from sglang.srt.managers.io_struct import (
+    CachedTokensDetails,
+    FinishReason,
+    TextOutput,
+    TopLogprobs,
+)
+from sglang.srt.managers.stop_trimmer import StopTrimmer
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Everything known of one request. Lists only grow; readers keep their own positions."""
+
+    rid: str
+    prompt_tokens: int
+    created_time: float
+    """`time.time()` on arrival."""
+    trimmer: StopTrimmer
+    stream: bool
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    text_parts: list[str] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    cached_tokens_details: CachedTokensDetails = field(default_factory=CachedTokensDetails)
+    queue_time: float = 0.0
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    failure: Exception | None = None
+    _joined: str = ""
+    _joined_parts: int = 0
+
+    @classmethod
+    def start(cls, request: GenerateRequest, prompt_tokens: int, now: float) -> RequestState:
+        """State of a request that is about to be sent to the scheduler."""
+        params = request.sampling_params
+        trimmer = StopTrimmer(
+            params.stop_strings,
+            keep_match=request.no_stop_trim,
+            last_match=params.min_new_tokens > 0,
+        )
+        return cls(
+            rid=request.rid,
+            prompt_tokens=prompt_tokens,
+            created_time=now,
+            trimmer=trimmer,
+            stream=request.stream,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will be added."""
+        return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        if self._joined_parts < len(self.text_parts):
+            self._joined += "".join(self.text_parts[self._joined_parts :])
+            self._joined_parts = len(self.text_parts)
+        return self._joined
+
+    def apply(self, update: TextOutput, stop_text: str = "") -> int:
+        """Add one message's news.
+
+        Args:
+            update: From the detokenizer.
+            stop_text: Text of the token that stopped the request, where it is to be shown.
+
+        Returns:
+            New tokens.
+        """
+        output = update.output
+        reason = output.finish_reason
+        if reason is None:
+            text = self.trimmer.feed(update.text)
+        else:
+            text = self.trimmer.finish(update.text + stop_text, reason.matched)
+        if text:
+            self.text_parts.append(text)
+        self.output_ids.extend(output.output_ids)
+        self.output_logprobs.extend(output.output_logprobs or ())
+        self.output_top_logprobs.extend(output.output_top_logprobs or ())
+        self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
+        self.cached_tokens = output.cached_tokens
+        self.cached_tokens_details = output.cached_tokens_details
+        self.queue_time = output.queue_time
+        self.finish_reason = reason
+        if reason is not None:
+            self.finished_time = time.time()
+        self.changed.set()
+        return len(output.output_ids)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with `error`."""
+        if not self.ended:
+            self.failure = error
+            self.finished_time = time.time()
+            self.changed.set()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the request, if that was no regular end.
+
+        Raises:
+            EngineUnavailable: The engine died.
+            RequestFailed: The scheduler refused the request or failed on it.
+        """
+        if self.failure is not None:
+            raise EngineUnavailable(str(self.failure)) from self.failure
+        reason = self.finish_reason
+        if reason is not None and reason.type == "abort" and reason.status_code is not None:
+            raise RequestFailed(reason.message or "the engine aborted it", reason.status_code)
+
+
+class OutputCursor:
+    """One reader's position in a `RequestState`: what is new since it last looked."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.state = state
+        self.first_new_token = 0
+        """Index of the first token that `advance` found."""
+        self._seen_tokens = 0
+        self._seen_parts = 0
+
+    def advance(self) -> str:
+        """The text since the last call; sets `first_new_token`."""
+        state = self.state
+        fresh = "".join(state.text_parts[self._seen_parts :])
+        self._seen_parts = len(state.text_parts)
+        self.first_new_token = self._seen_tokens
+        self._seen_tokens = len(state.output_ids)
+        return fresh

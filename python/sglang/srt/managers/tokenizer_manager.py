@@ -1,0 +1,329 @@
+"""The server process's side of the engine: requests in, growing outputs out.
+
+Owns two sockets (to the scheduler, from scheduler and detokenizer) and one task that reads the
+second. Everything runs on the event loop that called `start`; only `PromptEncoder` has a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import zmq
+import zmq.asyncio
+from transformers import PreTrainedTokenizerBase
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.control_client import ControlClient
+from sglang.srt.managers.generate_request import (
+    EngineUnavailable,
+    GenerateRequest,
+    InvalidRequest,
+)
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchStrOutput,
+    ControlReqOutput,
+    Message,
+    ShutdownReq,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    encode,
+    server_decoder,
+)
+from sglang.srt.managers.prompt_encoder import PromptEncoder
+from sglang.srt.managers.request_limits import (
+    RequestLimits,
+    check_fields,
+    check_prompt,
+    check_sampling,
+    fit_max_new_tokens,
+)
+from sglang.srt.managers.request_state import RequestState
+from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.utils.cache_key import combine_extra_key
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.ipc import IpcAddresses
+
+logger = logging.getLogger(__name__)
+
+_SEED_BITS: Final = 63
+
+
+class TokenizerManager:
+    """Checks, tokenizes and sends requests; hands out their outputs as they grow."""
+
+    def __init__(
+        self,
+        *,
+        ipc: IpcAddresses,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: RequestLimits,
+        metrics: ServerMetrics | None = None,
+        log_requests: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.metrics = metrics
+        self.control = ControlClient(self._send)
+        self._ipc = ipc
+        self._log_requests = log_requests
+        self._encoder = PromptEncoder(tokenizer)
+        self._states: dict[str, RequestState] = {}
+        self._no_stop_trim: set[str] = set()
+        self._decoder = server_decoder()
+        self._limited = RateLimitedLogger(logger)
+        self._context: zmq.asyncio.Context | None = None
+        self._sink: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._refusal: str | None = None
+
+    # ---- life ------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the sockets on the running loop and begin to read."""
+        self._context = zmq.asyncio.Context()
+        source = self._context.socket(zmq.PULL)
+        source.set_hwm(0)
+        source.bind(self._ipc.server_input)
+        self._sink = self._context.socket(zmq.PUSH)
+        self._sink.set_hwm(0)
+        self._sink.connect(self._ipc.scheduler_input)
+        self._reader = asyncio.create_task(self._read(source), name="tokenizer-manager-reader")
+
+    async def close(self) -> None:
+        """Fail what is pending and close the sockets. Idempotent."""
+        self.fail_all("the engine has been shut down")
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+            self._reader = None
+        self._encoder.close()
+        if self._context is not None:
+            # A little time for the last message; the peer may be gone already.
+            self._context.destroy(linger=200)
+            self._context = None
+            self._sink = None
+
+    def refuse_new(self, reason: str) -> None:
+        """Take no further requests; `reason` is what their clients are told."""
+        self._refusal = reason
+
+    def fail_all(self, reason: str) -> None:
+        """The engine has died or ends: end every request and question with `reason`."""
+        self._refusal = self._refusal or reason
+        error = EngineUnavailable(reason)
+        for state in self._states.values():
+            state.fail(error)
+        self.control.fail_all(error)
+
+    async def shut_down_scheduler(self, timeout: float) -> None:
+        """Ask the scheduler to finish within `timeout` seconds and to exit."""
+        await self._send(ShutdownReq(timeout=timeout))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._states)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no request is taken, or None."""
+        return self._refusal
+
+    # ---- requests --------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestState]:
+        """Run one request; yields its state whenever it grew, the last time when it has ended.
+
+        Several messages between two looks of the reader are one step. Leaving the iterator
+        early aborts the request.
+
+        Raises:
+            InvalidRequest: Before anything was sent; names the field.
+            EngineUnavailable: The engine shuts down or has died.
+            RequestFailed: The scheduler refused the request or failed on it.
+        """
+        state = await self._begin(request)
+        try:
+            while True:
+                await state.changed.wait()
+                state.changed.clear()
+                ended = state.ended
+                if ended:
+                    state.raise_failure()
+                yield state
+                if ended:
+                    return
+        finally:
+            self._states.pop(request.rid, None)
+            self._no_stop_trim.discard(request.rid)
+            self._end(state)
+
+    async def generate_whole(self, request: GenerateRequest) -> RequestState:
+        """Run one request to its end; raises as `generate` does."""
+        updates = self.generate(request)
+        async for state in updates:
+            if state.ended:
+                return state
+        raise AssertionError("generate ends with an ended state or an exception")
+
+    async def abort(self, rid: str) -> None:
+        """End the request `rid`; its reader sees the finish reason `abort`."""
+        await self._send(AbortReq(rid=rid))
+
+    async def abort_all(self) -> None:
+        """End every request."""
+        await self._send(AbortReq(abort_all=True))
+
+    async def _begin(self, request: GenerateRequest) -> RequestState:
+        if self._refusal is not None:
+            raise EngineUnavailable(self._refusal)
+        now = time.time()
+        check_fields(request)
+        if request.rid in self._states:
+            raise InvalidRequest(
+                f"rid {request.rid!r} is in use by a running request: choose another", field="rid"
+            )
+        check_sampling(request.sampling_params, self.limits, self.tokenizer)
+        input_ids = await self._prompt_ids(request)
+        check_prompt(input_ids, self.limits, request.prompt_field)
+        fit_max_new_tokens(request, len(input_ids), self.limits)
+        # Again, for the wait above: two requests of one id may have passed the first look.
+        if request.rid in self._states:
+            raise InvalidRequest(f"rid {request.rid!r} is in use: choose another", field="rid")
+        state = RequestState.start(request, len(input_ids), now)
+        self._states[request.rid] = state
+        if request.no_stop_trim:
+            self._no_stop_trim.add(request.rid)
+        try:
+            await self._send(_to_message(request, input_ids, now))
+        except BaseException:
+            self._states.pop(request.rid, None)
+            raise
+        return state
+
+    async def _prompt_ids(self, request: GenerateRequest) -> list[int]:
+        if request.input_ids is not None:
+            return request.input_ids
+        if not request.text:
+            raise InvalidRequest(
+                f"{request.prompt_field} is empty: give at least one character",
+                field=request.prompt_field,
+            )
+        return await self._encoder.encode(
+            request.text, add_special_tokens=request.add_special_tokens
+        )
+
+    def _end(self, state: RequestState) -> None:
+        """Book a request that its reader has left; one that still runs is aborted."""
+        if not state.ended:
+            self._abort_soon(state.rid)
+        probe = state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+        if self.metrics is not None and not probe:
+            self.metrics.observe_end(state)
+        if self._log_requests and not probe:
+            reason = state.finish_reason.type if state.finish_reason else "left by its client"
+            logger.info(
+                "request %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
+                state.rid,
+                state.prompt_tokens,
+                state.cached_tokens,
+                len(state.output_ids),
+                time.time() - state.created_time,
+                reason,
+            )
+
+    def _abort_soon(self, rid: str) -> None:
+        """Abort from where nothing can be awaited: a closing generator. The socket never blocks."""
+        if self._sink is not None:
+            self._sink.send(encode(AbortReq(rid=rid)))
+
+    # ---- sockets ---------------------------------------------------------------------------
+
+    async def _send(self, message: Message) -> None:
+        if self._sink is None:
+            raise EngineUnavailable("the engine has been shut down")
+        await self._sink.send(encode(message))
+
+    async def _read(self, source: zmq.asyncio.Socket) -> None:
+        try:
+            while True:
+                payload = await source.recv()
+                try:
+                    message = self._decoder.decode(payload)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    self._limited.warning("bad-message", "dropped a message: %s", error)
+                    continue
+                self._handle(message)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.critical("the reader of engine messages failed", exc_info=True)
+            self.fail_all("the server failed to read the engine's messages; see its log")
+            raise
+
+    def _handle(self, message: BatchStrOutput | ControlReqOutput) -> None:
+        if isinstance(message, ControlReqOutput):
+            self.control.deliver(message)
+            return
+        now = time.time()
+        for update in message.outputs:
+            state = self._states.get(update.output.rid)
+            # Outputs of a request whose client has left are still on their way for a while.
+            if state is None or state.ended:
+                continue
+            fresh = state.apply(update, self._stop_text(update))
+            if fresh:
+                self._observe_tokens(state, fresh, now)
+
+    def _stop_text(self, update: TextOutput) -> str:
+        """Text of the stop token that the detokenizer left out, for `no_stop_trim`."""
+        output = update.output
+        reason = output.finish_reason
+        shown = output.rid in self._no_stop_trim and not output.no_stop_trim
+        if not shown or reason is None or not isinstance(reason.matched, int):
+            return ""
+        text = self.tokenizer.decode(
+            [reason.matched], skip_special_tokens=output.skip_special_tokens
+        )
+        return text if isinstance(text, str) else ""
+
+    def _observe_tokens(self, state: RequestState, fresh: int, now: float) -> None:
+        last = state.last_token_time
+        if last is None:
+            state.first_token_time = now
+        state.last_token_time = now
+        if self.metrics is None or not state.stream:
+            return
+        if state.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return
+        if last is None:
+            self.metrics.observe_first_token(now - state.created_time)
+        else:
+            self.metrics.observe_next_tokens(now - last, fresh)
+
+
+def _to_message(
+    request: GenerateRequest, input_ids: list[int], now: float
+) -> TokenizedGenerateReqInput:
+    seed = request.sampling_params.sampling_seed
+    return TokenizedGenerateReqInput(
+        rid=request.rid,
+        input_ids=input_ids,
+        sampling_params=request.sampling_params,
+        seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
+        stream=request.stream,
+        return_logprob=request.return_logprob,
+        top_logprobs_num=request.top_logprobs_num,
+        extra_key=combine_extra_key(request.extra_key, request.cache_salt),
+        priority=request.priority,
+        created_time=now,
+    )

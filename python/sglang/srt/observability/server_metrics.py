@@ -1,0 +1,85 @@
+"""What the server process measures: the times that clients feel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.request_state import RequestState
+
+_FIRST_TOKEN_BUCKETS: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0, 120.0,
+)  # fmt: skip
+_NEXT_TOKEN_BUCKETS: Final = (
+    0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0,
+)  # fmt: skip
+_REQUEST_BUCKETS: Final = (
+    0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0,
+)  # fmt: skip
+
+
+class ServerMetrics:
+    """Counters and histograms of one server process, in a registry of their own.
+
+    Times are seconds. Event loop thread only.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        labels = {"model_name": model_name}
+        names = tuple(labels)
+        self._first_token = Histogram(
+            "sglang:time_to_first_token_seconds",
+            "From a streaming request's arrival to its first token.",
+            names,
+            registry=self.registry,
+            buckets=_FIRST_TOKEN_BUCKETS,
+        ).labels(**labels)
+        self._next_token = Histogram(
+            "sglang:inter_token_latency_seconds",
+            "Between two tokens of a streaming request.",
+            names,
+            registry=self.registry,
+            buckets=_NEXT_TOKEN_BUCKETS,
+        ).labels(**labels)
+        self._request = Histogram(
+            "sglang:e2e_request_latency_seconds",
+            "From a request's arrival to its end.",
+            names,
+            registry=self.registry,
+            buckets=_REQUEST_BUCKETS,
+        ).labels(**labels)
+        self._requests = Counter(
+            "sglang:num_requests",
+            "Requests that ended, by how.",
+            (*names, "finish_reason"),
+            registry=self.registry,
+        )
+        self._model_name = model_name
+
+    def observe_first_token(self, seconds: float) -> None:
+        """A streaming request got its first token."""
+        self._first_token.observe(max(seconds, 0.0))
+
+    def observe_next_tokens(self, seconds: float, count: int) -> None:
+        """`count` tokens came together, `seconds` after the ones before them."""
+        each = max(seconds, 0.0) / count
+        for _ in range(count):
+            self._next_token.observe(each)
+
+    def observe_end(self, state: RequestState) -> None:
+        """A request ended, or its client left."""
+        reason = state.finish_reason
+        if reason is not None:
+            outcome = reason.type
+        else:
+            outcome = "error" if state.failure is not None else "disconnect"
+        self._requests.labels(model_name=self._model_name, finish_reason=outcome).inc()
+        if state.finished_time is not None and outcome in ("stop", "length"):
+            self._request.observe(max(state.finished_time - state.created_time, 0.0))
+
+    def render(self) -> str:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self.registry).decode()

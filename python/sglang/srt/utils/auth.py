@@ -1,0 +1,170 @@
+"""Who may call which endpoint: bearer keys for users and for operators.
+
+    keys set          NORMAL      ADMIN_OPTIONAL   ADMIN_FORCE
+    none              open        open             403
+    api key           api key     api key          403
+    admin key         open        admin key        admin key
+    both              api key     admin key        admin key
+
+Probes (`/health`, `/health_generate`, `/metrics`) and CORS preflights need no key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LEVEL_ATTRIBUTE: Final = "_auth_level"
+_OPEN_PATHS: Final = frozenset({"/health", "/health_generate", "/metrics", "/metrics/"})
+
+
+class AuthLevel(str, Enum):
+    """What an endpoint asks of its caller; the module's table has the meaning."""
+
+    NORMAL = "normal"
+    ADMIN_OPTIONAL = "admin_optional"
+    ADMIN_FORCE = "admin_force"
+
+
+@dataclass(frozen=True, slots=True)
+class AuthDecision:
+    """Whether a request may pass, and the HTTP status if not."""
+
+    allowed: bool
+    error_status_code: int = 401
+
+
+def auth_level(level: AuthLevel) -> Callable[[F], F]:
+    """Mark an endpoint function with its level; without a mark it is NORMAL."""
+
+    def mark(endpoint: F) -> F:
+        setattr(endpoint, _LEVEL_ATTRIBUTE, level)
+        return endpoint
+
+    return mark
+
+
+def app_has_admin_force_endpoints(app: Starlette) -> bool:
+    """Whether any route of `app` is marked ADMIN_FORCE."""
+    return any(_level_of(route) is AuthLevel.ADMIN_FORCE for route in app.routes)
+
+
+def decide_request_auth(
+    *,
+    method: str,
+    path: str,
+    authorization_header: str | None,
+    api_key: str | None,
+    admin_api_key: str | None,
+    auth_level: AuthLevel,
+) -> AuthDecision:
+    """Decide on one request; pure, keys are compared in constant time.
+
+    Args:
+        method: HTTP method, upper case.
+        path: Path without the query.
+        authorization_header: The header's value, None where it is absent.
+        api_key: The users' key, None (or empty) where none is set.
+        admin_api_key: The operators' key, likewise.
+        auth_level: Of the endpoint that `path` leads to.
+    """
+    if method == "OPTIONS" or path in _OPEN_PATHS:
+        return AuthDecision(True)
+    if auth_level is AuthLevel.ADMIN_FORCE and not admin_api_key:
+        return AuthDecision(False, 403)
+    required = api_key
+    if auth_level is not AuthLevel.NORMAL:
+        required = admin_api_key or api_key
+    if not required:
+        return AuthDecision(True)
+    return AuthDecision(_bearer_matches(authorization_header, required))
+
+
+def add_api_key_middleware(
+    app: Starlette, *, api_key: str | None, admin_api_key: str | None
+) -> None:
+    """Check every HTTP request of `app` against the keys before any of its code runs."""
+    app.add_middleware(
+        _ApiKeyMiddleware, routes_of=app, api_key=api_key, admin_api_key=admin_api_key
+    )
+
+
+class _ApiKeyMiddleware:
+    """Plain ASGI, so that streaming and disconnects pass through untouched."""
+
+    def __init__(
+        self, app: ASGIApp, routes_of: Starlette, api_key: str | None, admin_api_key: str | None
+    ) -> None:
+        self._app = app
+        self._routes_of = routes_of
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        decision = decide_request_auth(
+            method=str(scope.get("method", "GET")).upper(),
+            path=str(scope["path"]),
+            authorization_header=_authorization(scope),
+            api_key=self._api_key,
+            admin_api_key=self._admin_api_key,
+            auth_level=_level_for(self._routes_of, scope),
+        )
+        if decision.allowed:
+            await self._app(scope, receive, send)
+            return
+        await _refusal(decision.error_status_code)(scope, receive, send)
+
+
+def _refusal(status_code: int) -> JSONResponse:
+    if status_code == 403:
+        message = (
+            "this endpoint needs an operator's key and the server has none: set --admin-api-key"
+        )
+    else:
+        message = "missing or wrong key: send the header 'Authorization: Bearer KEY'"
+    body = {"message": message, "type": "authentication_error", "param": None, "code": status_code}
+    headers = {"WWW-Authenticate": "Bearer"} if status_code == 401 else None
+    return JSONResponse({"error": body}, status_code=status_code, headers=headers)
+
+
+def _bearer_matches(header: str | None, key: str) -> bool:
+    scheme, _, token = (header or "").partition(" ")
+    same = hmac.compare_digest(token.strip().encode(), key.encode())
+    return same and scheme.lower() == "bearer"
+
+
+def _authorization(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            return bytes(value).decode("utf-8", errors="replace")
+    return None
+
+
+def _level_for(app: Starlette, scope: Scope) -> AuthLevel:
+    """Of the route that will serve `scope`; a wrong method still counts as that path."""
+    partial = AuthLevel.NORMAL
+    for route in app.routes:
+        match, _ = route.matches(scope)
+        if match is Match.FULL:
+            return _level_of(route)
+        if match is Match.PARTIAL and partial is AuthLevel.NORMAL:
+            partial = _level_of(route)
+    return partial
+
+
+def _level_of(route: object) -> AuthLevel:
+    level = getattr(getattr(route, "endpoint", None), _LEVEL_ATTRIBUTE, AuthLevel.NORMAL)
+    return AuthLevel(level)

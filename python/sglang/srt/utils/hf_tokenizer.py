@@ -1,0 +1,83 @@
+"""Tokenizers from local files, and the bytes behind a token."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in the directory `path`; nothing is downloaded.
+
+    Raises:
+        ValueError: One line that says what is missing or broken, and the remedy.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ValueError(
+            f"tokenizer path {path!r} is not a directory: give a local directory with the "
+            "tokenizer's files (nothing is downloaded)"
+        )
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"{path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy its files there or "
+            "give another directory with --tokenizer-path"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    # The libraries raise their own types for damaged files, some of them bare Exception.
+    except Exception as error:
+        cause = " ".join(str(error).split())[:300]
+        raise ValueError(f"the tokenizer in {path} cannot be loaded: {cause}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether every token stands for bytes of its own, as in byte-level BPE."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+def token_bytes(token: str) -> bytes:
+    """The bytes of one token of a byte-level vocabulary.
+
+    Added tokens are plain text there; one whose characters all happen to be in the byte
+    alphabet decodes to the same bytes either way.
+    """
+    table = _byte_of_character()
+    try:
+        return bytes([table[character] for character in token])
+    except KeyError:
+        return token.encode("utf-8", errors="replace")
+
+
+@lru_cache(maxsize=1)
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level BPE (Radford et al., GPT-2): each byte as a visible character.
+
+    Printable Latin-1 characters stand for themselves, the other bytes for 256, 257, ...
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + offset): byte for offset, byte in enumerate(others)})
+    return table
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that `skip_special_tokens` leaves out of the text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {int(token_id) for token_id, token in added.items() if token.special}
+    return frozenset(special | {int(i) for i in tokenizer.all_special_ids})
