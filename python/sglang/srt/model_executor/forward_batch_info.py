@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 
@@ -67,6 +68,8 @@ class ForwardBatch:
     top_logprobs_nums: list[int] | None = None
     extend_logprob_start_lens_cpu: list[int] | None = None
     """Reserved for logprobs of prompt tokens."""
+    attn_backend: AttentionBackend | None = None
+    """Set by the runner, which owns it."""
 
     @property
     def batch_size(self) -> int:

@@ -1,0 +1,228 @@
+"""What a model is, read from a local directory in Hugging Face's format.
+
+Reads `config.json` and, where it is there, `generation_config.json`; weights are
+`model_loader`'s. Nothing here reaches the network.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+
+from sglang.srt.configs.rope_config import RopeConfig
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Values of `architectures` in config.json. `models.registry` has a class for each."""
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One model's shape and how it is to be run. Made by `from_path`."""
+
+    model_path: str
+    architecture: str
+    hf_config: PretrainedConfig
+    dtype: torch.dtype
+    """Of weights and activations."""
+    context_len: int
+    """Most tokens of one request, prompt and output together."""
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    eos_token_ids: tuple[int, ...]
+    """Ascending. Any of them ends a generation."""
+
+    @classmethod
+    def from_path(
+        cls, model_path: str, *, dtype: str = "auto", context_length: int | None = None
+    ) -> ModelConfig:
+        """Read the model in the directory `model_path`.
+
+        Args:
+            model_path: Directory with `config.json`.
+            dtype: A key of `DTYPES`, or "auto": the checkpoint's own.
+            context_length: Tokens; None: what the model was trained for.
+
+        Raises:
+            ValueError: One line that names what is missing or not supported, and the remedy.
+        """
+        directory = Path(model_path)
+        if not directory.is_dir():
+            raise ValueError(
+                f"model path {model_path!r} is not a directory: give the local directory of a "
+                "Hugging Face checkpoint (nothing is downloaded)"
+            )
+        raw = _read_json(directory / "config.json")
+        if raw is None:
+            raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
+        architecture = _supported_architecture(raw, directory)
+        hf = _parse_hf_config(directory)
+        _refuse_unsupported(hf)
+        num_heads = _positive(hf, "num_attention_heads")
+        hidden_size = _positive(hf, "hidden_size")
+        kv_heads = getattr(hf, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(hf, "head_dim", None) or hidden_size // num_heads
+        if num_heads % kv_heads or head_dim % 2:
+            raise ValueError(
+                f"config.json: num_attention_heads={num_heads} must be a multiple of "
+                f"num_key_value_heads={kv_heads}, and head_dim={head_dim} must be even"
+            )
+        rope = RopeConfig.from_hf(hf)
+        return cls(
+            model_path=str(directory),
+            architecture=architecture,
+            hf_config=hf,
+            dtype=_resolve_dtype(dtype, hf, directory),
+            context_len=_resolve_context_len(context_length, hf, rope),
+            hidden_size=hidden_size,
+            intermediate_size=_positive(hf, "intermediate_size"),
+            num_hidden_layers=_positive(hf, "num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=_positive(hf, "vocab_size"),
+            rms_norm_eps=float(hf.rms_norm_eps),
+            tie_word_embeddings=bool(hf.tie_word_embeddings),
+            rope=rope,
+            eos_token_ids=_eos_token_ids(hf, directory),
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in `path`, None where there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}): copy it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object: copy it again")
+    return value
+
+
+def _supported_architecture(raw: dict[str, Any], directory: Path) -> str:
+    names = raw.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        if name in SUPPORTED_ARCHITECTURES:
+            return str(name)
+    found = names or f"missing (model_type {raw.get('model_type')!r})"
+    raise ValueError(
+        f"{directory}: architectures {found} in config.json is not supported: "
+        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def _parse_hf_config(directory: Path) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    # What a hand-edited config can raise in there is open-ended (KeyError, TypeError, the
+    # validators' own types); all of it means the same to the user.
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        cause = " ".join(str(error).split())[:300]
+        raise ValueError(f"{directory}/config.json is not valid: {cause}") from error
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def _refuse_unsupported(hf: PretrainedConfig) -> None:
+    layer_types = getattr(hf, "layer_types", None) or []
+    if getattr(hf, "use_sliding_window", False) or "sliding_attention" in layer_types:
+        raise ValueError(
+            "config.json uses sliding-window attention (use_sliding_window), which is not "
+            "supported: only full attention is"
+        )
+    if getattr(hf, "quantization_config", None) is not None:
+        raise ValueError(
+            "config.json has a quantization_config: quantized weights are not supported, "
+            "use the unquantized checkpoint"
+        )
+    if hf.hidden_act != "silu":
+        raise ValueError(f"hidden_act={hf.hidden_act!r} in config.json is not supported: silu is")
+
+
+def _positive(hf: PretrainedConfig, name: str) -> int:
+    value = getattr(hf, name, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {name}={value!r} must be a positive integer")
+    return value
+
+
+def _resolve_dtype(dtype: str, hf: PretrainedConfig, directory: Path) -> torch.dtype:
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype != "auto":
+        raise ValueError(f"dtype {dtype!r} must be one of auto, {', '.join(DTYPES)}")
+    found = getattr(hf, "dtype", None) or _dtype_of_weights(directory) or torch.float32
+    if isinstance(found, str):
+        found = DTYPES.get(found.removeprefix("torch."), found)
+    if found not in DTYPES.values():
+        raise ValueError(
+            f"the checkpoint's dtype {found} is not supported: give one of "
+            f"{', '.join(DTYPES)} as dtype"
+        )
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _dtype_of_weights(directory: Path) -> torch.dtype | None:
+    """Dtype of the first tensor of the first weight file, for configs that do not say."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    return _SAFETENSORS_DTYPES.get(file.get_slice(name).get_dtype())
+        except (SafetensorError, OSError):
+            # The loader reports a torn file, with the name of the tensor.
+            return None
+    return None
+
+
+def _resolve_context_len(asked: int | None, hf: PretrainedConfig, rope: RopeConfig) -> int:
+    trained = _positive(hf, "max_position_embeddings")
+    if rope.rope_type == "linear":
+        trained = int(trained * rope.factor)
+    if asked is None:
+        return trained
+    if not 1 <= asked <= trained:
+        raise ValueError(
+            f"context length {asked} must be between 1 and {trained}, "
+            "what the model's config.json allows (max_position_embeddings)"
+        )
+    return asked
+
+
+def _eos_token_ids(hf: PretrainedConfig, directory: Path) -> tuple[int, ...]:
+    """Ends named by either file: chat models add the end of a turn in the second alone."""
+    generation = _read_json(directory / "generation_config.json") or {}
+    found: set[int] = set()
+    for value in (getattr(hf, "eos_token_id", None), generation.get("eos_token_id")):
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ValueError(f"{directory}: eos_token_id={value!r} must be token ids")
+        found.update(ids)
+    return tuple(sorted(found))

@@ -1,0 +1,100 @@
+"""Attention over part of a context, and joining the parts into the whole.
+
+A softmax over a union of keys is the average of the softmaxes over its parts, weighted by the
+parts' sums of exponentials. So a context can be read where it lies, piece by piece, instead
+of being gathered first (the identity that FlashAttention and Flash-Decoding rest on).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Partial(NamedTuple):
+    """Attention over some keys."""
+
+    out: torch.Tensor
+    """`[n, heads, rows, head_dim]`, in the queries' dtype."""
+    lse: torch.Tensor
+    """fp32 `[n, heads, rows]`: log of the sum of exponentials of the scaled scores."""
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> Partial:
+    """Attention with its log-sum-exp.
+
+    Args:
+        q: `[n, heads, rows, head_dim]`; strides are free but for the dense last dimension.
+        k: `[n, kv_heads, keys, head_dim]`, `v` likewise; `kv_heads` divides `heads`.
+        scale: Of the scores.
+        causal: Row i sees keys 0 to i (rows and keys are then equal in number).
+        mask: Added to the scores, broadcast to `[n, heads, rows, keys]`; not with `causal`.
+    """
+    if q.device.type != "cpu":
+        return _attend_plainly(q, k, v, scale=scale, causal=causal, mask=mask)
+    # The kernel that scaled_dot_product_attention runs on a CPU, called by name because the
+    # public function drops the log-sum-exp.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return Partial(out, lse)
+
+
+def _attend_plainly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> Partial:
+    """`attend` in elementary operations, for devices without such a kernel."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        rows, keys = scores.shape[-2:]
+        above = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(above, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    out = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v.float())
+    return Partial(out.to(q.dtype), lse)
+
+
+def merge_two(a: Partial, b: Partial) -> torch.Tensor:
+    """Attention over the union of two disjoint sets of keys: `[n, heads, rows, head_dim]`."""
+    weight = torch.sigmoid(a.lse - b.lse).unsqueeze(-1)
+    return torch.lerp(b.out.float(), a.out.float(), weight).to(b.out.dtype)
+
+
+def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> torch.Tensor:
+    """Join any number of parts for each of several queries.
+
+    Args:
+        parts: Stacked along the first dimension.
+        owners: int64 `[n]`: the query that each part belongs to; every query has a part.
+
+    Returns:
+        `[num_owners, heads, rows, head_dim]`.
+    """
+    shape = (num_owners, *parts.lse.shape[1:])
+    index = owners.view(-1, 1, 1).expand_as(parts.lse)
+    peak = torch.full(shape, -torch.inf, device=parts.lse.device)
+    peak = peak.scatter_reduce(0, index, parts.lse, "amax")
+    weight = (parts.lse - peak.index_select(0, owners)).exp()
+    total = torch.zeros(shape, device=weight.device).index_add_(0, owners, weight)
+    out = torch.zeros((*shape, parts.out.shape[-1]), device=weight.device)
+    out.index_add_(0, owners, parts.out * weight.unsqueeze(-1))
+    return (out / total.unsqueeze(-1)).to(parts.out.dtype)

@@ -1,0 +1,174 @@
+"""Attention in torch alone: the backend of CPUs.
+
+Contexts are read as views of the pool where they lie in one piece (see `slot_plan`); query
+heads that share a KV head are stacked as rows of one attention, so that no key is repeated.
+
+Measured for 2,000 new tokens after a prefix of 2,000 (6 query and 2 KV heads of 32, bf16, one
+layer, 2 cores): prefix and causal part apart, joined by their log-sum-exp, 39 ms; a boolean
+mask 55 ms (58 with building it); causal_lower_right 58 ms. 100 tokens after 6,000: 4.2, 5.3,
+5.6 ms. Hence there are no masks in extend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.partial_attention import Partial, attend, merge_parts, merge_two
+from sglang.srt.layers.attention.slot_plan import (
+    VIEW_BYTES,
+    DecodePlan,
+    ExtendSegment,
+    Gather,
+    plan_decode,
+    plan_extend,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class TorchNativeAttnBackend(AttentionBackend):
+    """Holds the plan of the batch that is being run.
+
+    Args of the constructor:
+        kv_bytes_per_layer: Bytes of one token's keys and values in one layer of the pool.
+        page_size: Tokens per page.
+        dtype: Of the queries.
+    """
+
+    def __init__(self, *, kv_bytes_per_layer: int, page_size: int, dtype: torch.dtype) -> None:
+        self._view_tokens = max(1, VIEW_BYTES // kv_bytes_per_layer)
+        self._page_size = page_size
+        self._dtype = dtype
+        self._decode_plan: DecodePlan | None = None
+        self._extend_plan: list[ExtendSegment] = []
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        table = forward_batch.req_to_token_pool.req_to_token.cpu().numpy()
+        rows = forward_batch.req_pool_indices.tolist()
+        if forward_batch.forward_mode.is_decode():
+            lens = forward_batch.seq_lens_cpu
+            contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
+            self._decode_plan = plan_decode(
+                contexts,
+                page_size=self._page_size,
+                view_tokens=self._view_tokens,
+                dtype=self._dtype,
+            )
+        elif forward_batch.forward_mode.is_extend():
+            prefix_lens = forward_batch.extend_prefix_lens_cpu
+            extend_lens = forward_batch.extend_seq_lens_cpu
+            assert prefix_lens is not None
+            assert extend_lens is not None
+            prefixes = [table[row, :length] for row, length in zip(rows, prefix_lens, strict=True)]
+            self._extend_plan = plan_extend(prefixes, extend_lens, page_size=self._page_size)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        outs = []
+        for segment in self._extend_plan:
+            rows = slice(segment.begin, segment.end)
+            new = attend(
+                _heads_first(q[rows]),
+                _heads_first(k[rows]),
+                _heads_first(v[rows]),
+                scale=layer.scaling,
+                causal=True,
+            )
+            out = new.out
+            prefix = _read_prefix(pool_k, pool_v, segment)
+            if prefix is not None:
+                out = merge_two(_attend_prefix(q[rows], *prefix, layer), new)
+            outs.append(out[0].transpose(0, 1).reshape(segment.end - segment.begin, -1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        plan = self._decode_plan
+        assert plan is not None
+        pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        batch_size = q.shape[0]
+        q = q.reshape(batch_size, layer.num_kv_heads, -1, layer.head_dim)
+        parts = []
+        for row, slot, length in plan.views:
+            k_view = _heads_first(pool_k.narrow(0, slot, length)).to(q.dtype)
+            v_view = _heads_first(pool_v.narrow(0, slot, length)).to(q.dtype)
+            parts.append(attend(q[row : row + 1], k_view, v_view, scale=layer.scaling))
+        parts += [_attend_gathered(q, pool_k, pool_v, part, layer) for part in plan.gathers]
+        out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
+        if plan.order is None:
+            lse = torch.cat([part.lse for part in parts])
+            out = merge_parts(Partial(out, lse), plan.owners, batch_size)
+        elif not plan.in_order:
+            out = out.index_select(0, plan.order)
+        return out.reshape(batch_size, -1)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """View `[tokens, heads, head_dim]` as `[1, heads, tokens, head_dim]`."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _read_prefix(
+    pool_k: torch.Tensor, pool_v: torch.Tensor, segment: ExtendSegment
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if segment.prefix_run is not None:
+        length = segment.prefix_run.end
+        slot = segment.prefix_run.slot
+        return pool_k.narrow(0, slot, length), pool_v.narrow(0, slot, length)
+    if segment.prefix_slots is not None:
+        return (
+            pool_k.index_select(0, segment.prefix_slots),
+            pool_v.index_select(0, segment.prefix_slots),
+        )
+    return None
+
+
+def _attend_prefix(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
+) -> Partial:
+    """Every new token sees all of the prefix, so the heads of a group are just more rows."""
+    num_new = q.shape[0]
+    rows = _heads_first(q).reshape(1, layer.num_kv_heads, -1, layer.head_dim)
+    part = attend(
+        rows,
+        _heads_first(k).to(q.dtype),
+        _heads_first(v).to(q.dtype),
+        scale=layer.scaling,
+    )
+    return Partial(
+        part.out.reshape(1, layer.num_heads, num_new, layer.head_dim),
+        part.lse.reshape(1, layer.num_heads, num_new),
+    )
+
+
+def _attend_gathered(
+    q: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    part: Gather,
+    layer: RadixAttention,
+) -> Partial:
+    shape = (len(part.rows), part.width, layer.num_kv_heads, layer.head_dim)
+    k = pool_k.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
+    v = pool_v.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
+    if part.row_index is not None:
+        q = q.index_select(0, part.row_index)
+    return attend(q, k, v, scale=layer.scaling, mask=part.mask)

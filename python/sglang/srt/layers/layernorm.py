@@ -1,0 +1,57 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+
+
+class RMSNorm(WeightedLayer):
+    """Normalises in fp32, rounds to the input's dtype, then scales, as transformers does."""
+
+    def __init__(self, size: int, eps: float, *, placement: TensorPlacement, prefix: str) -> None:
+        super().__init__()
+        self.eps = eps
+        self.prefix = prefix
+        self.weight = placement.empty(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`."""
+        return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)
+
+    def weight_slots(self) -> NamedSlots:
+        yield f"{self.prefix}.weight", WeightSlot(self.weight, tuple(self.weight.shape))
+
+
+class QKNorm(WeightedLayer):
+    """Per-head normalisation of queries and keys, which lie side by side, in one pass."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        placement: TensorPlacement,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.prefix = prefix
+        self.num_heads = num_heads
+        # A row for each head, though all queries share one and all keys another: one multiply
+        # instead of two and no concatenation.
+        self.weight = placement.empty(num_heads + num_kv_heads, head_dim)
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """Normalise `[num_tokens, num_heads + num_kv_heads, head_dim]` over its last dimension."""
+        return F.rms_norm(qk, self.weight.shape[-1:], None, self.eps).mul_(self.weight)
+
+    def weight_slots(self) -> NamedSlots:
+        shape = (self.weight.shape[-1],)
+        yield f"{self.prefix}.q_norm.weight", WeightSlot(self.weight[: self.num_heads], shape)
+        yield f"{self.prefix}.k_norm.weight", WeightSlot(self.weight[self.num_heads :], shape)

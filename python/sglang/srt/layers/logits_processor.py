@@ -1,0 +1,41 @@
+"""From hidden states to logits, for each request's last token alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(kw_only=True)
+class LogitsProcessorOutput:
+    """What a step gives. The logprobs are filled by the sampler, where they were asked for."""
+
+    next_token_logits: torch.Tensor
+    """fp32 `[bs, vocab_size]`, before penalties and temperature. Sampling never writes to it."""
+    next_token_logprobs: torch.Tensor | None = None
+    """fp32 `[bs]`: of the sampled tokens."""
+    next_token_top_logprobs_val: list[list[float]] | None = None
+    """Per request, its `top_logprobs_nums` largest, descending."""
+    next_token_top_logprobs_idx: list[list[int]] | None = None
+
+
+class LogitsProcessor(torch.nn.Module):
+    """Applies the output head."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, head_weight: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Args:
+        hidden_states: `[num_tokens, hidden_size]`, after the final norm.
+        head_weight: `[vocab_size, hidden_size]`.
+        """
+        if forward_batch.forward_mode.is_extend():
+            assert forward_batch.extend_seq_lens_cpu is not None
+            lens = torch.tensor(forward_batch.extend_seq_lens_cpu, device=hidden_states.device)
+            hidden_states = hidden_states.index_select(0, lens.cumsum(0) - 1)
+        logits = F.linear(hidden_states, head_weight)
+        return LogitsProcessorOutput(next_token_logits=logits.float())

@@ -1,0 +1,45 @@
+"""The attention layer of a model: names the layer, leaves the work to the backend."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class RadixAttention(torch.nn.Module):
+    """Attention over a request's context in the paged pool."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, scaling: float, num_kv_heads: int, layer_id: int
+    ) -> None:
+        """Args:
+        num_heads: Query heads of this rank; a multiple of `num_kv_heads`.
+        scaling: Of the scores, before the softmax.
+        layer_id: This layer's place in the pool.
+        """
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scaling = scaling
+        self.layer_id = layer_id
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Store the new keys and values, then attend.
+
+        Args:
+            q: `[num_tokens, num_heads, head_dim]`, any strides with dense heads.
+            k: `[num_tokens, num_kv_heads, head_dim]`; `v` likewise.
+
+        Returns:
+            `[num_tokens, num_heads * head_dim]`.
+        """
+        assert forward_batch.attn_backend is not None, "the runner sets it before the model runs"
+        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)

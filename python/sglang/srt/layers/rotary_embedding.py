@@ -1,0 +1,70 @@
+"""Rotary position embedding: default, linear and llama3 frequencies."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from sglang.srt.configs.rope_config import RopeConfig
+from sglang.srt.layers.placement import TensorPlacement
+
+
+class Rotation(NamedTuple):
+    """One batch's angles, computed once and used by every layer."""
+
+    cos: torch.Tensor
+    """`[num_tokens, 1, head_dim]` in the model's dtype."""
+    signed_sin: torch.Tensor
+    """Likewise; negative in the first half, so that rotating takes no negation."""
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per token of each pair of dimensions.
+
+    llama3's rule: waves longer than the original context are slowed by `factor`, waves shorter
+    than a `high_freq_factor`-th of it are kept, and what lies between is interpolated.
+
+    Returns:
+        fp32 `[head_dim / 2]` on the CPU.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    freqs = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return freqs / rope.factor
+    if rope.rope_type == "llama3":
+        turns = rope.original_max_position_embeddings * freqs / (2 * math.pi)
+        span = rope.high_freq_factor - rope.low_freq_factor
+        keep = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
+        return freqs * (keep + (1.0 - keep) / rope.factor)
+    assert rope.rope_type == "default", rope.rope_type
+    return freqs
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Angles are computed for each batch in fp32: no table bounds the context's length."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, *, placement: TensorPlacement) -> None:
+        super().__init__()
+        self.dtype = placement.dtype
+        self.register_buffer(
+            "inv_freq", inverse_frequencies(rope, head_dim).to(placement.device), persistent=False
+        )
+
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """Angles of int64 `[num_tokens]` positions."""
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        return Rotation(
+            torch.cat((cos, cos), dim=-1).to(self.dtype).unsqueeze(1),
+            torch.cat((-sin, sin), dim=-1).to(self.dtype).unsqueeze(1),
+        )
+
+
+def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate `[num_tokens, num_heads, head_dim]`; dimension i pairs with i + head_dim / 2."""
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * rotation.cos, swapped, rotation.signed_sin)

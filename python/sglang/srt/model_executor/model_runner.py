@@ -1,0 +1,138 @@
+"""One rank's model, its pools and its attention backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.model_config import DTYPES, ModelConfig
+from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_loader.loader import LoadConfig, get_model
+
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerConfig:
+    """Everything a runner needs to know, as plain values."""
+
+    model_config: ModelConfig
+    device: str = "cpu"
+    kv_cache_dtype: str = "auto"
+    """One of `KV_CACHE_DTYPES`; "auto" is the model's own."""
+    page_size: int = 1
+    attention_backend: str = "torch_native"
+    load_format: str = "auto"
+    random_seed: int = 0
+    """Of `dummy` weights."""
+    tp_rank: int = 0
+    tp_size: int = 1
+    show_progress: bool = True
+
+
+class ModelRunner:
+    """Runs batches. One thread uses it after it was made.
+
+    Attributes:
+        model: The model, weights loaded.
+        model_config: Its configuration.
+        attn_backend: Its attention backend.
+        req_to_token_pool: Slots of each running request; after `init_memory_pool`.
+        token_to_kv_pool: The device pool (L1); after `init_memory_pool`.
+        token_to_kv_pool_allocator: Hands out its pages; after `init_memory_pool`.
+    """
+
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: MHATokenToKVPool
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+
+    def __init__(self, config: ModelRunnerConfig) -> None:
+        """Load the model.
+
+        Raises:
+            ValueError: A name or size that is not supported, or damaged weights; one line.
+        """
+        if config.page_size < 1:
+            raise ValueError(f"page_size={config.page_size} must be at least 1")
+        self.config = config
+        self.model_config = config.model_config
+        self.kv_cache_dtype = _resolve_kv_dtype(config.kv_cache_dtype, config.model_config.dtype)
+        self.attn_backend = create_attention_backend(
+            config.attention_backend,
+            kv_bytes_per_layer=self.kv_bytes_per_token() // self.model_config.num_hidden_layers,
+            page_size=config.page_size,
+            dtype=self.model_config.dtype,
+        )
+        self.model = get_model(
+            config.model_config,
+            LoadConfig(
+                load_format=config.load_format,
+                random_seed=config.random_seed,
+                device=config.device,
+                tp_rank=config.tp_rank,
+                tp_size=config.tp_size,
+                show_progress=config.show_progress and config.tp_rank == 0,
+            ),
+        )
+
+    def weight_bytes(self) -> int:
+        """Bytes that the model's weights take on this rank."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers, on this rank."""
+        model = self.model_config
+        per_layer = 2 * model.num_key_value_heads * model.head_dim * self.kv_cache_dtype.itemsize
+        return per_layer * model.num_hidden_layers
+
+    def init_memory_pool(self, max_total_tokens: int, max_running_requests: int) -> None:
+        """Make the pools and the allocator.
+
+        Args:
+            max_total_tokens: Slots of the device pool, a multiple of the page size.
+            max_running_requests: Rows of the table of slots.
+
+        Raises:
+            ValueError: `max_total_tokens` is not a positive multiple of the page size.
+        """
+        page_size = self.config.page_size
+        if max_total_tokens < page_size or max_total_tokens % page_size:
+            raise ValueError(
+                f"max_total_tokens={max_total_tokens} must be a positive multiple of "
+                f"page_size={page_size}"
+            )
+        model = self.model_config
+        self.req_to_token_pool = ReqToTokenPool(
+            max_running_requests, model.context_len, self.config.device
+        )
+        self.token_to_kv_pool = MHATokenToKVPool(
+            max_total_tokens,
+            page_size,
+            self.kv_cache_dtype,
+            model.num_key_value_heads,
+            model.head_dim,
+            model.num_hidden_layers,
+            self.config.device,
+        )
+        self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
+
+    @torch.inference_mode()
+    def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run one step: stores the new tokens' keys and values, gives the last tokens' logits."""
+        forward_batch.attn_backend = self.attn_backend
+        self.attn_backend.init_forward_metadata(forward_batch)
+        return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+
+
+def _resolve_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    if name not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype {name!r} is not supported here: "
+            f"supported are {', '.join(KV_CACHE_DTYPES)}"
+        )
+    return model_dtype if name == "auto" else DTYPES[name]

@@ -1,0 +1,110 @@
+"""How large the device pool is: a pure decision over plain numbers, with its reason.
+
+The reason goes into the server's start-up line, so that nobody has to guess why.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+GIB = 1 << 30
+CPU_POOL_BYTES = 1 * GIB
+CPU_POOL_FRACTION = 0.1
+MAX_RUNNING_REQUESTS = 256
+REQ_TABLE_BYTES = 256 << 20
+"""Most that the table of requests' slots may take unless more requests are asked for."""
+
+
+class Sizing(NamedTuple):
+    """A decision and why it is that."""
+
+    amount: int
+    """Tokens (a multiple of the page size) or requests."""
+    reason: str
+
+
+def size_kv_pool(
+    *,
+    device: str,
+    kv_bytes_per_token: int,
+    page_size: int,
+    total_bytes: int,
+    available_bytes: int,
+    mem_fraction_static: float | None = None,
+    max_total_tokens: int | None = None,
+    weight_bytes: int = 0,
+) -> Sizing:
+    """Decide how many tokens the device pool (L1) holds.
+
+    Args:
+        device: "cpu", "cuda" or "npu".
+        kv_bytes_per_token: Bytes of one token's keys and values over all layers.
+        page_size: Tokens per page; one more page, the padding page, is paid for here.
+        total_bytes: Memory of the device.
+        available_bytes: Of it, what is free after the weights were loaded.
+        mem_fraction_static: Share of `total_bytes` for weights and pool together; None: on a
+            CPU min(1 GiB, 10% of the memory), elsewhere 0.85.
+        max_total_tokens: An upper bound that the user set.
+        weight_bytes: What the weights take of the static share.
+
+    Raises:
+        ValueError: Not one page fits, or the memory for it is not there; names the flag.
+    """
+    budget, reason = _budget(device, total_bytes, mem_fraction_static, weight_bytes)
+    tokens = budget // kv_bytes_per_token - page_size
+    if max_total_tokens is not None and (mem_fraction_static is None or max_total_tokens < tokens):
+        tokens, reason = max_total_tokens, f"--max-total-tokens {max_total_tokens}"
+    tokens = tokens // page_size * page_size
+    if tokens < page_size:
+        raise ValueError(
+            f"the KV pool would hold {max(tokens, 0)} tokens ({reason}), less than one page of "
+            f"{page_size}: raise --mem-fraction-static or --max-total-tokens, or use a smaller "
+            "--page-size"
+        )
+    need = (tokens + page_size) * kv_bytes_per_token
+    if need > available_bytes:
+        raise ValueError(
+            f"the KV pool of {tokens} tokens ({reason}) needs {need / GIB:.2f} GiB and "
+            f"{available_bytes / GIB:.2f} GiB of memory are available: lower --max-total-tokens "
+            "or --mem-fraction-static"
+        )
+    return Sizing(tokens, reason)
+
+
+def _budget(
+    device: str, total_bytes: int, mem_fraction_static: float | None, weight_bytes: int
+) -> tuple[int, str]:
+    if mem_fraction_static is None and device == "cpu":
+        tenth = int(total_bytes * CPU_POOL_FRACTION)
+        if tenth < CPU_POOL_BYTES:
+            return tenth, f"10% of {total_bytes / GIB:.1f} GiB memory"
+        return CPU_POOL_BYTES, "1 GiB, the default on a CPU"
+    fraction = 0.85 if mem_fraction_static is None else mem_fraction_static
+    if not 0.0 < fraction < 1.0:
+        raise ValueError(f"--mem-fraction-static {fraction} must be between 0 and 1")
+    return (
+        int(total_bytes * fraction) - weight_bytes,
+        f"--mem-fraction-static {fraction:g} of {total_bytes / GIB:.1f} GiB, "
+        f"less {weight_bytes / GIB:.2f} GiB of weights",
+    )
+
+
+def size_running_requests(
+    *, pool_tokens: int, context_len: int, max_running_requests: int | None = None
+) -> Sizing:
+    """Decide how many requests may run at once.
+
+    Without a wish it is what the pool can feed with at least 64 tokens each, at most 256, and
+    few enough that the table of their slots (4 bytes a token of context) stays small.
+
+    Raises:
+        ValueError: `max_running_requests` is less than 1.
+    """
+    if max_running_requests is not None:
+        if max_running_requests < 1:
+            raise ValueError(f"--max-running-requests {max_running_requests} must be at least 1")
+        return Sizing(max_running_requests, f"--max-running-requests {max_running_requests}")
+    by_pool = pool_tokens // 64
+    by_table = REQ_TABLE_BYTES // (4 * context_len)
+    requests = max(1, min(MAX_RUNNING_REQUESTS, by_pool, by_table))
+    return Sizing(requests, f"of {MAX_RUNNING_REQUESTS}, {by_pool} by pool, {by_table} by table")

@@ -1,0 +1,118 @@
+"""A fingerprint of a model's weights: the part of the cache's namespace that tells models apart.
+
+xxh3-128 of the contents of config.json and of the weight files. Hashing reads every byte, so
+the digests are remembered by path, size and modification time in a small JSON file. That file
+is only a memory: damaged or unwritable, it costs the time of hashing again, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import xxhash
+
+from sglang.srt.model_loader.weight_utils import weight_files
+
+logger = logging.getLogger(__name__)
+
+CACHE_FILE = "weights_identity.json"
+_CHUNK_BYTES = 8 << 20
+_MAX_ENTRIES = 4096
+
+
+def weights_identity(
+    model_path: str, *, load_format: str, random_seed: int = 0, cache_dir: Path | None = None
+) -> str:
+    """Identity of the weights that `load_format` gives for the directory `model_path`.
+
+    Args:
+        load_format: As in `LoadConfig`; "dummy" weights are config.json and the seed.
+        cache_dir: Where digests are remembered; None: `~/.cache/sglang`.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        ValueError: The directory has no config.json or no weights.
+    """
+    config = Path(model_path) / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
+    if load_format == "dummy":
+        digest = xxhash.xxh3_128(b"dummy")
+        digest.update(config.read_bytes())
+        digest.update(f"seed {random_seed}".encode())
+        return digest.hexdigest()
+    cache = _DigestCache((cache_dir or Path.home() / ".cache" / "sglang") / CACHE_FILE)
+    digest = xxhash.xxh3_128(b"files")
+    for file in (config, *weight_files(Path(model_path), load_format)):
+        digest.update(bytes.fromhex(cache.digest(file)))
+    cache.save()
+    return digest.hexdigest()
+
+
+class _DigestCache:
+    """Digests of files by (path, size, mtime), in one JSON file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = _read_cache(path)
+        self._fresh: dict[str, str] = {}
+
+    def digest(self, file: Path) -> str:
+        """32 hexadecimal digits: xxh3-128 of the file's bytes."""
+        # Links are followed: snapshots are often directories of links to shared blobs.
+        real = file.resolve()
+        stat = real.stat()
+        key = f"{real}:{stat.st_size}:{stat.st_mtime_ns}"
+        if key not in self._known:
+            self._known[key] = self._fresh[key] = _hash_file(real)
+        return self._known[key]
+
+    def save(self) -> None:
+        """Add what was hashed to the file, atomically; entries of others stay."""
+        if not self._fresh:
+            return
+        entries = {**_read_cache(self._path), **self._fresh}
+        kept = dict(list(entries.items())[-_MAX_ENTRIES:])
+        temporary: str | None = None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._path.parent, prefix=CACHE_FILE, delete=False, encoding="utf-8"
+            ) as file:
+                temporary = file.name
+                json.dump(kept, file)
+            os.replace(temporary, self._path)
+        except OSError as error:
+            logger.warning("Weight digests are not remembered in %s: %s", self._path, error)
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+
+
+def _read_cache(path: Path) -> dict[str, str]:
+    """What the file remembers, with anything malformed left out."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(entries, dict):
+        return {}
+    return {key: value for key, value in entries.items() if _is_digest(value)}
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
+
+
+def _hash_file(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()

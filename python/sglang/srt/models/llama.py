@@ -1,0 +1,238 @@
+"""Llama, and the decoder that Qwen2 and Qwen3 share with it but for a few options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.activation import silu_and_mul
+from sglang.srt.layers.layernorm import QKNorm, RMSNorm
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation, apply_rotary
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOptions:
+    """In what the dense architectures differ."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class LlamaMLP(torch.nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(
+        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, prefix: str
+    ) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size,
+            [("gate_proj", size), ("up_proj", size)],
+            bias=options.mlp_bias,
+            placement=placement,
+            prefix=prefix,
+        )
+        self.down_proj = RowParallelLinear(
+            size,
+            config.hidden_size,
+            bias=options.mlp_bias,
+            placement=placement,
+            prefix=f"{prefix}.down_proj",
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+
+
+class LlamaAttention(torch.nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        placement: TensorPlacement,
+        *,
+        layer_id: int,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = MergedColumnParallelLinear(
+            config.hidden_size,
+            [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)],
+            bias=options.qkv_bias,
+            placement=placement,
+            prefix=prefix,
+        )
+        self.o_proj = RowParallelLinear(
+            q_size,
+            config.hidden_size,
+            bias=options.out_bias,
+            placement=placement,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.qk_norm = (
+            QKNorm(
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                config.rms_norm_eps,
+                placement=placement,
+                prefix=prefix,
+            )
+            if options.qk_norm
+            else None
+        )
+        self.attn = RadixAttention(
+            self.num_heads, self.head_dim, self.head_dim**-0.5, self.num_kv_heads, layer_id
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        num_rotated = self.num_heads + self.num_kv_heads
+        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
+        # Queries and keys lie side by side: both are normalised and rotated in one pass.
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if self.qk_norm is not None:
+            qk = self.qk_norm.forward(qk)
+        qk = apply_rotary(qk, rotation)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        return self.o_proj.forward(self.attn.forward(q, k, v, forward_batch))
+
+
+class LlamaDecoderLayer(torch.nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        placement: TensorPlacement,
+        *,
+        layer_id: int,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(
+            config, options, placement, layer_id=layer_id, prefix=f"{prefix}.self_attn"
+        )
+        self.mlp = LlamaMLP(config, options, placement, f"{prefix}.mlp")
+        self.input_layernorm = RMSNorm(
+            config.hidden_size,
+            config.rms_norm_eps,
+            placement=placement,
+            prefix=f"{prefix}.input_layernorm",
+        )
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size,
+            config.rms_norm_eps,
+            placement=placement,
+            prefix=f"{prefix}.post_attention_layernorm",
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        attended = self.self_attn.forward(self.input_layernorm.forward(x), rotation, forward_batch)
+        x = attended.add_(x)
+        return self.mlp.forward(self.post_attention_layernorm.forward(x)).add_(x)
+
+
+class LlamaModel(torch.nn.Module):
+    """Embedding, decoder layers and the final norm."""
+
+    def __init__(
+        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, prefix: str
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            placement=placement,
+            prefix=f"{prefix}.embed_tokens",
+        )
+        self.decoder_layers = [
+            LlamaDecoderLayer(config, options, placement, layer_id=i, prefix=f"{prefix}.layers.{i}")
+            for i in range(config.num_hidden_layers)
+        ]
+        self.layers = torch.nn.ModuleList(self.decoder_layers)
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, placement=placement, prefix=f"{prefix}.norm"
+        )
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, placement=placement)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        rotation = self.rotary_emb.forward(positions)
+        x = self.embed_tokens.forward(input_ids)
+        for layer in self.decoder_layers:
+            x = layer.forward(x, rotation, forward_batch)
+        return self.norm.forward(x)
+
+
+class LlamaForCausalLM(torch.nn.Module):
+    """A causal language model; its subclasses differ in `decoder_options` alone."""
+
+    def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config, self.decoder_options(config), placement, "model")
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, placement=placement, prefix="lm_head"
+            )
+        )
+        self.logits_processor = LogitsProcessor()
+
+    @staticmethod
+    def decoder_options(config: ModelConfig) -> DecoderOptions:
+        bias = bool(getattr(config.hf_config, "attention_bias", False))
+        mlp_bias = bool(getattr(config.hf_config, "mlp_bias", False))
+        return DecoderOptions(qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Run one step.
+
+        Args:
+            input_ids: int64 `[num_tokens]`.
+            positions: int64 `[num_tokens]`.
+
+        Returns:
+            Logits of each request's last token, fp32 `[bs, vocab_size]`.
+        """
+        hidden_states = self.model.forward(input_ids, positions, forward_batch)
+        head = self.lm_head or self.model.embed_tokens
+        return self.logits_processor.forward(hidden_states, head.weight, forward_batch)
+
+    def weight_slots(self) -> NamedSlots:
+        """Every checkpoint tensor of the model, by full name."""
+        for module in self.modules():
+            if isinstance(module, WeightedLayer):
+                yield from module.weight_slots()
+
+    def is_redundant(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor though the model computes or shares it."""
+        tied_head = name == "lm_head.weight" and self.lm_head is None
+        return tied_head or name.endswith(".rotary_emb.inv_freq")
