@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
@@ -68,3 +74,55 @@ def copy_to_device(
         host.load_to_device_per_layer(
             pool, slots, page_slots(pages, pool.page_size), layer, "direct"
         )
+
+
+def storage_config(
+    namespace: str = "ns", *, tp_rank: int = 0, tp_size: int = 1, **extra: object
+) -> HiCacheStorageConfig:
+    """A storage config of one engine; `extra` is its extra config."""
+    return HiCacheStorageConfig(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name=None,
+        extra_config=dict(extra),
+        namespace=namespace,
+    )
+
+
+def page_keys(count: int, namespace: str = "ns") -> list[str]:
+    """Keys of `count` pages, as the cache controller hands them to a backend."""
+    return [f"{namespace}/{index:064x}" for index in range(count)]
+
+
+def round_trip(storage: HiCacheStorage, layout: str, keys: list[str], pages: list[int]) -> None:
+    """Device to host to `storage` to host to another device pool; asserts equal bytes.
+
+    The bytes depend on the pages alone, so that a store written from one layout can be read
+    into another of the same byte order: what is there already is not written again.
+    """
+    device = make_device_pool()
+    writer = make_host_pool(device, layout)
+    writer.alloc(PAGE)
+    slots = copy_to_host(device, writer, pages)
+    storage.register_mem_host_pool_v2(writer, PoolName.KV)
+    written = storage.batch_set_v2([PoolTransfer(PoolName.KV, host_indices=slots, keys=keys)])
+    assert all(written[PoolName.KV]), written
+    assert storage.batch_exists_v2(keys).kv_hit_pages == len(keys)
+
+    other = make_device_pool(seed=1)
+    reader = make_host_pool(other, layout)
+    target = reader.alloc(len(slots))
+    assert target is not None
+    storage.register_mem_host_pool_v2(reader, PoolName.KV)
+    got = storage.batch_get_v2([PoolTransfer(PoolName.KV, host_indices=target, keys=keys)])
+    assert all(got[PoolName.KV]), got
+    copy_to_device(reader, other, target, pages)
+    wanted = page_slots(pages)
+    assert device_bytes(other, wanted) == device_bytes(device, wanted)

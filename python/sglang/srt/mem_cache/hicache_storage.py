@@ -6,6 +6,7 @@ imports has its name here. Objects are immutable pages under
 """
 
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
@@ -25,6 +26,7 @@ from sglang.srt.mem_cache.storage.types import (
 
 __all__ = [
     "CacheOutcome",
+    "HiCacheFile",
     "HiCacheStorage",
     "HiCacheStorageConfig",
     "HiCacheStorageExtraInfo",

@@ -26,7 +26,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 def key_digest(object_key: str) -> bytes:
     """16 bytes that stand for the full key, so that one key's object never passes for another's."""
-    return hashlib.sha256(object_key.encode()).digest()[:_HALF]
+    return hashlib.sha256(object_key.encode("utf-8", "surrogatepass")).digest()[:_HALF]
 
 
 def page_digest(buffers: Iterable[Buffer]) -> bytes:

@@ -60,7 +60,9 @@ class HiCacheStorage(ABC):
             self.mem_pool_host if name == PoolName.KV else (self.extra_mem_pools or {}).get(name)
         )
         if found is None:
-            raise ValueError(f"host pool {name!r} was not registered with {type(self).__name__}")
+            raise ValueError(
+                f"host pool {str(name)!r} was not registered with {type(self).__name__}"
+            )
         return found
 
     # -- v2: what the engine calls --------------------------------------------------------------

@@ -1,0 +1,185 @@
+"""L3 in a directory: one file an object, for one machine or a shared file system.
+
+Threads: the prefetch thread reads while the backup thread writes; nothing is shared but counters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
+from sglang.srt.mem_cache.storage.counters import StorageCounters
+from sglang.srt.mem_cache.storage.file_objects import MalformedObject, ObjectFiles
+from sglang.srt.mem_cache.storage.types import (
+    CacheOutcome,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolTransfer,
+    StoragePool,
+)
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+
+class HiCacheFile(HiCacheStorage):
+    """Page objects as files under `file_path`, each with its trailer.
+
+    Nothing that happens to the directory raises on the request path: a full disk is `failed`, a
+    foreign or torn file `damaged` (and removed, so that a later write can heal it).
+    The plain calls take and give page bytes without the trailer.
+
+    Raises:
+        ValueError: `file_path` is no directory and cannot become one.
+    """
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, file_path: str = "/tmp/hicache"
+    ) -> None:
+        self.storage_config = storage_config
+        self._verify = storage_config.verify_checksum
+        self._counters = StorageCounters()
+        self._warn = RateLimitedLogger(logger)
+        try:
+            self._files = ObjectFiles(file_path)
+        except OSError as error:
+            raise ValueError(
+                f"file storage backend: cannot use {file_path}: {error.strerror}; set "
+                "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory that can be written"
+            ) from error
+        self._files.remove_stale_temporaries()
+
+    # -- v2 ----------------------------------------------------------------------------------------
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        return {transfer.name: self._move(transfer, is_get=True) for transfer in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        return {transfer.name: self._move(transfer, is_get=False) for transfer in transfers}
+
+    def _move(self, transfer: PoolTransfer, *, is_get: bool) -> list[CacheOutcome]:
+        pool = self.pool(transfer.name)
+        keys, indices = checked_transfer(transfer, pool)
+        outcomes: list[CacheOutcome] = []
+        pages = indices.view(len(keys), pool.page_size)
+        move_one = self._get_page if is_get else self._set_page
+        for key, slots in zip(keys, pages, strict=True):
+            outcome = move_one(self.object_key(key, transfer.name), pool, slots)
+            outcomes.append(outcome)
+            if not outcome and transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+                # Nobody uses a page whose ancestors are not there.
+                outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
+                break
+        self._counters.add("get" if is_get else "set", outcomes, pool.page_bytes)
+        return outcomes
+
+    def _get_page(self, key: str, pool: StoragePool, slots: torch.Tensor) -> CacheOutcome:
+        if pool.is_zero_copy:
+            return self._read(key, pool.get_page_views(slots)[0])
+        staging = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
+        outcome = self._read(key, [staging[0].numpy().data])
+        if outcome:
+            pool.scatter_pages(slots, staging)
+        return outcome
+
+    def _set_page(self, key: str, pool: StoragePool, slots: torch.Tensor) -> CacheOutcome:
+        if self.exists(key):
+            self._counters.bump("set_present_pages")
+            return CacheOutcome.LANDED
+        if pool.is_zero_copy:
+            return self._write(key, pool.get_page_views(slots)[0])
+        staging = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
+        pool.gather_pages(slots, staging)
+        return self._write(key, [staging[0].numpy().data])
+
+    # -- plain -------------------------------------------------------------------------------------
+
+    def get(
+        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        """Read a value into `target_location`, a contiguous tensor of its exact size."""
+        if target_location is None:
+            raise ValueError("target_location: HiCacheFile reads into a tensor of the value's size")
+        target: torch.Tensor = target_location
+        raw = target.view(-1).view(torch.uint8).numpy().data
+        return target if self._read(key, [raw]) else None
+
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        source: torch.Tensor | None = value if value is not None else target_location
+        if source is None:
+            raise ValueError("value: HiCacheFile stores a tensor")
+        if self.exists(key):
+            return True
+        raw = source.contiguous().view(-1).view(torch.uint8).numpy().data
+        return bool(self._write(key, [raw]))
+
+    def exists(self, key: str) -> bool:
+        return self._files.exists(self._files.path(*self._split(key)))
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Remove this namespace's files. Raises ValueError where the config names none."""
+        assert self.storage_config is not None
+        if not self.storage_config.namespace:
+            raise ValueError("clear: the storage config has no namespace to clear")
+        removed = self._files.clear(self.storage_config.namespace)
+        self._files.remove_stale_temporaries()
+        logger.info("file storage backend: removed %d objects", removed)
+
+    def get_stats(self) -> dict[str, Any]:
+        return self._counters.snapshot()
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def _split(self, key: str) -> tuple[str, str]:
+        """Namespace and rest of a full key."""
+        own = self.storage_config.namespace if self.storage_config else ""
+        if own and key.startswith(f"{own}/"):
+            return own, key[len(own) + 1 :]
+        namespace, _, rest = key.partition("/")
+        return namespace, rest
+
+    def _read(self, key: str, buffers: Sequence[memoryview]) -> CacheOutcome:
+        path = self._files.path(*self._split(key))
+        trailer = memoryview(bytearray(TRAILER_BYTES))
+        try:
+            self._files.read(path, [*buffers, trailer])
+        except FileNotFoundError:
+            return CacheOutcome.MISS
+        except MalformedObject as error:
+            self._warn.warning("file-malformed", "L3 object is damaged: %s", error)
+        except OSError as error:
+            self._warn.warning("file-read", "L3 object cannot be read: %s", error)
+            return CacheOutcome.FAILED
+        else:
+            if is_intact(trailer, buffers, key, verify_checksum=self._verify):
+                return CacheOutcome.LANDED
+            self._warn.warning("file-damaged", "L3 object is damaged: %s", path)
+        self._files.remove(path)
+        return CacheOutcome.DAMAGED
+
+    def _write(self, key: str, buffers: Sequence[memoryview]) -> CacheOutcome:
+        path = self._files.path(*self._split(key))
+        try:
+            self._files.write(path, [*buffers, memoryview(seal(buffers, key))])
+        except OSError as error:
+            self._warn.warning("file-write", "L3 object cannot be written: %s", error)
+            return CacheOutcome.FAILED
+        return CacheOutcome.LANDED
