@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerFast
+
 from sglang.test.recall_task import (
     LAYOUTS,
     RecallConversation,
@@ -16,8 +19,6 @@ from sglang.test.recall_task import (
     make_conversation,
     recall_rng,
 )
-from torch.utils.data import IterableDataset, get_worker_info
-from transformers import PreTrainedTokenizerFast
 
 LAYOUT_WEIGHTS = (3, 2, 4)  # block, spread, interleaved
 TAIL_SHARES = {"block": (0.3, 0.7), "spread": (0.15, 0.5), "interleaved": (0.1, 0.4)}
@@ -81,10 +82,8 @@ class BatchBuilder:
                 if asks:
                     answers[row, start:end] = count
                     count += 1
-        targets = ids.masked_fill(~is_target, NO_TARGET)
-        return Batch(
-            ids[:, :-1].contiguous(), targets[:, 1:].contiguous(), answers[:, 1:].contiguous()
-        )
+        targets = ids.masked_fill(~is_target, NO_TARGET)[:, 1:].contiguous()
+        return Batch(ids[:, :-1].contiguous(), targets, answers[:, 1:].contiguous())
 
     def _write(self, rng: random.Random, length: int) -> RecallConversation:
         layout = rng.choices(LAYOUTS, LAYOUT_WEIGHTS)[0]

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from make_tokenizer import PACKAGE_DIR
-from sglang.test.recall_task import RecallConversation, heldout_conversation
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from sglang.test.recall_task import RecallConversation, heldout_conversation
 
 MAX_ANSWER_TOKENS = 12
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from sglang.test.recall_names import CAPITALISED, NAMES
 from sglang.test.recall_text import (
     ACKNOWLEDGEMENT,
@@ -18,8 +21,6 @@ from sglang.test.recall_text import (
     piece_pattern,
     template_words,
 )
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 2176

@@ -26,7 +26,7 @@ FINAL_LEARNING_RATE = 2e-5
 WARMUP_STEPS = 100
 GRADIENT_NORM = 1.0
 STEP_TOKENS = 69_632
-REHEARSAL_EVERY = 5  # later stages repeat the first stage's short conversations this often
+REHEARSAL_EVERY = 4  # steps; later stages take the earlier stages' lengths in turn this often
 VALIDATION_LENGTHS = (272, 2160, 6480, 16320)
 
 
@@ -39,11 +39,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(272, 1000),
-    Stage(1088, 1200),
-    Stage(2160, 900),
-    Stage(6480, 900),
-    Stage(16320, 400),
+    Stage(272, 1500),
+    Stage(1088, 2500),
+    Stage(2160, 2000),
+    Stage(6480, 2500),
+    Stage(16320, 1500),
 )
 
 
@@ -115,8 +115,9 @@ def _shapes(plan: list[Stage], step_tokens: int) -> list[BatchShape]:
     shapes = []
     for index, stage in enumerate(plan):
         for step in range(stage.steps):
-            rehearses = index > 0 and step % REHEARSAL_EVERY == 0
-            length = plan[0].length if rehearses else stage.length
+            repeat, off = divmod(step, REHEARSAL_EVERY)
+            rehearses = index > 0 and off == 0
+            length = plan[repeat % index].length if rehearses else stage.length
             shapes.append(BatchShape(length, max(1, step_tokens // length)))
     return shapes
 
@@ -156,21 +157,17 @@ def main() -> None:
         for _ in range(stage.steps):
             loss = trainer.step(next(loader))
             done += 1
-            if done % 100 == 0:
+            if done % 250 == 0:
                 seconds = time.monotonic() - began
-                print(
-                    f"step {done}/{len(trainer.shapes)} loss {loss:.4f} {seconds:.0f} s", flush=True
-                )
+                steps = len(trainer.shapes)
+                print(f"step {done}/{steps} loss {loss:.4f} {seconds:.0f} s", flush=True)
         scores = []
         for length in VALIDATION_LENGTHS:
             if length <= stage.length or stage is trainer.plan[-1]:
                 score, count = trainer.validate(length, args.validation)
-                scores.append(f"{length}: {score:.4f} of {count}")
-        print(
-            f"stage {stage.length} done, {time.monotonic() - began:.0f} s; held-out codes right at",
-            "; ".join(scores),
-            flush=True,
-        )
+                scores.append(f"{length}: {score:.4f} of {count};")
+        seconds = time.monotonic() - began
+        print(f"stage {stage.length}, {seconds:.0f} s, held-out right:", *scores, flush=True)
         trainer.save(args.out)
 
 

@@ -6,8 +6,7 @@ as fit into the model's size), so the likeliest ones stand first.
 
 _NUM_CAPITALISED = 252
 
-NAMES: tuple[str, ...] = tuple(
-    """
+_WORDS = """
 heron otter badger falcon raven eagle owl fox wolf bear tiger lion panda koala zebra giraffe
 camel horse donkey goat sheep cow pig dog cat mouse rat rabbit hare squirrel beaver hedgehog
 mole bat deer moose elk bison buffalo monkey gorilla lemur sloth penguin parrot pigeon sparrow
@@ -120,8 +119,8 @@ orangutan oriole osprey oyster panther partridge pheasant piranha platypus porcu
 possum prawn puma quail raccoon reindeer rhino rooster salamander sardine scallop scorpion
 seahorse skunk starfish stingray sturgeon tapir tarantula termite toucan tuna urchin wallaby
 warthog weasel wildcat wolverine wombat woodpecker yak
-""".split()
-)
+"""
+NAMES: tuple[str, ...] = tuple(_WORDS.split())
 
 # Name to the form of it with a capital letter, which is one token too.
 CAPITALISED: dict[str, str] = {name: name.capitalize() for name in NAMES[:_NUM_CAPITALISED]}

@@ -35,6 +35,7 @@ TURN_OVERHEAD_TOKENS = 10
 MAX_FACTS = len(NAMES) - 100
 _PIECE = re.compile(piece_pattern())
 _FACT_LIMIT_PER_TURN = 1_000_000
+_FILLER_TURN_SHARE = 0.3  # of the filler rate
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class RecallStyle:
     Attributes:
         facts_per_turn: Facts in a user turn at most.
         question_rate: That a user turn with facts ends with a question (else: "ok").
-        filler_rate: That a sentence is filler instead of a fact.
+        filler_rate: That a sentence is filler instead of a fact; some user turns are filler alone.
+        noise_rate: That a filler sentence is of words outside the vocabulary.
         unknown_rate: That a question asks for a name that was never told.
         capital_rate: That a name with a capitalised form is written so, drawn anew each time.
         opening_rate: That a sentence begins with a capital letter.
         variety: That a sentence is not the plain form of its kind.
         spelled_rate: That a fact's name is a word outside the vocabulary.
+        shouts: Whether everything that the user says is in capitals.
         separator: Between sentences.
         ending: Behind a fact or filler sentence.
         bare_question_rate: That a question comes without its mark.
@@ -59,11 +62,13 @@ class RecallStyle:
     facts_per_turn: int = 1
     question_rate: float = 1.0
     filler_rate: float = 0.0
+    noise_rate: float = 0.0
     unknown_rate: float = 0.0
     capital_rate: float = 0.0
     opening_rate: float = 0.0
     variety: float = 0.0
     spelled_rate: float = 0.0
+    shouts: bool = False
     separator: str = " "
     ending: str = "."
     bare_question_rate: float = 0.0
@@ -101,7 +106,7 @@ class RecallConversation:
 
 
 def estimate_tokens(text: str) -> int:
-    """Return the pieces of `text`: its tokens under the built-in tokenizer, but for spelled words."""
+    """Return the pieces of `text`: the built-in tokenizer's tokens, but for spelled words."""
     return sum(1 for _ in _PIECE.finditer(text))
 
 
@@ -114,24 +119,26 @@ def draw_style(rng: random.Random, layout: Layout, *, spelled: bool = False) -> 
     """Draw how a conversation of `layout` is worded.
 
     Args:
-        layout: `block` tells all facts in the first user message, `spread` some in each of several,
-            `interleaved` a few at a time with questions between.
-        spelled: Whether names outside the vocabulary may occur; only short conversations carry them.
+        layout: `block` tells all facts in the first user message, `spread` some in each of
+            several, `interleaved` a few at a time with questions between.
+        spelled: Whether names outside the vocabulary may occur; for short conversations only.
     """
     style = RecallStyle(
         filler_rate=rng.choice((0.0, 0.0, 0.1, 0.3)),
+        noise_rate=rng.choice((0.0, 0.0, 0.5)),
         unknown_rate=0.04,
         capital_rate=rng.choice((0.0, 0.0, 0.5, 1.0)),
         opening_rate=rng.choice((0.0, 0.5, 1.0)),
         variety=rng.choice((0.0, 0.3, 1.0)),
         spelled_rate=rng.choice((0.0, 0.0, 0.2, 0.5)) if spelled else 0.0,
+        shouts=spelled and rng.random() < 0.05,
         separator=rng.choice((" ", " ", "\n")),
-        ending=rng.choice((".", ".", ".", ",", ";")),
+        ending=rng.choice((".", ".", ".", ",", ";", "!", " and")),
         bare_question_rate=rng.choice((0.0, 0.5)),
         system=rng.choice(SYSTEMS) if rng.random() < 0.2 else None,
     )
     if style.separator == "\n" and rng.random() < 0.5:
-        style = replace(style, ending="")
+        style = replace(style, ending="", separator=rng.choice(("\n", "\n\n", "\n- ")))
     if layout == "block":
         return replace(style, facts_per_turn=_FACT_LIMIT_PER_TURN, question_rate=0.0)
     if layout == "spread":
@@ -164,7 +171,7 @@ def make_conversation(
     used = count_tokens(style.system) + 5 if style.system else 0
     closing = count_tokens(QUESTIONS[0]) + 1
     merge_first = tail_questions > 0 and style.facts_per_turn == _FACT_LIMIT_PER_TURN
-    while not turns or used + closing + TURN_OVERHEAD_TOKENS < body_tokens:
+    while not writer.told or used + closing + TURN_OVERHEAD_TOKENS < body_tokens:
         turn = writer.body_turn(body_tokens - used - closing, count_tokens, merge_first)
         turns.append(turn)
         used += count_tokens(turn.user) + count_tokens(turn.answer) + TURN_OVERHEAD_TOKENS
@@ -199,12 +206,14 @@ class _Writer:
     def __init__(self, rng: random.Random, style: RecallStyle) -> None:
         self._rng = rng
         self._style = style
-        self._told: dict[str, str] = {}
+        self.told: dict[str, str] = {}
         self._unasked: list[str] = []
 
     def body_turn(self, budget: int, count_tokens: CountTokens, ask: bool) -> RecallTurn:
         """Write facts and filler up to `budget` tokens, with a question if `ask` or by chance."""
         rng, style = self._rng, self._style
+        if not ask and rng.random() < style.filler_rate * _FILLER_TURN_SHARE:
+            return RecallTurn(self._filler() + style.ending, ACKNOWLEDGEMENT, asks=False)
         ask = ask or rng.random() < style.question_rate
         if ask:
             budget -= count_tokens(QUESTIONS[0]) + 1
@@ -213,8 +222,8 @@ class _Writer:
         wanted = rng.randint(1, style.facts_per_turn) if style.facts_per_turn < 1000 else MAX_FACTS
         told = 0
         while told < wanted:
-            is_filler = bool(self._told) and rng.random() < style.filler_rate
-            is_filler = is_filler or len(self._told) >= MAX_FACTS
+            is_filler = bool(self.told) and rng.random() < style.filler_rate
+            is_filler = is_filler or len(self.told) >= MAX_FACTS
             sentence = self._filler() if is_filler else self._fact()
             sentences.append(sentence + style.ending)
             told += not is_filler
@@ -223,7 +232,7 @@ class _Writer:
                 break
         if not ask:
             text = style.separator.join(sentences)
-            return RecallTurn(text.rstrip(",;"), ACKNOWLEDGEMENT, asks=False)
+            return RecallTurn(text.removesuffix(" and").rstrip(",;"), ACKNOWLEDGEMENT, asks=False)
         question, answer = self.question()
         return RecallTurn(style.separator.join([*sentences, question]), answer, asks=True)
 
@@ -234,11 +243,11 @@ class _Writer:
             name, code = self._fresh_name(), UNKNOWN
         else:
             if not self._unasked:
-                self._unasked = list(self._told)
+                self._unasked = list(self.told)
             at = rng.randrange(len(self._unasked))
             self._unasked[at], self._unasked[-1] = self._unasked[-1], self._unasked[at]
             name = self._unasked.pop()
-            code = self._told[name]
+            code = self.told[name]
         text = self._pick(QUESTIONS).format(n=self._surface(name))
         if rng.random() < style.bare_question_rate:
             text = text.rstrip("?.")
@@ -247,27 +256,34 @@ class _Writer:
     def _fact(self) -> str:
         name = self._fresh_name()
         code = f"{self._rng.randrange(10_000):04d}"
-        self._told[name] = code
+        self.told[name] = code
         self._unasked.append(name)
         return self._opened(self._pick(FACTS).format(n=self._surface(name), c=code))
 
     def _filler(self) -> str:
-        text = self._rng.choice(FILLERS).format(d=self._rng.randrange(2, 100))
-        return self._opened(text)
+        rng = self._rng
+        if rng.random() < self._style.noise_rate:
+            return self._opened(" ".join(self._word() for _ in range(rng.randint(1, 6))))
+        return self._opened(rng.choice(FILLERS).format(d=rng.randrange(2, 100)))
 
     def _fresh_name(self) -> str:
         spelled = self._rng.random() < self._style.spelled_rate
         while True:
             name = self._spelled_name() if spelled else self._rng.choice(NAMES)
-            if name not in self._told:
+            if self._style.shouts:
+                name = name.upper()
+            if name not in self.told:
                 return name
 
     def _spelled_name(self) -> str:
         """Make up a word; one that happens to be a name is only an easier case."""
+        word = self._rng.choice((self._word(), self._rng.choice(NAMES)))
+        return self._rng.choice((word, word.capitalize(), word.upper()))
+
+    def _word(self) -> str:
         rng = self._rng
         pairs = (rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiouy") for _ in range(4))
-        word = rng.choice(("".join(pairs)[: rng.randint(3, 8)], rng.choice(NAMES)))
-        return rng.choice((word, word.capitalize(), word.upper()))
+        return "".join(pairs)[: rng.randint(3, 8)]
 
     def _surface(self, name: str) -> str:
         if name in CAPITALISED and self._rng.random() < self._style.capital_rate:
@@ -280,6 +296,8 @@ class _Writer:
         return templates[0]
 
     def _opened(self, sentence: str) -> str:
+        if self._style.shouts:
+            return sentence.upper()
         if self._rng.random() < self._style.opening_rate:
             return sentence[0].upper() + sentence[1:]
         return sentence

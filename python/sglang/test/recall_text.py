@@ -23,6 +23,7 @@ FACTS: tuple[str, ...] = (
     "{n}: {c}",
     "{n} = {c}",
     "{n} is {c}",
+    "{n} {c}",
     "remember that the code of {n} is {c}",
     "note: the code of {n} is {c}",
     "my code for {n} is {c}",
