@@ -113,7 +113,8 @@ def popen_launch_server(
     try:
         _await_health(process, base_url, timeout, api_key)
     except BaseException:
-        kill_process_tree(process.pid)
+        if process.poll() is None:
+            kill_process_tree(process.pid)
         process.wait()
         raise
     return process

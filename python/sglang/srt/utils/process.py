@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import psutil
 
+from sglang.srt.utils.network import wait_until
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +35,8 @@ def kill_process_tree(pid: int, include_parent: bool = True, timeout: float = 10
     """SIGKILL `pid` and everything below it, and wait until they are gone.
 
     Args:
-        pid: The root of the tree. A process that does not exist is fine.
+        pid: The root of the tree, not reaped yet (a freed id may belong to someone else by now).
+            A process that does not exist is fine.
         include_parent: Whether the root goes too; False kills the caller's own children.
         timeout: Seconds to wait for the killed to disappear; zombies count as gone.
     """
@@ -50,10 +53,18 @@ def kill_process_tree(pid: int, include_parent: bool = True, timeout: float = 10
             victim.kill()
         except psutil.NoSuchProcess:
             continue
-    _, alive = psutil.wait_procs(victims, timeout=timeout)
-    left = [p.pid for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    if left:
+    # Looks only: reaping the caller's children would cost their `Popen` the exit status.
+    if not wait_until(lambda: not any(map(is_alive, victims)), timeout, interval=0.01):
+        left = [victim.pid for victim in victims if is_alive(victim)]
         logger.warning("processes %s outlived SIGKILL by %.0f s", left, timeout)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether `process` still runs; a zombie, which only waits to be reaped, does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def start_parent_watch(

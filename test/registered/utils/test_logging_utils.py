@@ -1,0 +1,80 @@
+"""Logging: one handler of ours however often it is set up; one line per class and period."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.utils.logging_utils import RateLimitedLogger, configure_logger
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+@pytest.fixture(autouse=True)
+def _restore_root() -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+def test_configuring_twice_replaces_and_keeps_others_handlers() -> None:
+    root = logging.getLogger()
+    other = logging.NullHandler()
+    root.addHandler(other)
+    configure_logger("info", "a")
+    count = len(root.handlers)
+    configure_logger("WARNING", "b")
+    assert len(root.handlers) == count
+    assert other in root.handlers
+    assert root.level == logging.WARNING
+
+
+def test_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logger("info", "scheduler")
+    logging.getLogger("x").info("tier %d", 2)
+    line = capsys.readouterr().err
+    assert " scheduler] I tier 2" in line
+
+
+def test_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="'loud': choose one of debug, info"):
+        configure_logger("loud")
+
+
+def test_one_line_per_class_and_period(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    limited = RateLimitedLogger(logging.getLogger("t"), period=10.0, clock=lambda: now)
+    with caplog.at_level(logging.INFO):
+        assert limited.warning("miss", "miss of %s", "a")
+        assert not limited.warning("miss", "miss of %s", "b")
+        assert not limited.warning("miss", "miss of %s", "c")
+        assert limited.info("late", "late")  # another class is not held back
+        now = 10.0
+        assert limited.warning("miss", "miss of %s", "d")
+        now = 20.0
+        assert limited.warning("miss", "miss of %s", "e")
+    assert caplog.messages == [
+        "miss of a",
+        "late",
+        "miss of d (2 more like it since the last such line)",
+        "miss of e",
+    ]
+
+
+def test_a_level_that_is_off_opens_no_window(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("t2")
+    limited = RateLimitedLogger(logger, period=10.0, clock=lambda: 0.0)
+    logger.setLevel(logging.WARNING)
+    assert not limited.info("k", "quiet")
+    logger.setLevel(logging.INFO)
+    with caplog.at_level(logging.INFO):
+        assert limited.info("k", "heard")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,68 @@
+"""Ports and socket names."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+import pytest
+
+from sglang.srt.utils.network import (
+    IpcNames,
+    can_connect,
+    check_port_available,
+    get_free_port,
+    get_free_ports,
+    wait_until,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+def test_free_ports_are_distinct_and_free() -> None:
+    ports = get_free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        check_port_available("127.0.0.1", port)
+
+
+def test_a_taken_port_is_refused_with_the_remedy() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ValueError, match=f"127.0.0.1:{port}: the port is in use .* --port"):
+            check_port_available("127.0.0.1", port)
+        assert can_connect("127.0.0.1", port)
+    assert not can_connect("127.0.0.1", port)
+
+
+def test_a_foreign_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="not this machine's"):
+        check_port_available("192.0.2.1", get_free_port())
+
+
+def test_ipc_names_are_private_and_removable() -> None:
+    names, others = IpcNames.create(), IpcNames.create()
+    try:
+        endpoints = {names.tokenizer, names.scheduler, names.detokenizer, others.scheduler}
+        assert len(endpoints) == 4
+        assert all(len(e) < 107 for e in endpoints)  # a Unix socket's path is short
+        assert stat.S_IMODE(os.stat(names.directory).st_mode) == 0o700
+    finally:
+        names.remove()
+        others.remove()
+    assert not os.path.exists(names.directory)
+    names.remove()
+
+
+def test_wait_until_polls_and_gives_up_at_the_deadline() -> None:
+    answers = iter([False, False, True])
+    assert wait_until(lambda: next(answers), 5, interval=0.001)
+    assert not wait_until(lambda: False, 0.01, interval=0.001)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,88 @@
+"""Ending processes: by their handles, whole trees, and with the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang.srt.utils.network import wait_until
+from sglang.srt.utils.process import is_alive, kill_process_tree, start_parent_watch, stop_process
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+TREE = "sleep 300 & setsid sleep 300 & echo ready; wait"
+STUBBORN = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+
+
+def start(script: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_a_tree_goes_with_children_in_other_sessions() -> None:
+    process = start(TREE)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 2
+    kill_process_tree(process.pid)
+    assert process.wait(5) == -signal.SIGKILL  # the status was left for the handle
+    assert not any(is_alive(child) for child in children)
+
+
+def test_only_the_children() -> None:
+    process = start(TREE)
+    kill_process_tree(process.pid, include_parent=False)
+    assert process.wait(5) == 0  # `wait` in the script returned
+
+
+def test_a_process_that_is_gone_is_fine() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    kill_process_tree(process.pid)
+    assert stop_process(process) == 0
+
+
+def test_stop_asks_first_then_kills() -> None:
+    assert stop_process(start("echo ready; sleep 300"), timeout=5) == -signal.SIGTERM
+    assert stop_process(start(STUBBORN), timeout=0.2) == -signal.SIGKILL
+
+
+def test_parent_watch_fires_when_the_parent_was_gone_already() -> None:
+    fired = threading.Event()
+    start_parent_watch(parent_pid=-1, on_death=fired.set)
+    assert fired.wait(5)
+
+
+def test_a_child_notices_the_death_of_its_parent(tmp_path: Path) -> None:
+    mark = tmp_path / "child"
+    child = (
+        "import os, sys, threading\n"
+        "from sglang.srt.utils.process import start_parent_watch\n"
+        "start_parent_watch(int(sys.argv[1]), lambda: os._exit(0), interval=0.05)\n"
+        f"open({str(mark)!r}, 'w').write(str(os.getpid()))\n"
+        "threading.Event().wait(60)\n"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())])\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    assert wait_until(lambda: mark.exists() and mark.read_text() != "", 20)
+    orphan = psutil.Process(int(mark.read_text()))
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert wait_until(lambda: not is_alive(orphan), 10)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

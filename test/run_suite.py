@@ -1,0 +1,298 @@
+"""Run the test files of one suite, each in its own process, and summarise.
+
+    python test/run_suite.py --hw cpu --suite base-a-test-cpu
+
+Suites are made of the `register_*_ci` calls in `test/registered` (see
+`sglang.test.ci.ci_register`), read from the syntax tree: nothing is imported to collect. The
+last line is `N passed, N failed`, in tests; the exit status is 0 only if nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+from sglang.srt.utils.process import kill_process_tree
+
+REPO: Final = Path(__file__).resolve().parents[1]
+UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
+"""Suites whose files start no processes: one pytest runs them all, and imports torch once."""
+
+_REGISTER: Final = re.compile(r"register_(cpu|cuda|npu)_ci")
+_PARAMETERS: Final = ("est_time", "suite", "nightly", "disabled")
+_COUNT: Final = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
+_SUMMARY: Final = re.compile(r"(\d+ \w+,? ?)+.* in [\d.]+s")
+
+
+class CollectionError(Exception):
+    """Files that are not registered as they must be; one line each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """One `register_*_ci` call."""
+
+    path: Path
+    hw: str
+    suite: str
+    est_time: float
+    nightly: bool
+    disabled: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What one process reported. Counts are tests."""
+
+    name: str
+    status: int
+    seconds: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    note: str = ""
+
+
+@dataclass(slots=True)
+class _Problems:
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, text: str) -> None:
+        self.lines.append(f"{path}: {text}")
+
+
+def collect(root: Path) -> list[Registration]:
+    """Every registration under `root`, in path order.
+
+    Raises:
+        CollectionError: Some test file has none, has a malformed one, or has no
+            `if __name__ == "__main__":` block.
+    """
+    problems = _Problems()
+    found: list[Registration] = []
+    for path in sorted(root.rglob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        registrations = _registrations(path, tree, problems)
+        found += registrations
+        if not any(_is_main_block(node) for node in tree.body):
+            problems.add(path, 'cannot be run by itself: no `if __name__ == "__main__":` block')
+    if problems.lines:
+        raise CollectionError("\n".join(problems.lines))
+    return found
+
+
+def _registrations(path: Path, tree: ast.Module, problems: _Problems) -> list[Registration]:
+    calls = [
+        (match[1], node.value)
+        for node in tree.body
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and (match := _REGISTER.fullmatch(node.value.func.id))
+    ]
+    if not calls:
+        problems.add(path, "not registered: call register_cpu_ci(...) at module level")
+    found = []
+    for hw, call in calls:
+        try:
+            found.append(_registration(path, hw, call))
+        except (ValueError, TypeError, KeyError) as error:
+            problems.add(path, f"line {call.lineno}: {error}")
+    return found
+
+
+def _registration(path: Path, hw: str, call: ast.Call) -> Registration:
+    if len(call.args) > len(_PARAMETERS):
+        raise ValueError(f"at most {len(_PARAMETERS)} positional arguments")
+    try:
+        values: dict[str, Any] = {
+            **dict(zip(_PARAMETERS, map(ast.literal_eval, call.args), strict=False)),
+            **{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg},
+        }
+    except ValueError:
+        raise ValueError("arguments must be literals") from None
+    stage, runner = values.pop("stage", None), values.pop("runner_config", None)
+    suite = values.get("suite")
+    if suite is None and stage and runner:
+        suite = f"{stage}-test-{runner}"
+    elif not suite or stage or runner:
+        raise ValueError("give `suite`, or `stage` with `runner_config`")
+    unknown = set(values) - set(_PARAMETERS)
+    if unknown:
+        raise ValueError(f"unknown arguments {sorted(unknown)}")
+    if "est_time" not in values:
+        raise ValueError("`est_time` is missing")
+    return Registration(
+        path=path,
+        hw=hw,
+        suite=suite,
+        est_time=float(values["est_time"]),
+        nightly=bool(values.get("nightly", False)),
+        disabled=values.get("disabled"),
+    )
+
+
+def _is_main_block(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def partition(files: Sequence[Registration], index: int, size: int) -> list[Registration]:
+    """Part `index` of `size` parts of about equal estimated time; the same on every machine.
+
+    Raises:
+        ValueError: `index` is not below `size`.
+    """
+    if not 0 <= index < size:
+        raise ValueError(f"partition {index} of {size}: count from 0")
+    loads = [0.0] * size
+    mine: list[Registration] = []
+    # Longest first onto the least loaded part: at most 4/3 of the best possible.
+    for file in sorted(files, key=lambda f: (-f.est_time, str(f.path))):
+        target = loads.index(min(loads))
+        loads[target] += file.est_time
+        if target == index:
+            mine.append(file)
+    return sorted(mine, key=lambda f: str(f.path))
+
+
+def _pump(stream: IO[str], lines: list[str]) -> None:
+    for line in stream:
+        lines.append(line.rstrip("\n"))
+        print(line, end="", flush=True)
+
+
+def run_process(name: str, command: Sequence[str], timeout: float) -> Outcome:
+    """Run `command`, show its output, and read the counts from pytest's summary.
+
+    Past `timeout` seconds the process and everything that it started is killed.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=REPO,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    note = ""
+    try:
+        status = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        note = f"killed after {timeout:.0f} s"
+    finally:
+        if process.returncode is None:
+            # While its id is still its own: children in sessions of their own go too.
+            kill_process_tree(process.pid)
+            status = process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        reader.join(timeout=5)
+    outcome = Outcome(name=name, status=status, seconds=time.monotonic() - start, note=note)
+    _count(lines, outcome)
+    return outcome
+
+
+def _count(lines: Sequence[str], outcome: Outcome) -> None:
+    summary = next((line for line in reversed(lines) if _SUMMARY.search(line)), "")
+    for number, word in _COUNT.findall(summary):
+        kind = "failed" if word.startswith(("failed", "error")) else word
+        setattr(outcome, kind, getattr(outcome, kind) + int(number))
+    if outcome.status != 0 and not outcome.failed:
+        outcome.failed = 1
+        outcome.note = outcome.note or f"exit status {outcome.status}"
+    elif outcome.status == 0 and not outcome.passed + outcome.skipped:
+        outcome.failed = 1
+        outcome.note = "ran no tests"
+
+
+def _plan(suite: str, files: Sequence[Registration]) -> list[tuple[str, list[str]]]:
+    paths = [str(file.path.relative_to(REPO)) if file.path.is_relative_to(REPO) else str(file.path)
+             for file in files]  # fmt: skip
+    if suite in UNIT_SUITES and len(paths) > 1:
+        pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
+        return [(f"{len(paths)} files", [*pytest, *paths])]
+    return [(path, [sys.executable, path]) for path in paths]
+
+
+def run_suite(
+    suite: str, files: Sequence[Registration], timeout: float, keep_going: bool
+) -> list[Outcome]:
+    """Run `files`; stop at the first failing process unless `keep_going`."""
+    outcomes: list[Outcome] = []
+    for name, command in _plan(suite, files):
+        if not keep_going and any(outcome.failed for outcome in outcomes):
+            outcomes.append(Outcome(name=name, status=0, seconds=0, failed=1, note="not run"))
+            continue
+        print(f"--- {name}", flush=True)
+        outcomes.append(run_process(name, command, timeout))
+    return outcomes
+
+
+def _summarise(outcomes: Sequence[Outcome], disabled: Sequence[Registration]) -> int:
+    print("\n  passed  failed skipped   seconds  file")
+    for o in outcomes:
+        note = f"  ({o.note})" if o.note else ""
+        print(f"{o.passed:8}{o.failed:8}{o.skipped:8}{o.seconds:10.1f}  {o.name}{note}")
+    for file in disabled:
+        print(f"disabled: {file.path.name}: {file.disabled}")
+    failed = sum(o.failed for o in outcomes)
+    print(f"{sum(o.passed for o in outcomes)} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run one test suite.", allow_abbrev=False)
+    parser.add_argument("--hw", choices=("cpu", "cuda", "npu"), required=True)
+    parser.add_argument("--suite", required=True)
+    parser.add_argument("--nightly", action="store_true", help="also the nightly files")
+    parser.add_argument("--timeout-per-file", type=float, default=1200, help="seconds [1200]")
+    parser.add_argument("--continue-on-error", action="store_true")
+    parser.add_argument("--auto-partition-id", type=int, default=0)
+    parser.add_argument("--auto-partition-size", type=int, default=1)
+    parser.add_argument("--root", type=Path, default=REPO / "test" / "registered")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 all passed, 1 something failed, 2 nothing could be run."""
+    args = _arguments(argv)
+    try:
+        registered = collect(args.root)
+        suite = [f for f in registered if f.hw == args.hw and f.suite == args.suite]
+        if not suite:
+            names = sorted({f.suite for f in registered if f.hw == args.hw})
+            raise CollectionError(f"no {args.hw} suite {args.suite!r}; there are {names}")
+        wanted = [f for f in suite if args.nightly or not f.nightly]
+        part = partition(
+            [f for f in wanted if f.disabled is None],
+            args.auto_partition_id,
+            args.auto_partition_size,
+        )
+    except (CollectionError, ValueError, SyntaxError) as error:
+        print(f"collection failed:\n{error}")
+        return 2
+    outcomes = run_suite(args.suite, part, args.timeout_per_file, args.continue_on_error)
+    return _summarise(outcomes, [f for f in wanted if f.disabled is not None])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
