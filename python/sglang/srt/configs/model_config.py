@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
@@ -138,9 +139,15 @@ def _supported_architecture(raw: dict[str, Any], directory: Path) -> str:
 def _parse_hf_config(directory: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
-    # What a hand-edited config can raise in there is open-ended (KeyError, TypeError, the
-    # validators' own types); all of it means the same to the user.
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    # A hand-edited config can raise any of these in there; they mean the same to the user.
+    except (
+        StrictDataclassError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+    ) as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(f"{directory}/config.json is not valid: {cause}") from error
     assert isinstance(config, PretrainedConfig)

@@ -1,0 +1,162 @@
+"""Tiny checkpoints with random weights, and a driver that runs a `ModelRunner` by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    compute_extend_positions,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+_SHAPE = {
+    "vocab_size": 160,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def save_tiny_checkpoint(
+    directory: Path | str, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> PreTrainedModel:
+    """Write a random model of `family` ("llama", "qwen2", "qwen3") and return transformers' own.
+
+    Args:
+        overrides: Fields of the family's config; `max_shard_size` goes to the writer.
+    """
+    config_class, model_class = _CLASSES[family]
+    shard = overrides.pop("max_shard_size", "1GB")
+    config = config_class(**{**_SHAPE, **overrides})
+    generator = torch.Generator().manual_seed(17)
+    model: PreTrainedModel = model_class(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # The initialisation has no biases and norms of 1: those would test nothing.
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(noise * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0))
+    model.to(dtype)
+    model.save_pretrained(str(directory), max_shard_size=shard)
+    return model
+
+
+class StepDriver:
+    """Runs extend and decode steps of a few requests, as a scheduler would."""
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        *,
+        page_size: int = 1,
+        pool_tokens: int = 4096,
+        max_requests: int = 16,
+        **config: Any,
+    ) -> None:
+        """Args:
+        config: Further fields of `ModelRunnerConfig`, and `dtype` of the model.
+        """
+        model_config = ModelConfig.from_path(str(model_path), dtype=config.pop("dtype", "auto"))
+        self.runner = ModelRunner(
+            ModelRunnerConfig(
+                model_config=model_config, page_size=page_size, show_progress=False, **config
+            )
+        )
+        self.runner.init_memory_pool(pool_tokens, max_requests)
+        self.lens = [0] * max_requests
+        """Tokens of each row that the pool holds."""
+
+    def extend(self, work: Sequence[tuple[int, Sequence[int]]]) -> LogitsProcessorOutput:
+        """Compute `(row, new tokens)` of several requests in one step."""
+        rows = [row for row, _ in work]
+        prefix = [self.lens[row] for row in rows]
+        new = [len(tokens) for _, tokens in work]
+        total = [before + count for before, count in zip(prefix, new, strict=True)]
+        loc = self.runner.token_to_kv_pool_allocator.alloc_extend(
+            torch.tensor(prefix),
+            prefix,
+            torch.tensor(total),
+            total,
+            self._last_loc(rows),
+            sum(new),
+        )
+        assert loc is not None, "the test's pool is too small"
+        pool = self.runner.req_to_token_pool
+        for row, before, slots in zip(rows, prefix, loc.split(new), strict=True):
+            pool.req_to_token[row, before : before + len(slots)] = slots.to(torch.int32)
+        flat = [token for _, tokens in work for token in tokens]
+        batch = self._batch(ForwardMode.EXTEND, rows, total, flat, loc)
+        batch.positions = compute_extend_positions(prefix, new, "cpu")
+        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = prefix, new
+        return self._run(batch, rows, total)
+
+    def decode(self, work: Sequence[tuple[int, int]]) -> LogitsProcessorOutput:
+        """Compute one token of each `(row, token)`."""
+        rows = [row for row, _ in work]
+        total = [self.lens[row] + 1 for row in rows]
+        loc = self.runner.token_to_kv_pool_allocator.alloc_decode(
+            torch.tensor(total), total, self._last_loc(rows)
+        )
+        assert loc is not None, "the test's pool is too small"
+        pool = self.runner.req_to_token_pool
+        pool.req_to_token[torch.tensor(rows), torch.tensor(total) - 1] = loc.to(torch.int32)
+        tokens = [token for _, token in work]
+        return self._run(self._batch(ForwardMode.DECODE, rows, total, tokens, loc), rows, total)
+
+    def _batch(
+        self,
+        mode: ForwardMode,
+        rows: list[int],
+        total: list[int],
+        tokens: list[int],
+        loc: torch.Tensor,
+    ) -> ForwardBatch:
+        return ForwardBatch(
+            forward_mode=mode,
+            input_ids=torch.tensor(tokens),
+            positions=torch.tensor(total) - 1,
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=torch.tensor(total),
+            seq_lens_cpu=total,
+            out_cache_loc=loc,
+            req_to_token_pool=self.runner.req_to_token_pool,
+            token_to_kv_pool=self.runner.token_to_kv_pool,
+        )
+
+    def _run(
+        self, batch: ForwardBatch, rows: list[int], total: list[int]
+    ) -> LogitsProcessorOutput:
+        for row, length in zip(rows, total, strict=True):
+            self.lens[row] = length
+        return self.runner.forward(batch)
+
+    def _last_loc(self, rows: list[int]) -> torch.Tensor:
+        table = self.runner.req_to_token_pool.req_to_token
+        slots = [int(table[row, self.lens[row] - 1]) if self.lens[row] else -1 for row in rows]
+        return torch.tensor(slots)

@@ -1,0 +1,130 @@
+"""Logits equal transformers' on the same random weights, through the paged pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sglang.srt.configs.model_config import SUPPORTED_ARCHITECTURES
+from sglang.srt.models.registry import MODEL_CLASSES
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+CASES = [
+    pytest.param("llama", {}, id="llama"),
+    pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, id="llama-biases"),
+    pytest.param("llama", {"rope_parameters": LLAMA3}, id="llama-rope-llama3"),
+    pytest.param("llama", {"rope_parameters": LINEAR}, id="llama-rope-linear"),
+    pytest.param("llama", {"tie_word_embeddings": True}, id="llama-tied"),
+    pytest.param("qwen2", {}, id="qwen2"),
+    pytest.param("qwen2", {"tie_word_embeddings": True}, id="qwen2-tied"),
+    pytest.param("qwen3", {"tie_word_embeddings": True}, id="qwen3-tied"),
+    pytest.param("qwen3", {"attention_bias": True}, id="qwen3-bias"),
+    pytest.param("qwen3", {"num_key_value_heads": 6}, id="qwen3-mha"),
+    pytest.param("qwen3", {"max_shard_size": "40KB"}, id="qwen3-sharded"),
+]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 160, (length,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
+    return model(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_logits_equal_transformers(
+    tmp_path: Path, family: str, overrides: dict[str, Any], page_size: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, **overrides)
+    driver = StepDriver(tmp_path, page_size=page_size)
+    long, short = prompt(90, 1), prompt(21, 2)
+    want_long, want_short = reference(hf, long), reference(hf, short)
+
+    # A whole prefill beside the first chunk of another, then that one's second chunk.
+    first = driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits
+    assert_close(first, torch.stack([want_short[16], want_long[36]]))
+    second = driver.extend([(1, long[37:86])]).next_token_logits
+    assert_close(second, want_long[85:86])
+    # Decoding together: contexts of unlike length, in pages that alternate.
+    for step in range(4):
+        got = driver.decode([(1, long[86 + step]), (0, short[17 + step])]).next_token_logits
+        assert_close(got, torch.stack([want_long[86 + step], want_short[17 + step]]))
+
+
+def test_bf16_follows_transformers_rounding(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
+    driver = StepDriver(tmp_path, page_size=16)
+    tokens = prompt(80, 3)
+    want = reference(hf, tokens)
+    got = driver.extend([(0, tokens[:40])]).next_token_logits
+    chunked = driver.extend([(0, tokens[40:79])]).next_token_logits
+    decoded = driver.decode([(0, tokens[79])]).next_token_logits
+    logits = torch.cat([got, chunked, decoded])
+    want = want[[39, 78, 79]]
+    # fp32 weights would differ by as much: it is bf16's own rounding.
+    assert (logits - want).abs().max() < 0.03 * want.abs().max()
+
+
+def test_scattered_contexts_give_the_same_logits(tmp_path: Path) -> None:
+    """Prefixes and contexts whose slots lie in no order, as after evictions."""
+    hf = save_tiny_checkpoint(tmp_path, "llama")
+    driver = StepDriver(tmp_path, page_size=1, pool_tokens=600)
+    allocator = driver.runner.token_to_kv_pool_allocator
+    held = allocator.alloc(600)
+    assert held is not None
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(5))
+    tokens = prompt(120, 4)
+    want = reference(hf, tokens)
+    for begin in range(0, 110, 11):  # each chunk gets slots from anywhere
+        allocator.free(held[order[begin * 2 : begin * 2 + 11]])
+        got = driver.extend([(0, tokens[begin : begin + 11])]).next_token_logits
+        assert_close(got, want[begin + 10 : begin + 11])
+    allocator.free(held[order[400:410]])
+    for i in range(110, 120):
+        assert_close(driver.decode([(0, tokens[i])]).next_token_logits, want[i : i + 1])
+
+
+def test_every_supported_architecture_has_a_class() -> None:
+    assert set(MODEL_CLASSES) == set(SUPPORTED_ARCHITECTURES)
+
+
+def test_kv_cache_dtype_of_its_own(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "qwen2")
+    driver = StepDriver(tmp_path, kv_cache_dtype="bfloat16")
+    tokens = prompt(40, 6)
+    want = reference(hf, tokens)
+    driver.extend([(0, tokens[:20])])
+    got = driver.extend([(0, tokens[20:39])]).next_token_logits
+    assert (got - want[38]).abs().max() < 0.05 * want.abs().max()
+    got = driver.decode([(0, tokens[39])]).next_token_logits
+    assert (got - want[39]).abs().max() < 0.05 * want.abs().max()
+    assert driver.runner.kv_bytes_per_token() == 2 * 2 * 16 * 2 * 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
