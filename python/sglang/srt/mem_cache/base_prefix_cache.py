@@ -15,7 +15,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+    from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+    from sglang.srt.mem_cache.tree_node import TreeNode
 
 
 class CacheableRequest(Protocol):
@@ -201,7 +202,14 @@ class BasePrefixCache(ABC):
         """One scheduler tick: act on finished copies and transfers."""
 
     def prefetch_from_storage(
-        self, req_id: str, last_host_node: TreeNode, new_input_tokens: list[int]
+        self,
+        req_id: str,
+        last_host_node: TreeNode,
+        new_input_tokens: list[int],
+        last_hash: PageHash | None = None,
+        prefix_keys: list[PageHash] | None = None,
+        *,
+        extra_key: str | None = None,
     ) -> None:
         """Start reading the pages after `last_host_node` from L3, in the background."""
 

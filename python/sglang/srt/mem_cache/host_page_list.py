@@ -69,6 +69,11 @@ class HostPageList:
         self._num_free += len(pages)
         return len(indices)
 
+    def free_slots(self) -> torch.Tensor:
+        """int64 `[n]`: every free token slot. For the self check."""
+        free = self._stack[: self._num_free]
+        return torch.from_numpy((free[:, None] * self.page_size + self._offsets).reshape(-1))
+
     def check_integrity(self) -> None:
         """Assert that every page is either owned or free, once. O(pages); for idle times."""
         free = self._stack[: self._num_free]

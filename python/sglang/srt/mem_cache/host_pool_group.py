@@ -113,6 +113,9 @@ class HostPoolGroup:
     def available_size(self) -> int:
         return self.anchor.available_size()
 
+    def free_slots(self) -> torch.Tensor:
+        return self.anchor.free_slots()
+
     def clear(self) -> None:
         """Free every page of every pool."""
         for entry in self.entries.values():

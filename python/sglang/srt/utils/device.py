@@ -54,7 +54,7 @@ class _CpuEvent:
 
 class _CudaEvent:
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._recorded = False
 
     def record(self) -> None:
@@ -62,7 +62,7 @@ class _CudaEvent:
         self._recorded = True
 
     def query(self) -> bool:
-        return self._recorded and self._event.query()
+        return self._recorded and bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -89,7 +89,7 @@ class CopyStream:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         else:
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()

@@ -1,0 +1,277 @@
+"""Moves pages between the tiers. It stands in `managers` because upstream has it there, but it
+belongs to `mem_cache`: it imports no other file of `managers` and never a tree.
+
+The scheduler thread queues copies here, starts them once a tick, and looks at their
+acknowledgements; it decides nothing from their progress but through the ballot of its caller.
+Threads and streams: a write stream (L1 to L2) and a load stream (L2 to L1), both `CopyStream`s;
+the two threads of `StorageIO` while an L3 backend is attached.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, StorageUnreachable
+from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
+from sglang.srt.mem_cache.storage_io import AgreeHit, StorageIO
+from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
+from sglang.srt.utils.device import CopyStream, Event, make_event
+
+logger = logging.getLogger(__name__)
+
+_WAIT_BOUND_S = 300.0
+_WAIT_STEP_S = 1.0
+
+
+class LayerDoneCounter:
+    """Orders the readers of each layer after the load that fills it.
+
+    A load is a producer: it records an event per layer. A forward names the producer it must wait
+    for; -1 is none. Threads: `update_producer`, `set_consumer` and `wait_until` run on the
+    scheduler's (and the forward's) thread; events are recorded by the load stream.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device | str) -> None:
+        self.num_layers = num_layers
+        self._device = device
+        self._next = 0
+        self._events: dict[int, list[Event]] = {}
+        self._waiting_for: list[Event] | None = None
+
+    def update_producer(self) -> tuple[int, list[Event]]:
+        """A new load: its index, and one event per layer for it to record."""
+        index = self._next
+        self._next += 1
+        self._events[index] = [make_event(self._device) for _ in range(self.num_layers)]
+        return index, self._events[index]
+
+    def set_consumer(self, index: int) -> None:
+        """The next forward reads what load `index` brings; -1: no load."""
+        self._waiting_for = self._events.pop(index, None)
+
+    def wait_until(self, threshold: int) -> None:
+        """Return when (or order the stream so that) layer `threshold` has been loaded."""
+        if self._waiting_for is not None:
+            self._waiting_for[threshold].wait()
+
+    def reset(self) -> None:
+        """Forget every load. None may be under way."""
+        self._events.clear()
+        self._waiting_for = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOperation:
+    """A copy that has been asked for: int64 slots of whole pages, equally many on each side."""
+
+    operation_id: int
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HiCacheAck:
+    """One copy under way for a whole tick's operations."""
+
+    finish_event: Event
+    operation_ids: list[int]
+    num_tokens: int
+    started: float
+    """`time.monotonic()` seconds."""
+
+
+class HiCacheController:
+    """Queues and issues copies between L1 and L2, and holds the attachment to L3.
+
+    Args:
+        token_to_kv_pool_allocator: Allocator of L1, which knows the device pool.
+        mem_pool_host: L2.
+        page_size: Tokens.
+        io_backend: Resolved; see host_layout.py.
+        metrics: Counts what happened.
+        agree_hit: Agreement of the ranks on an L3 hit; None with one rank.
+    """
+
+    def __init__(
+        self,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        mem_pool_host: HostPoolGroup,
+        page_size: int,
+        *,
+        io_backend: str,
+        metrics: HiCacheMetrics,
+        agree_hit: AgreeHit | None = None,
+    ) -> None:
+        self.mem_pool_device_allocator = token_to_kv_pool_allocator
+        self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
+        self.mem_pool_host = mem_pool_host
+        self.page_size = page_size
+        self.io_backend = io_backend
+        self._metrics = metrics
+        self._agree_hit = agree_hit
+        device = self.mem_pool_device.device
+        self.layer_done_counter = LayerDoneCounter(self.mem_pool_device.layer_num, device)
+        self.mem_pool_device.register_layer_transfer_counter(self.layer_done_counter)
+        self._write_stream = CopyStream(device, "hicache-write")
+        self._load_stream = CopyStream(device, "hicache-load")
+        self._next_id = 0
+        self.write_queue: list[CacheOperation] = []
+        self.load_queue: list[CacheOperation] = []
+        self.ack_write_queue: deque[HiCacheAck] = deque()
+        self.ack_load_queue: deque[HiCacheAck] = deque()
+        self.storage_io: StorageIO | None = None
+
+    # ---- L1 to L2 --------------------------------------------------------------------------
+
+    def write(self, device_indices: torch.Tensor) -> CacheOperation | None:
+        """Queue a copy of `device_indices` to fresh host pages; None: L2 is full.
+
+        The caller keeps the device pages locked until the acknowledgement.
+        """
+        host_indices = self.mem_pool_host.alloc(len(device_indices))
+        if host_indices is None:
+            return None
+        operation = CacheOperation(self._take_id(), host_indices, device_indices)
+        self.write_queue.append(operation)
+        return operation
+
+    def start_writing(self) -> None:
+        """Issue everything queued as one copy."""
+        if self.write_queue:
+            ack = self._issue(self.write_queue, self._write_stream, self._copy_to_host)
+            self.ack_write_queue.append(ack)
+            self.write_queue = []
+
+    def _copy_to_host(self, host: torch.Tensor, device: torch.Tensor, finish: Event) -> None:
+        self.mem_pool_host.backup_from_device_all_layer(
+            self.mem_pool_host.device_pool, host, device, self.io_backend
+        )
+        finish.record()
+
+    # ---- L2 to L1 --------------------------------------------------------------------------
+
+    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> CacheOperation:
+        """Queue a copy of host pages to reserved device slots.
+
+        The caller pins the host pages and locks the device pages until the acknowledgement.
+        """
+        operation = CacheOperation(self._take_id(), host_indices, device_indices)
+        self.load_queue.append(operation)
+        return operation
+
+    def start_loading(self) -> int:
+        """Issue everything queued as one load; its producer index, -1 if nothing was queued."""
+        if not self.load_queue:
+            return -1
+        index, layer_events = self.layer_done_counter.update_producer()
+
+        def copy(host: torch.Tensor, device: torch.Tensor, finish: Event) -> None:
+            for layer, event in enumerate(layer_events):
+                self.mem_pool_host.load_to_device_per_layer(
+                    self.mem_pool_host.device_pool, host, device, layer, self.io_backend
+                )
+                event.record()
+            finish.record()
+
+        self.ack_load_queue.append(self._issue(self.load_queue, self._load_stream, copy))
+        self.load_queue = []
+        return index
+
+    def _issue(
+        self,
+        operations: list[CacheOperation],
+        stream: CopyStream,
+        copy: Callable[[torch.Tensor, torch.Tensor, Event], None],
+    ) -> HiCacheAck:
+        host = torch.cat([operation.host_indices for operation in operations])
+        device = torch.cat([operation.device_indices for operation in operations])
+        finish = make_event(self.mem_pool_device.device)
+        ids = [operation.operation_id for operation in operations]
+        ack = HiCacheAck(finish, ids, len(host), time.monotonic())
+        stream.submit(lambda: copy(host, device, finish))
+        return ack
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    # ---- L3 --------------------------------------------------------------------------------
+
+    def attach_storage_backend(
+        self,
+        connect: Callable[[], HiCacheStorage],
+        settings: StorageSettings,
+        namespace: str,
+    ) -> None:
+        """Connect to L3 and start its threads.
+
+        Args:
+            connect: Makes a client with its pools registered.
+            settings: Thresholds, and what to do if the store cannot be reached.
+            namespace: First part of every key.
+
+        Raises:
+            ValueError: A backend is attached already, or the configuration cannot work.
+            StorageUnreachable: The store cannot be reached and the settings do not allow that.
+        """
+        if self.storage_io is not None:
+            raise ValueError("a storage backend is attached already; detach it first")
+        if settings.on_unreachable is OnUnreachable.WAIT:
+            connect = _first_waiting(connect)
+        self.storage_io = StorageIO(
+            connect,
+            namespace=namespace,
+            page_size=self.page_size,
+            page_bytes=self.mem_pool_host.page_bytes,
+            threshold_pages=settings.threshold_pages(self.page_size),
+            pass_prefix_keys=settings.pass_prefix_keys,
+            metrics=self._metrics,
+            agree_hit=self._agree_hit,
+            degrade=settings.on_unreachable is OnUnreachable.DEGRADE,
+        )
+
+    def detach_storage_backend(self) -> None:
+        """Let go of L3. Its objects stay. Idempotent; no operation may be under way."""
+        if self.storage_io is not None:
+            self.storage_io.close()
+            self.storage_io = None
+
+    # ---- life ------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Free every host page. Nothing may be queued or under way."""
+        assert not (self.write_queue or self.load_queue)
+        assert not (self.ack_write_queue or self.ack_load_queue)
+        self.mem_pool_host.clear()
+        self.layer_done_counter.reset()
+
+    def shutdown(self) -> None:
+        """Detach L3 and end the copy threads. Idempotent."""
+        self.detach_storage_backend()
+        self._write_stream.close()
+        self._load_stream.close()
+
+
+def _first_waiting(connect: Callable[[], HiCacheStorage]) -> Callable[[], HiCacheStorage]:
+    """`connect`, retried within a bound while the store cannot be reached."""
+    deadline = time.monotonic() + _WAIT_BOUND_S
+
+    def waiting() -> HiCacheStorage:
+        while True:
+            try:
+                return connect()
+            except StorageUnreachable as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("waiting for L3 (on_unreachable=wait): %s", error)
+                time.sleep(_WAIT_STEP_S)
+
+    return waiting

@@ -1,0 +1,77 @@
+"""Leave a store alone that keeps failing, and come back to it.
+
+Source of the pattern: Nygard, "Release It!" (2007).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
+
+
+class CircuitBreaker:
+    """Closed while the store works; open (calls refused) for a growing pause after a failure.
+
+    When a pause is over, the next caller of `allow` probes the store, and only its success closes
+    the breaker. One failure opens it: a call to a dead Mooncake master costs seconds.
+
+    Threads: any; a probe runs in the thread that asks, one at a time, outside the lock.
+
+    Args:
+        probe: True if the store works again. May block for a bounded time; must not raise.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self, probe: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._probe = probe
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pause = _FIRST_PAUSE_S
+        self._retry_at: float | None = None
+        self._probing = False
+        self.times_opened = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True while calls are refused. Never blocks."""
+        return self._retry_at is not None
+
+    def trip(self) -> None:
+        """A call failed: open, or stay open for twice as long."""
+        with self._lock:
+            if self._retry_at is None:
+                self.times_opened += 1
+            else:
+                self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
+            self._retry_at = self._clock() + self._pause
+
+    def reset(self) -> None:
+        """A call succeeded: close."""
+        with self._lock:
+            self._retry_at = None
+            self._pause = _FIRST_PAUSE_S
+
+    def allow(self) -> bool:
+        """Whether a call may go to the store now; probes it first where a pause is over."""
+        with self._lock:
+            if self._retry_at is None:
+                return True
+            if self._probing or self._clock() < self._retry_at:
+                return False
+            self._probing = True
+        try:
+            works = self._probe()
+        finally:
+            self._probing = False
+        if works:
+            self.reset()
+        else:
+            self.trip()
+        return works

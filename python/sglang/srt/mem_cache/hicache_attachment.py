@@ -1,0 +1,175 @@
+"""Attaching and detaching L3 at run time: configuration in, a working client or a reason out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+from sglang.srt.arg_groups.extra_config import check_extra_config_keys, parse_extra_config
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.hicache_prefetch import PrefetchPolicy
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.host_layout import page_byte_order
+from sglang.srt.mem_cache.namespace import CacheNamespace
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage_settings import StorageSettings
+
+logger = logging.getLogger(__name__)
+
+_SECRET: Final = re.compile("key|token|secret|password|credential", re.IGNORECASE)
+
+
+class StorageAttachment:
+    """Which backend is attached, with which settings; policies outlive a detachment.
+
+    Args:
+        controller: Holds the threads and the client.
+        weights_identity: Digest of weights and configuration, for the namespace.
+        model_name: Handed to backends.
+        prefetch_policy: To begin with.
+    """
+
+    def __init__(
+        self,
+        controller: HiCacheController,
+        *,
+        weights_identity: str,
+        model_name: str | None,
+        prefetch_policy: str,
+    ) -> None:
+        self._controller = controller
+        self._weights_identity = weights_identity
+        self._model_name = model_name
+        self.prefetch_policy = parse_policy(prefetch_policy)
+        self.settings = StorageSettings()
+        self.backend: str | None = None
+        self._config: dict[str, Any] = {}
+
+    def prefetch_seconds(self, num_tokens: int) -> float:
+        """How long a request may wait for a read of `num_tokens`."""
+        timeout = self.settings.timeout
+        if self.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
+            return timeout.max
+        return timeout.seconds_for(num_tokens)
+
+    def attach(self, backend: str, extra_config: str | None) -> None:
+        """Connect to `backend`.
+
+        Raises:
+            ValueError: The backend or its configuration cannot work.
+            StorageUnavailable: It cannot be reached, and the configuration does not allow that.
+        """
+        config = parse_extra_config(extra_config)
+        check_extra_config_keys(backend, config)
+        settings = StorageSettings.from_extra_config(config)
+        namespace = self._namespace()
+        connect = self._connector(backend, config, namespace)
+        self._controller.attach_storage_backend(connect, settings, namespace)
+        self.backend, self._config, self.settings = backend, config, settings
+
+    def attach_or_update(
+        self, backend: str, extra_config: str | None, prefetch_policy: str | None
+    ) -> tuple[bool, str]:
+        """Attach, or update the policy where `backend` is attached. (done, what or why not)."""
+        try:
+            policy = parse_policy(prefetch_policy) if prefetch_policy else self.prefetch_policy
+            if self.backend is None:
+                self.attach(backend, extra_config)
+                done = f"attached {backend}"
+            elif backend != self.backend:
+                return False, f"{self.backend} is attached; detach it before attaching {backend}"
+            elif extra_config is not None and parse_extra_config(extra_config) != self._config:
+                return False, "the extra config of an attached backend is fixed; detach it first"
+            else:
+                done = "updated the policies"
+        except (ValueError, StorageUnavailable) as error:
+            return False, str(error)
+        self.prefetch_policy = policy
+        return True, done
+
+    def detach(self) -> str:
+        """Let go of the backend, if there is one; says what was done."""
+        if self.backend is None:
+            return "no storage backend is attached"
+        name, self.backend, self._config = self.backend, None, {}
+        self._controller.detach_storage_backend()
+        return f"detached {name}"
+
+    def clear(self) -> tuple[bool, str]:
+        """Remove this namespace's objects. (done, what or why not)."""
+        storage_io = self._controller.storage_io
+        if storage_io is None:
+            return False, "no storage backend is attached"
+        try:
+            storage_io.clear()
+        except (ValueError, StorageUnavailable) as error:
+            return False, str(error)
+        return True, f"cleared {self.backend}"
+
+    def state(self) -> dict[str, Any]:
+        """Backend, configuration without secrets, prefetch policy."""
+        shown = {key: "***" if _SECRET.search(key) else v for key, v in self._config.items()}
+        return {
+            "hicache_storage_backend": self.backend,
+            "hicache_storage_backend_extra_config": shown if self.backend else None,
+            "hicache_storage_prefetch_policy": self.prefetch_policy.value,
+        }
+
+    def describe(self) -> str:
+        """One line for the log."""
+        storage_io = self._controller.storage_io
+        if storage_io is None:
+            return "L3: none attached (--hicache-storage-backend)"
+        name = storage_io.backend_name or f"{self.backend}, not reached yet"
+        return (
+            f"L3: {name}, sized by the store itself; prefetch policy {self.prefetch_policy.value}, "
+            f"from {self.settings.prefetch_threshold} tokens; namespace {self._namespace()}"
+        )
+
+    def _namespace(self) -> str:
+        pool = self._controller.mem_pool_device
+        return CacheNamespace(
+            weights_identity=self._weights_identity,
+            kv_dtype=str(pool.dtype),
+            page_size=self._controller.page_size,
+            page_byte_order=page_byte_order(self._controller.mem_pool_host.layout),
+        ).digest()
+
+    def _connector(
+        self, backend: str, config: dict[str, Any], namespace: str
+    ) -> Callable[[], HiCacheStorage]:
+        host_pool = self._controller.mem_pool_host
+        storage_config = HiCacheStorageConfig(
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=True,
+            is_page_first_layout=host_pool.is_zero_copy,
+            model_name=self._model_name,
+            extra_config=config,
+            namespace=namespace,
+        )
+
+        def connect() -> HiCacheStorage:
+            return StorageBackendFactory.create_backend(backend, storage_config, host_pool)
+
+        return connect
+
+
+def parse_policy(name: str) -> PrefetchPolicy:
+    """The prefetch policy of that name. Raises ValueError that lists the names."""
+    try:
+        return PrefetchPolicy(name)
+    except ValueError:
+        choices = ", ".join(policy.value for policy in PrefetchPolicy)
+        raise ValueError(f"hicache_storage_prefetch_policy {name!r} is none of {choices}") from None

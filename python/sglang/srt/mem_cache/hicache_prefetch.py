@@ -1,0 +1,104 @@
+"""Prefetches from L3 under way: who waits for what, and how it is decided.
+
+No bytes are moved here. The tree starts operations, feeds each tick's agreed progress, and takes
+back what landed and what is to be freed.
+
+Life of a prefetch: *under way* until its request is scheduled, which cuts it by the policy or
+finds it ended. What landed is then published; the rest of its host pages wait in the *release
+queue* until the transfer thread has let go of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+
+from sglang.srt.mem_cache.ballot import MAX_PREFETCHES, PrefetchProgress, QueueProgress
+from sglang.srt.mem_cache.storage_operation import PrefetchOperation
+
+
+class PrefetchPolicy(StrEnum):
+    """How long a request waits for its prefetch."""
+
+    BEST_EFFORT = "best_effort"
+    """Not at all: it takes what has landed."""
+    WAIT_COMPLETE = "wait_complete"
+    """To the end, at most `prefetch_timeout_max`."""
+    TIMEOUT = "timeout"
+    """A base and some more for each 1,024 tokens."""
+
+
+class PrefetchBoard:
+    """The prefetches of one scheduler, in order of start. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, PrefetchOperation] = {}
+        self._agreed: dict[str, PrefetchProgress] = {}
+        self._releasing: deque[PrefetchOperation] = deque()
+
+    def __len__(self) -> int:
+        return len(self._under_way) + len(self._releasing)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._under_way
+
+    @property
+    def is_full(self) -> bool:
+        """No more may be started now: the ballot has that many slots."""
+        return len(self._under_way) >= MAX_PREFETCHES
+
+    def held_tokens(self) -> int:
+        """Host tokens that prefetches own."""
+        return sum(len(operation.host_indices) for operation in self.operations())
+
+    def operations(self) -> list[PrefetchOperation]:
+        """All that own host pages."""
+        return [*self._under_way.values(), *self._releasing]
+
+    def start(self, operation: PrefetchOperation) -> None:
+        """Take up an operation that has just been submitted."""
+        self._under_way[operation.request_id] = operation
+        self._agreed[operation.request_id] = PrefetchProgress()
+
+    def progress(self) -> tuple[list[PrefetchProgress], QueueProgress]:
+        """What this rank sees: of each prefetch under way, and of the release queue."""
+        now = time.monotonic()
+        seen = []
+        for operation in self._under_way.values():
+            # `ended` first: what it says of `landed_pages` must not be older than itself.
+            ended = operation.ended
+            expired = now > operation.deadline
+            seen.append(
+                PrefetchProgress(operation.hit_pages, operation.landed_pages, ended, expired)
+            )
+        done = 0
+        while done < len(self._releasing) and self._releasing[done].ended:
+            done += 1
+        return seen, QueueProgress(done=done)
+
+    def agree(self, agreed: Sequence[PrefetchProgress], released: int) -> list[PrefetchOperation]:
+        """Take the tick's agreement; returns the operations whose pages may be freed now."""
+        for request_id, progress in zip(self._under_way, agreed, strict=True):
+            self._agreed[request_id] = progress
+        return [self._releasing.popleft() for _ in range(released)]
+
+    def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
+        """Whether its request need not wait any longer. From agreed progress only."""
+        if request_id not in self._under_way:
+            return True
+        progress = self._agreed[request_id]
+        return progress.ended or progress.expired or policy is PrefetchPolicy.BEST_EFFORT
+
+    def finish(self, request_id: str) -> tuple[PrefetchOperation, int] | None:
+        """End the wait: the operation and its agreed landed pages, None without one.
+
+        What is not published stays with the operation, which enters the release queue.
+        """
+        operation = self._under_way.pop(request_id, None)
+        if operation is None:
+            return None
+        operation.mark_terminate()
+        self._releasing.append(operation)
+        return operation, self._agreed.pop(request_id).landed

@@ -1,0 +1,435 @@
+"""The radix tree over three tiers: what `host_tier_cache.py` does, and L3 below it.
+
+This file decides what is read from L3 and what is written to it; `storage_io.py` has the threads
+that do it, `hicache_prefetch.py` the book of reads under way. L3 never fails a request: whatever
+it does shortens a prefix, and is counted with its reason.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.ballot import NONE_FAILED, Progress, QueueProgress, Reduce
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_attachment import StorageAttachment
+from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome
+from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES, HostTierCache, parts_of
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.tree_node import TreeNode
+
+logger = logging.getLogger(__name__)
+
+_PREFETCH_SHARE: Final = 0.5
+_BACKUP_SHARE: Final = 0.5
+"""Of L2: reads and writes of L3 under way may hold this much each, so that neither starves L2."""
+
+
+class HiCacheArgs(Protocol):
+    """The server arguments that this cache reads."""
+
+    @property
+    def hicache_ratio(self) -> float: ...
+    @property
+    def hicache_size(self) -> float: ...
+    @property
+    def hicache_write_policy(self) -> str: ...
+    @property
+    def hicache_io_backend(self) -> str: ...
+    @property
+    def hicache_mem_layout(self) -> str: ...
+    @property
+    def hicache_storage_backend(self) -> str | None: ...
+    @property
+    def hicache_storage_prefetch_policy(self) -> str: ...
+    @property
+    def hicache_storage_backend_extra_config(self) -> str | None: ...
+    @property
+    def served_model_name(self) -> str | None: ...
+
+
+class HiRadixCache(HostTierCache):
+    """Prefix cache of up to three tiers, built from the server's arguments.
+
+    Raises:
+        ValueError: A layout, size or policy that cannot work.
+        StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
+    """
+
+    def __init__(
+        self, params: CacheInitParams, server_args: HiCacheArgs, reduce: Reduce | None = None
+    ) -> None:
+        metrics = HiCacheMetrics(params.metrics_registry)
+        allocator = params.token_to_kv_pool_allocator
+        io_backend, host_pool = build_kv_host_stack(
+            allocator.get_kvcache(),
+            ratio=server_args.hicache_ratio,
+            size_gb=server_args.hicache_size,
+            io_backend=server_args.hicache_io_backend,
+            layout=server_args.hicache_mem_layout,
+            has_storage=server_args.hicache_storage_backend is not None,
+        )
+        controller = HiCacheController(
+            allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics
+        )
+        super().__init__(
+            params,
+            controller,
+            write_policy=server_args.hicache_write_policy,
+            metrics=metrics,
+            reduce=reduce,
+        )
+        self._board = PrefetchBoard()
+        self._backups: deque[StorageOperation] = deque()
+        self._backup_tokens = 0
+        self._loaded_from_storage: dict[str, int] = {}
+        self._available = True
+        self._reconnects = 0
+        self._storage_epoch = 0
+        self._attachment = StorageAttachment(
+            controller,
+            weights_identity=params.weights_identity,
+            model_name=server_args.served_model_name,
+            prefetch_policy=server_args.hicache_storage_prefetch_policy,
+        )
+        if server_args.hicache_storage_backend is not None:
+            try:
+                self._attachment.attach(
+                    server_args.hicache_storage_backend,
+                    server_args.hicache_storage_backend_extra_config,
+                )
+            except BaseException:
+                controller.shutdown()
+                raise
+
+    def is_busy(self) -> dict[str, int]:
+        counts = super().is_busy()
+        if len(self._board):
+            counts["prefetches"] = len(self._board)
+        if self._backups:
+            counts["backups"] = len(self._backups)
+        return counts
+
+    def reset(self) -> None:
+        super().reset()
+        self._loaded_from_storage.clear()
+
+    # ---- L3 to L2 --------------------------------------------------------------------------
+
+    def prefetch_from_storage(
+        self,
+        req_id: str,
+        last_host_node: TreeNode,
+        new_input_tokens: list[int],
+        last_hash: PageHash | None = None,
+        prefix_keys: list[PageHash] | None = None,
+        *,
+        extra_key: str | None = None,
+    ) -> None:
+        """Start reading the pages that follow `last_host_node` in the prompt of `req_id`.
+
+        Args:
+            last_host_node: As matched on arrival.
+            new_input_tokens: The tokens after its end; those past the last whole page are ignored.
+            last_hash: Hash of the node's last page, where the caller knows it.
+            prefix_keys: Hashes of the pages before, where the caller knows them.
+            extra_key: The request's.
+        """
+        storage_io = self.cache_controller.storage_io
+        if storage_io is None:
+            return
+        new = RadixKey(new_input_tokens, extra_key).page_aligned(self.page_size)
+        settings = self._attachment.settings
+        least = settings.threshold_pages(self.page_size) * self.page_size
+        reason, host_indices = self._room_for_prefetch(req_id, len(new), least)
+        if host_indices is None:
+            self.metrics.prefetch_outcomes.labels(reason).inc()
+            if reason != "too_short":
+                self._say.info(f"no-prefetch-{reason}", "no L3 read for a prompt: %s", reason)
+            return
+        new = new[: len(host_indices)]
+        is_root = last_host_node.parent is None
+        if last_hash is None and not is_root:
+            last_hash = last_host_node.page_hashes(self.page_size)[-1]
+        if prefix_keys is None and settings.pass_prefix_keys and not is_root:
+            own = last_host_node.page_hashes(self.page_size)
+            prefix_keys = [*last_host_node.get_prefix_hash_values(self.page_size), *own]
+        above = _path_tokens(last_host_node)
+        operation = PrefetchOperation(
+            request_id=req_id,
+            key=RadixKey(np.concatenate([above, new.ids]), extra_key),
+            start=len(above),
+            host_indices=host_indices,
+            hashes=new.page_hashes(self.page_size, last_hash),
+            prefix_hashes=prefix_keys or [],
+            deadline=time.monotonic() + self._attachment.prefetch_seconds(len(new)),
+        )
+        self._board.start(operation)
+        storage_io.submit_prefetch(operation)
+
+    def _room_for_prefetch(
+        self, req_id: str, wanted: int, least: int
+    ) -> tuple[str, torch.Tensor | None]:
+        """Host pages for a read of at most `wanted` tokens; else why there is none."""
+        if wanted < least:
+            return "too_short", None
+        if req_id in self._board:
+            return "duplicate", None
+        if not self._available:
+            return CacheOutcome.UNAVAILABLE.value, None
+        page = self.page_size
+        share = int(_PREFETCH_SHARE * self.host_pool.size) - self._board.held_tokens()
+        wanted = min(wanted, share // page * page)
+        if self._board.is_full or wanted < least:
+            return "queue_full", None
+        missing = wanted - self.host_pool.available_size()
+        if missing > 0:
+            self.evict_host(missing)
+            wanted = min(wanted, self.host_pool.available_size() // page * page)
+        if wanted < least:
+            return "no_host_memory", None
+        return "", self.host_pool.alloc(wanted)
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        if not self._board.may_schedule(req_id, self._attachment.prefetch_policy):
+            return False
+        self._finish_prefetch(req_id)
+        return True
+
+    def release_aborted_request(self, rid: str) -> None:
+        self._finish_prefetch(rid)
+        self._loaded_from_storage.pop(rid, None)
+
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        return self._loaded_from_storage.pop(req_id, 0)
+
+    def _finish_prefetch(self, req_id: str) -> None:
+        """Cut the read of `req_id`, if there is one, and publish what has landed."""
+        finished = self._board.finish(req_id)
+        if finished is None:
+            return
+        operation, landed_pages = finished
+        published = self._publish(operation, landed_pages * self.page_size)
+        if published:
+            self._loaded_from_storage[req_id] = published
+        if not operation.ended:
+            self._say.info("late", "an L3 read was cut; %d tokens of it are used", published)
+
+    def _publish(self, operation: PrefetchOperation, landed: int) -> int:
+        """Put the `landed` first tokens of a read into the tree; how many were new to it.
+
+        The prompt is matched again: what others put there meanwhile stays theirs, and where the
+        node that the read continues has gone, the pages are orphans and not used.
+        """
+        end = operation.start + landed
+        path = self._walk(operation.key[:end])
+        known = sum(len(node.key) for node in path)
+        if known < operation.start or known >= end:
+            operation.to_release = operation.host_indices
+            if landed and known < operation.start:
+                self.metrics.prefetch_outcomes.labels("orphan").inc()
+            return 0
+        begin = known - operation.start
+        parent = path[-1] if path else self.root_node
+        leaf = self._new_node(operation.key[known:end], parent)
+        leaf.set_host_value(operation.host_indices[begin:landed].clone())
+        leaf.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
+        leaf.storage_epoch = self._storage_epoch
+        self._host_heap.offer(leaf)
+        operation.to_release = torch.cat(
+            [operation.host_indices[:begin], operation.host_indices[landed:]]
+        )
+        return end - known
+
+    # ---- L2 to L3 --------------------------------------------------------------------------
+
+    def _after_insert(self, path: list[TreeNode]) -> None:
+        super()._after_insert(path)
+        if self.cache_controller.storage_io is not None:
+            # What an L3 that was attached or came back since does not have.
+            self._back_up([node for node in path if node.backuped])
+
+    def _on_host_landed(self, nodes: list[TreeNode]) -> None:
+        if self.cache_controller.storage_io is None:
+            return
+        self._back_up(nodes)
+        for node in nodes:
+            # Under write_back children may have landed before their parents.
+            self._back_up([child for child in node.children.values() if child.backuped])
+
+    def _back_up(self, nodes: list[TreeNode]) -> None:
+        for node in nodes:
+            if node.storage_epoch == self._storage_epoch or node.backup_op is not None:
+                continue
+            reason = self.write_backup_storage(node)
+            if reason is not None:
+                self.metrics.backup_outcomes.labels(reason).inc()
+
+    def write_backup_storage(self, node: TreeNode) -> str | None:
+        """Queue the write of a node's host pages to L3; None, or the reason why not."""
+        storage_io = self.cache_controller.storage_io
+        assert storage_io is not None and node.host_value is not None
+        assert node.parent is not None
+        above = node.parent
+        above_is_stored = above.parent is None or above.storage_epoch == self._storage_epoch
+        if not above_is_stored and above.backup_op is None:
+            return "orphan"
+        if not self._available:
+            return CacheOutcome.UNAVAILABLE.value
+        if self._backup_tokens + len(node.key) > _BACKUP_SHARE * self.host_pool.size:
+            return "queue_full"
+        prefix: list[PageHash] = []
+        if self._attachment.settings.pass_prefix_keys:
+            prefix = node.get_prefix_hash_values(self.page_size)
+        operation = StorageOperation(
+            node=node,
+            host_indices=node.host_value,
+            hashes=node.page_hashes(self.page_size),
+            prefix_hashes=prefix,
+            after=above.backup_op,
+        )
+        node.protect_host()
+        node.backup_op = operation
+        self._backups.append(operation)
+        self._backup_tokens += len(node.key)
+        storage_io.submit_backup(operation)
+        return None
+
+    def _settle_backup(self, *, success: bool) -> None:
+        operation = self._backups.popleft()
+        length = len(operation.host_indices)
+        self._backup_tokens -= length
+        for node, _, _ in parts_of(operation.node, length):
+            node.backup_op = None
+            if success:
+                node.storage_epoch = self._storage_epoch
+            self._unpin(node)
+
+    # ---- one tick --------------------------------------------------------------------------
+
+    def _progress(self) -> Progress:
+        storage_io = self.cache_controller.storage_io
+        progress = super()._progress()
+        prefetches, release = self._board.progress()
+        done, failed = 0, NONE_FAILED
+        for operation in self._backups:
+            outcome = operation.outcome
+            if outcome is None:
+                break
+            if not outcome and failed == NONE_FAILED:
+                failed = done
+            done += 1
+        return Progress(
+            available=storage_io.available if storage_io is not None else True,
+            reconnects=storage_io.reconnects if storage_io is not None else 0,
+            queues={**progress.queues, "backup": QueueProgress(done, failed), "release": release},
+            prefetches=prefetches,
+        )
+
+    def _act_on(self, agreed: Progress) -> None:
+        super()._act_on(agreed)
+        self._available = agreed.available
+        backup = agreed.queues["backup"]
+        for _ in range(backup.successes):
+            self._settle_backup(success=True)
+        if backup.failure_follows:
+            self._settle_backup(success=False)
+        if agreed.reconnects != self._reconnects:
+            self._reconnects = agreed.reconnects
+            self._storage_epoch += 1
+        for operation in self._board.agree(agreed.prefetches, agreed.queues["release"].successes):
+            assert operation.to_release is not None
+            if len(operation.to_release):
+                self.host_pool.free(operation.to_release)
+
+    # ---- administration --------------------------------------------------------------------
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        """Attach L3, or change the policies of the one that is attached. (done, what or why not).
+
+        Blocks while connecting (seconds at most); call it when idle.
+        """
+        if (busy := self.is_busy()) and hicache_write_policy != self.write_policy:
+            return False, f"busy: {busy}"
+        if hicache_write_policy is not None and hicache_write_policy not in WRITE_POLICIES:
+            choices = ", ".join(WRITE_POLICIES)
+            return False, f"hicache_write_policy {hicache_write_policy!r} is none of {choices}"
+        done, message = self._attachment.attach_or_update(
+            storage_backend, storage_backend_extra_config_json, hicache_storage_prefetch_policy
+        )
+        if done:
+            self.write_policy = hicache_write_policy or self.write_policy
+            self._available = True
+            self._storage_epoch += 1 if "attached" in message else 0
+        return done, message
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Let go of L3; its objects and the policies stay. Idempotent."""
+        if busy := self.is_busy():
+            return False, f"busy: {busy}"
+        return True, self._attachment.detach()
+
+    def clear_storage_backend(self) -> tuple[bool, str]:
+        """Remove this namespace's objects from L3."""
+        if busy := self.is_busy():
+            return False, f"busy: {busy}"
+        done, message = self._attachment.clear()
+        self._storage_epoch += 1
+        return done, message
+
+    def storage_state(self) -> dict[str, Any]:
+        """For `GET /hicache/storage-backend`: backend, its config without secrets, policies."""
+        return {**self._attachment.state(), "hicache_write_policy": self.write_policy}
+
+    @property
+    def storage_backend_name(self) -> str | None:
+        """Class name of the backend, as `cached_tokens_details` shows it."""
+        storage_io = self.cache_controller.storage_io
+        return storage_io.backend_name if storage_io is not None else None
+
+    def tiers(self) -> list[str]:
+        """One line per tier below L1: its size, and why that size."""
+        pool = self.host_pool
+        host = (
+            f"L2: {pool.size} tokens, {pool.page_num * pool.page_bytes / 1e9:.2f} GB of host "
+            f"memory in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
+        )
+        return [host, self._attachment.describe()]
+
+    def _host_pages_of_operations(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super()._host_pages_of_operations()
+        for operation in self._board.operations():
+            pages = operation.to_release
+            yield (
+                f"prefetch of {operation.request_id}",
+                (operation.host_indices if pages is None else pages),
+            )
+
+
+def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Tokens from the root to the end of `node`."""
+    parts = []
+    while node.parent is not None:
+        parts.append(node.key.ids)
+        node = node.parent
+    return np.concatenate([np.empty(0, dtype=np.uint32), *reversed(parts)])

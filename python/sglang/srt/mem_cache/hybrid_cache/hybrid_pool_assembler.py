@@ -1,0 +1,55 @@
+"""Builds the host pools that mirror a model's device pools, as one group.
+
+Building succeeds whole or raises: there is never a cache without a pool that its model needs.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.host_layout import resolve_layout_and_io
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost, PoolEntry
+from sglang.srt.mem_cache.storage.types import PoolName
+
+
+def build_kv_host_stack(
+    device_pool: KVCache,
+    *,
+    ratio: float,
+    size_gb: float,
+    io_backend: str,
+    layout: str,
+    has_storage: bool,
+) -> tuple[str, HostPoolGroup]:
+    """The stack of a dense model: KV alone, as the anchor.
+
+    Args:
+        device_pool: L1.
+        ratio: Tokens of L2 per token of L1, where `size_gb` is 0.
+        size_gb: GB (10^9 bytes) of L2; wins over the ratio.
+        io_backend: As asked for; `auto` chooses.
+        layout: As asked for; `auto` chooses.
+        has_storage: An L3 backend is configured.
+
+    Returns:
+        The resolved I/O backend, and the pools.
+
+    Raises:
+        ValueError: The pool's kind has no host counterpart, or layout, I/O or size cannot work.
+    """
+    if not isinstance(device_pool, MHATokenToKVPool):
+        raise ValueError(
+            f"the hierarchical cache has no host pool for {type(device_pool).__name__}; "
+            "start without --enable-hierarchical-cache"
+        )
+    io_backend, layout = resolve_layout_and_io(
+        device_pool.device.type, io_backend, layout, has_storage
+    )
+    host_pool = MHATokenToKVPoolHost(device_pool, ratio, size_gb, device_pool.page_size, layout)
+    anchor = PoolEntry(
+        name=PoolName.KV,
+        host_pool=host_pool,
+        device_pool=device_pool,
+        layer_mapper=lambda layer: layer,
+        is_primary_index_anchor=True,
+    )
+    return io_backend, HostPoolGroup([anchor])

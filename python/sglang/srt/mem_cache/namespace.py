@@ -1,0 +1,27 @@
+"""The first part of every L3 key: a digest of all that would make a page's bytes wrong."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import xxhash
+
+FORMAT_VERSION: Final = 1
+"""Raised when the bytes or the keys of an object change their meaning."""
+
+
+class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
+    """What two engines must share before they may share pages."""
+
+    weights_identity: str
+    """Digest of weights and configuration (model_loader/weights_identity.py)."""
+    kv_dtype: str
+    page_size: int
+    page_byte_order: str
+    """`host_layout.page_byte_order`: layouts with equal bytes share pages."""
+    format_version: int = FORMAT_VERSION
+
+    def digest(self) -> str:
+        """32 hex digits."""
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))

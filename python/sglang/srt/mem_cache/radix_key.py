@@ -1,0 +1,115 @@
+"""The key of a prefix: its tokens, and what separates it from equal tokens of others.
+
+Tokens are kept as one numpy array of u32, so that comparing, slicing and hashing thousands of
+them is a few library calls. Nothing here knows trees or pools; any thread may call it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+PageHash = NewType("PageHash", str)
+"""64 hex digits that name a page and, through the chain, everything before it."""
+
+TokenArray: TypeAlias = npt.NDArray[np.uint32]
+ChildKey: TypeAlias = tuple[str | None, bytes]
+"""What tells the children of a node apart: the extra key and the tokens of the first page."""
+
+_SEED_DOMAIN = b"sglang-extra-key\0"
+
+
+def page_hash(tokens: TokenArray, prior: PageHash | None) -> PageHash:
+    """sha256(prior || tokens as u32 little-endian): one link of the chain."""
+    digest = hashlib.sha256(bytes.fromhex(prior) if prior else b"")
+    digest.update(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
+    return PageHash(digest.hexdigest())
+
+
+def chain_seed(extra_key: str | None) -> PageHash | None:
+    """Where a chain starts: empty without an extra key, else a digest of its tagged bytes.
+
+    The seed is itself a sha256 of a tagged string, so that no choice of key or tokens makes two
+    different (key, tokens) pairs start equal chains, short of a collision of sha256.
+    """
+    if extra_key is None:
+        return None
+    raw = extra_key.encode("utf-8", "surrogatepass")
+    tagged = _SEED_DOMAIN + len(raw).to_bytes(8, "little") + raw
+    return PageHash(hashlib.sha256(tagged).hexdigest())
+
+
+class RadixKey:
+    """Tokens of a prefix (immutable) with the extra key that separates it.
+
+    Args:
+        token_ids: Token ids, each in [0, 2**32).
+        extra_key: Prefixes with different extra keys share nothing.
+
+    Raises:
+        OverflowError: A token id does not fit 32 bits.
+    """
+
+    __slots__ = ("extra_key", "ids")
+
+    def __init__(self, token_ids: Sequence[int] | TokenArray, extra_key: str | None = None) -> None:
+        self.ids: TokenArray = (
+            token_ids
+            if isinstance(token_ids, np.ndarray)
+            else np.asarray(token_ids, dtype=np.uint32)
+        )
+        self.extra_key = extra_key
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens as a fresh list."""
+        tokens: list[int] = self.ids.tolist()
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.token_ids)
+
+    def __getitem__(self, part: slice) -> RadixKey:
+        return RadixKey(self.ids[part], self.extra_key)
+
+    def __repr__(self) -> str:
+        return f"RadixKey({len(self)} tokens, extra_key={self.extra_key!r})"
+
+    def page_aligned(self, page_size: int) -> RadixKey:
+        """The longest front of whole pages."""
+        return self[: len(self) // page_size * page_size]
+
+    def match(self, other: RadixKey, page_size: int = 1) -> int:
+        """Tokens of the common front, in whole pages."""
+        if self.extra_key != other.extra_key:
+            return 0
+        shorter = min(len(self), len(other))
+        different = self.ids[:shorter] != other.ids[:shorter]
+        # argmax finds the first True; without one it says 0, so ask the element.
+        first = int(different.argmax()) if shorter else 0
+        common = first if shorter and different[first] else shorter
+        return common // page_size * page_size
+
+    def child_key(self, page_size: int = 1) -> ChildKey:
+        """The key under which a node starting with these tokens hangs on its parent."""
+        return self.extra_key, self.ids[:page_size].tobytes()
+
+    def hash_page(self, start: int, end: int, prior_hash: PageHash | None = None) -> PageHash:
+        """Hash of tokens `[start, end)`, chained to `prior_hash` (or the extra key's seed)."""
+        return page_hash(self.ids[start:end], prior_hash or chain_seed(self.extra_key))
+
+    def page_hashes(self, page_size: int, prior_hash: PageHash | None = None) -> list[PageHash]:
+        """Hashes of every whole page, chained to `prior_hash` (or the extra key's seed)."""
+        prior = prior_hash or chain_seed(self.extra_key)
+        hashes: list[PageHash] = []
+        for start in range(0, len(self) - page_size + 1, page_size):
+            prior = page_hash(self.ids[start : start + page_size], prior)
+            hashes.append(prior)
+        return hashes

@@ -1,0 +1,363 @@
+"""The two threads that talk to L3, and what protects the engine from it.
+
+    prefetch thread   asks how far the store reaches into a prompt, and reads those pages
+    backup thread     writes the pages of nodes
+
+The scheduler thread submits operations and looks at their fields; it never calls the store while
+requests run. Mooncake's calls can block for a minute: whatever they do, an operation's fields
+tell how far it came, and `available` says whether it is worth asking for more.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from sglang.srt.mem_cache.circuit_breaker import CircuitBreaker
+from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PageResult,
+    PoolName,
+    PoolTransfer,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.radix_key import PageHash
+from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+PAGES_PER_CALL: Final = 64
+"""Pages of one get or put: enough to hide the round trip, few enough that a cut comes soon."""
+_STUCK_AFTER_S: Final = 3.0
+"""A call that takes longer makes the store unavailable until it returns."""
+_CLOSE_TIMEOUT_S: Final = 5.0
+
+AgreeHit = Callable[[int], int]
+"""MIN over the ranks of a prefetch's hit, in pages. Called once per prefetch, in queue order."""
+
+
+class StorageIO:
+    """Owns the storage client, its breaker and the two threads.
+
+    Args:
+        connect: Makes the client with its pools registered. Raises StorageUnavailable. Called
+            again after failures where there is no client yet.
+        namespace: First part of every key.
+        page_size: Tokens.
+        page_bytes: Bytes of a page in the host pool.
+        threshold_pages: Shorter hits are not read.
+        pass_prefix_keys: Tell the backend the keys of the pages before.
+        metrics: Counts what happened.
+        agree_hit: See `AgreeHit`; None with one rank.
+
+    Raises:
+        StorageUnavailable: The first `connect` failed, and `degrade` is false.
+        ValueError: The configuration cannot work.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], HiCacheStorage],
+        *,
+        namespace: str,
+        page_size: int,
+        page_bytes: int,
+        threshold_pages: int,
+        pass_prefix_keys: bool,
+        metrics: HiCacheMetrics,
+        agree_hit: AgreeHit | None = None,
+        degrade: bool = False,
+    ) -> None:
+        self._connect = connect
+        self._namespace = namespace
+        self._page_size = page_size
+        self._page_bytes = page_bytes
+        self._threshold_pages = threshold_pages
+        self._pass_prefix_keys = pass_prefix_keys
+        self._metrics = metrics
+        self._agree_hit = agree_hit
+        self._say = RateLimitedLogger(logger)
+        self._breaker = CircuitBreaker(self._probe)
+        self._call_started: dict[str, float] = {}
+        self.storage: HiCacheStorage | None = None
+        self.reconnects = 0
+        """How often the store came back: what it held before may be gone."""
+        try:
+            self.storage = connect()
+        except StorageUnavailable as error:
+            if not degrade:
+                raise
+            logger.warning("L3 is unavailable, running without it until it answers: %s", error)
+            self._trip()
+        self._prefetches: queue.SimpleQueue[PrefetchOperation | None] = queue.SimpleQueue()
+        self._backups: queue.SimpleQueue[StorageOperation | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (
+                ("hicache-prefetch", self._prefetch_thread),
+                ("hicache-backup", self._backup_thread),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- scheduler thread ------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        """False while a call is stuck, so that asking for more is pointless. Never blocks."""
+        started = list(self._call_started.values())
+        stuck = any(time.monotonic() - since > _STUCK_AFTER_S for since in started)
+        return not stuck
+
+    @property
+    def backend_name(self) -> str | None:
+        """Class name of the client; None while there is none."""
+        return type(self.storage).__name__ if self.storage is not None else None
+
+    @property
+    def is_open(self) -> bool:
+        """True while the store is left alone after failures."""
+        return self._breaker.is_open
+
+    def submit_prefetch(self, operation: PrefetchOperation) -> None:
+        """Queue a read. It ends in any case; watch `operation.ended`."""
+        self._prefetches.put(operation)
+
+    def submit_backup(self, operation: StorageOperation) -> None:
+        """Queue a write. It ends in any case; watch `operation.ended`."""
+        self._backups.put(operation)
+
+    def clear(self) -> None:
+        """Remove this namespace's objects. Raises StorageUnavailable or ValueError."""
+        if self.storage is None:
+            raise StorageUnavailable("the storage backend is not connected")
+        self.storage.clear()
+
+    def close(self) -> bool:
+        """End the threads and the client. False if a call is stuck: it is left behind."""
+        self._prefetches.put(None)
+        self._backups.put(None)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("a storage call is stuck; its client is left to the end of the process")
+            return False
+        if self.storage is not None:
+            self.storage.close()
+            self.storage = None
+        return True
+
+    # ---- both threads ----------------------------------------------------------------------
+
+    def _allowed(self) -> bool:
+        return self._breaker.allow() and self.storage is not None
+
+    def _trip(self) -> None:
+        self._breaker.trip()
+        self._metrics.breaker_open.set(1)
+
+    def _probe(self) -> bool:
+        """Breaker: does the store work again? Builds the client where there is none."""
+        try:
+            if self.storage is None:
+                self.storage = self._connect()
+            elif not self.storage.probe():
+                return False
+        except StorageUnavailable as error:
+            self._say.warning("reconnect", "L3 is still unavailable: %s", error)
+            return False
+        except Exception:
+            logger.exception("L3 could not be probed")
+            return False
+        self.reconnects += 1
+        self._metrics.breaker_open.set(0)
+        logger.info("L3 answers again (%s)", self.backend_name)
+        return True
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._trip()
+        self._say.warning(what, "L3 %s failed, leaving it alone for a while: %s", what, error)
+
+    @contextmanager
+    def _calling(self, kind: str) -> Iterator[None]:
+        """Around each call to the store: a stuck one shows in `available`, and trips at its end."""
+        started = self._call_started[kind] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._call_started[kind]
+            if time.monotonic() - started > _STUCK_AFTER_S:
+                self._trip()
+
+    def _keys(self, hashes: Sequence[PageHash]) -> list[str]:
+        return [f"{self._namespace}/{page}" for page in hashes]
+
+    def _extra_info(self, prefix: Sequence[PageHash]) -> HiCacheStorageExtraInfo | None:
+        if not self._pass_prefix_keys:
+            return None
+        return HiCacheStorageExtraInfo(prefix_keys=self._keys(prefix))
+
+    def _transfer(
+        self,
+        call: Callable[..., object],
+        kind: str,
+        hashes: Sequence[PageHash],
+        host_indices: torch.Tensor,
+        prefix: Sequence[PageHash],
+    ) -> tuple[int, CacheOutcome]:
+        """One get or put. Returns the leading pages that landed, and why the next did not."""
+        transfer = PoolTransfer(
+            name=PoolName.KV, keys=self._keys(hashes), host_indices=host_indices
+        )
+        with self._calling(kind):
+            results = call([transfer], self._extra_info(prefix))
+        assert isinstance(results, dict)
+        outcomes = [as_outcome(result) for result in results[PoolName.KV]]
+        for outcome in set(outcomes):
+            self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
+        landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
+        why = CacheOutcome.LANDED if landed == len(outcomes) else outcomes[landed]
+        return landed, why
+
+    # ---- prefetch thread -------------------------------------------------------------------
+
+    def _prefetch_thread(self) -> None:
+        while (operation := self._prefetches.get()) is not None:
+            started = time.monotonic()
+            try:
+                outcome = self._prefetch(operation)
+            except StorageUnavailable as error:
+                self._failed("read", error)
+                outcome = CacheOutcome.FAILED
+            except Exception as error:
+                logger.exception("an L3 backend raised what it must not")
+                self._failed("read", error)
+                outcome = CacheOutcome.FAILED
+            self._report_prefetch(operation, outcome, time.monotonic() - started)
+            operation.outcome = outcome
+
+    def _prefetch(self, operation: PrefetchOperation) -> CacheOutcome:
+        allowed = not operation.is_terminated() and self._allowed()
+        hit = 0
+        try:
+            if allowed:
+                assert self.storage is not None
+                with self._calling("exists"):
+                    hit = self.storage.batch_exists_v2(
+                        self._keys(operation.hashes),
+                        extra_info=self._extra_info(operation.prefix_hashes),
+                    ).kv_hit_pages
+        finally:
+            # Exactly one vote per operation, whatever happened: the other ranks wait for it.
+            agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
+            operation.hit_pages = agreed
+        if not allowed:
+            cut = operation.is_terminated()
+            return CacheOutcome.LATE if cut else CacheOutcome.UNAVAILABLE
+        if agreed < self._threshold_pages or agreed == 0:
+            return CacheOutcome.REVOKED if agreed else CacheOutcome.MISS
+        return self._read_pages(operation, agreed)
+
+    def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:
+        assert self.storage is not None
+        for begin in range(0, pages, PAGES_PER_CALL):
+            if operation.is_terminated():
+                return CacheOutcome.LATE
+            end = min(begin + PAGES_PER_CALL, pages)
+            landed, why = self._transfer(
+                self.storage.batch_get_v2,
+                "get",
+                operation.hashes[begin:end],
+                operation.host_indices[begin * self._page_size : end * self._page_size],
+                [*operation.prefix_hashes, *operation.hashes[:begin]],
+            )
+            operation.landed_pages += landed
+            if not why:
+                self._say.warning(
+                    f"get-{why}", "L3: page %d of %d is %s; the rest is recomputed",
+                    begin + landed, pages, why.value,
+                )  # fmt: skip
+                return why
+        self._breaker.reset()
+        return CacheOutcome.LANDED
+
+    def _report_prefetch(
+        self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float
+    ) -> None:
+        self._metrics.prefetch_outcomes.labels(outcome.value).inc()
+        self._metrics.transfer_seconds.labels("prefetch").observe(seconds)
+        if operation.landed_pages:
+            self._metrics.prefetched.inc(operation.landed_pages * self._page_size)
+            rate = operation.landed_pages * self._page_bytes / max(seconds, 1e-9)
+            self._metrics.prefetch_bandwidth.set(rate / 1e9)
+
+    # ---- backup thread ---------------------------------------------------------------------
+
+    def _backup_thread(self) -> None:
+        while (operation := self._backups.get()) is not None:
+            started = time.monotonic()
+            landed = 0
+            try:
+                landed, outcome = self._backup(operation)
+            except StorageUnavailable as error:
+                self._failed("write", error)
+                outcome = CacheOutcome.FAILED
+            except Exception as error:
+                logger.exception("an L3 backend raised what it must not")
+                self._failed("write", error)
+                outcome = CacheOutcome.FAILED
+            self._report_backup(landed, outcome, time.monotonic() - started)
+            operation.finish(outcome)
+
+    def _backup(self, operation: StorageOperation) -> tuple[int, CacheOutcome]:
+        if operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED:
+            return 0, CacheOutcome.SHORT
+        if not self._allowed():
+            return 0, CacheOutcome.UNAVAILABLE
+        assert self.storage is not None
+        total = 0
+        for begin in range(0, len(operation.hashes), PAGES_PER_CALL):
+            end = min(begin + PAGES_PER_CALL, len(operation.hashes))
+            landed, why = self._transfer(
+                self.storage.batch_set_v2,
+                "set",
+                operation.hashes[begin:end],
+                operation.host_indices[begin * self._page_size : end * self._page_size],
+                [*operation.prefix_hashes, *operation.hashes[:begin]],
+            )
+            total += landed
+            if not why:
+                self._say.warning(
+                    f"set-{why}", "L3: page %d of %d was not written: %s; nor is what follows it",
+                    total, len(operation.hashes), why.value,
+                )  # fmt: skip
+                return total, why
+        return total, CacheOutcome.LANDED
+
+    def _report_backup(self, landed: int, outcome: CacheOutcome, seconds: float) -> None:
+        self._metrics.backup_outcomes.labels(outcome.value).inc()
+        self._metrics.transfer_seconds.labels("backup").observe(seconds)
+        if landed:
+            self._metrics.backuped.inc(landed * self._page_size)
+            rate = landed * self._page_bytes / max(seconds, 1e-9)
+            self._metrics.backup_bandwidth.set(rate / 1e9)
+
+
+def as_outcome(result: PageResult) -> CacheOutcome:
+    """A third party's bool in our words."""
+    if isinstance(result, CacheOutcome):
+        return result
+    return CacheOutcome.LANDED if result else CacheOutcome.MISS

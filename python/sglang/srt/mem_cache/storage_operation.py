@@ -1,0 +1,86 @@
+"""Operations on L3: what is asked, how far it came, how it ended.
+
+Each is a small state machine with one terminal state. The scheduler thread makes and decides
+them; one transfer thread works on them. Fields say who writes them; a reader in the other thread
+sees single assignments of ints and flags.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree_node import TreeNode
+
+
+@dataclass(eq=False, slots=True)
+class PrefetchOperation:
+    """Read the pages of one prompt that follow its L1 and L2 hit.
+
+    Owns `host_indices` until it is published (what landed) and released (the rest).
+    """
+
+    request_id: str
+    key: RadixKey
+    """The whole prompt up to the last page asked for. Publishing matches it again, so no node
+    needs to be pinned, and splits and evictions meanwhile do no harm."""
+    start: int
+    """Tokens of `key` that were in L1 or L2 at the start."""
+    host_indices: torch.Tensor
+    """int64 `[len(key) - start]`: host slots of the pages asked for."""
+    hashes: list[PageHash]
+    """One a page asked for."""
+    prefix_hashes: list[PageHash]
+    """Of the pages before."""
+    deadline: float
+    """`time.monotonic()` seconds."""
+
+    to_release: torch.Tensor | None = None
+    """Scheduler, once published: the host slots that are to be freed when the transfer ends."""
+    hit_pages: int = -1
+    """Transfer thread: what the store reported, agreed by all ranks; -1 while unknown."""
+    landed_pages: int = 0
+    """Transfer thread: pages got and verified, from the first on."""
+    outcome: CacheOutcome | None = None
+    """Transfer thread, last of all: from now on it does not touch `host_indices`."""
+    _cut: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None
+
+    def mark_terminate(self) -> None:
+        """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
+        self._cut.set()
+
+    def is_terminated(self) -> bool:
+        return self._cut.is_set()
+
+
+@dataclass(eq=False, slots=True)
+class StorageOperation:
+    """Write the pages of a node to L3. The node's host pages are pinned until it is settled."""
+
+    node: TreeNode
+    """The lower end: where the node was split meanwhile, its upper parts are ancestors."""
+    host_indices: torch.Tensor
+    """int64 `[n]`: host slots."""
+    hashes: list[PageHash]
+    prefix_hashes: list[PageHash]
+    after: StorageOperation | None
+    """The write of the pages before these; writes are prefix-closed, so its failure is ours."""
+    outcome: CacheOutcome | None = None
+    """Transfer thread, last of all."""
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None
+
+    def finish(self, outcome: CacheOutcome) -> None:
+        """Transfer thread: settle, and drop the chain to operations long past."""
+        self.after = None
+        self.outcome = outcome

@@ -1,0 +1,78 @@
+"""The part of the L3 extra config that the engine itself reads; backends read the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import PrefetchTimeoutConfig
+
+
+class OnUnreachable(StrEnum):
+    """What to do at start when the store cannot be reached."""
+
+    EXIT = "exit"
+    WAIT = "wait"
+    """Retry for up to five minutes."""
+    DEGRADE = "degrade"
+    """Run without L3, and take it up when it answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageSettings:
+    """Thresholds and bounds of L3 reads."""
+
+    prefetch_threshold: int = 256
+    """Tokens; shorter hits are recomputed."""
+    timeout: PrefetchTimeoutConfig = field(default_factory=PrefetchTimeoutConfig)
+    on_unreachable: OnUnreachable = OnUnreachable.EXIT
+    pass_prefix_keys: bool = False
+
+    @classmethod
+    def from_extra_config(cls, config: Mapping[str, Any]) -> StorageSettings:
+        """Read the engine's keys; others are the backend's.
+
+        Raises:
+            ValueError: Names the key and what it takes.
+        """
+        defaults = PrefetchTimeoutConfig()
+        word = config.get("on_unreachable", OnUnreachable.EXIT.value)
+        try:
+            on_unreachable = OnUnreachable(word)
+        except ValueError:
+            words = ", ".join(choice.value for choice in OnUnreachable)
+            raise ValueError(f"extra config on_unreachable: {word!r} is none of {words}") from None
+        pass_prefix_keys = config.get("hicache_storage_pass_prefix_keys", False)
+        if not isinstance(pass_prefix_keys, bool):
+            raise ValueError(
+                "extra config hicache_storage_pass_prefix_keys: true or false, "
+                f"not {pass_prefix_keys!r}"
+            )
+        return cls(
+            prefetch_threshold=int(_number(config, "prefetch_threshold", 256)),
+            timeout=PrefetchTimeoutConfig(
+                base=_number(config, "prefetch_timeout_base", defaults.base),
+                per_ki_token=_number(
+                    config, "prefetch_timeout_per_ki_token", defaults.per_ki_token
+                ),
+                max=_number(config, "prefetch_timeout_max", defaults.max),
+            ),
+            on_unreachable=on_unreachable,
+            pass_prefix_keys=pass_prefix_keys,
+        )
+
+    def threshold_pages(self, page_size: int) -> int:
+        """Least hit worth reading, in pages; at least one."""
+        return max(1, math.ceil(self.prefetch_threshold / page_size))
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"extra config {name}: a number, not {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"extra config {name}: 0 or more, not {value!r}")
+    return value
