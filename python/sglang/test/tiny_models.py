@@ -62,7 +62,7 @@ def save_tiny_checkpoint(
             # The initialisation has no biases and norms of 1: those would test nothing.
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(noise * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0))
-    model.to(dtype)
+    model = model.to(dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
     return model
 
@@ -108,7 +108,7 @@ class StepDriver:
         )
         assert loc is not None, "the test's pool is too small"
         pool = self.runner.req_to_token_pool
-        for row, before, slots in zip(rows, prefix, loc.split(new), strict=True):
+        for row, before, slots in zip(rows, prefix, torch.split(loc, new), strict=True):
             pool.req_to_token[row, before : before + len(slots)] = slots.to(torch.int32)
         flat = [token for _, tokens in work for token in tokens]
         batch = self._batch(ForwardMode.EXTEND, rows, total, flat, loc)
@@ -149,9 +149,7 @@ class StepDriver:
             token_to_kv_pool=self.runner.token_to_kv_pool,
         )
 
-    def _run(
-        self, batch: ForwardBatch, rows: list[int], total: list[int]
-    ) -> LogitsProcessorOutput:
+    def _run(self, batch: ForwardBatch, rows: list[int], total: list[int]) -> LogitsProcessorOutput:
         for row, length in zip(rows, total, strict=True):
             self.lens[row] = length
         return self.runner.forward(batch)

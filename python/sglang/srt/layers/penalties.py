@@ -1,0 +1,116 @@
+"""Adjusting logits by what a request generated: penalties, biases, minimum length.
+
+Each class covers only the rows that asked for it, and does not exist where no row did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class Penalties:
+    """Frequency, presence and repetition penalties, from counts kept up to date step by step.
+
+    Memory: 5 bytes a vocabulary entry for each penalised row.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        rows: list[int],
+        *,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> None:
+        """Args:
+        params: Of every row of the batch, likewise `prompts` and `outputs`.
+        rows: Those that have a penalty.
+        """
+
+        def column(name: str) -> torch.Tensor:
+            values = [float(getattr(params[row], name)) for row in rows]
+            return torch.tensor(values, device=device).unsqueeze(1)
+
+        self.rows = torch.tensor(rows, device=device)
+        self._frequency = column("frequency_penalty")
+        self._presence = column("presence_penalty")
+        self._repetition = column("repetition_penalty")
+        self._counts = torch.zeros((len(rows), vocab_size), dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros((len(rows), vocab_size), dtype=torch.bool, device=device)
+        for i, row in enumerate(rows):
+            self._in_prompt[i, torch.tensor(prompts[row], dtype=torch.int64, device=device)] = True
+            output = torch.tensor(outputs[row], dtype=torch.int64, device=device)
+            self._counts[i] = torch.bincount(output, minlength=vocab_size).to(torch.int32)
+
+    def apply_(self, logits: torch.Tensor) -> None:
+        """Change `[bs, vocab_size]` in place: repetition first, as transformers and OpenAI's."""
+        part = logits.index_select(0, self.rows)
+        generated = self._counts > 0
+        factor = torch.where(generated | self._in_prompt, self._repetition, 1.0)
+        part = torch.where(part > 0, part / factor, part * factor)
+        part -= self._frequency * self._counts
+        part -= self._presence * generated
+        logits.index_copy_(0, self.rows, part)
+
+    def accumulate(self, token_ids: torch.Tensor) -> None:
+        """Count int64 `[bs]` new tokens."""
+        tokens = token_ids.index_select(0, self.rows).unsqueeze(1)
+        ones = torch.ones_like(tokens, dtype=torch.int32)
+        self._counts.scatter_add_(1, tokens, ones)
+
+
+class LogitBias:
+    """What requests add to the logits of single tokens."""
+
+    def __init__(
+        self, params: Sequence[SamplingParams], rows: list[int], device: torch.device | str
+    ) -> None:
+        entries = [
+            (row, int(token), float(value))
+            for row in rows
+            for token, value in (params[row].logit_bias or {}).items()
+        ]
+        self._rows = torch.tensor([entry[0] for entry in entries], device=device)
+        self._tokens = torch.tensor([entry[1] for entry in entries], device=device)
+        self._values = torch.tensor([entry[2] for entry in entries], device=device)
+
+    def apply_(self, logits: torch.Tensor) -> None:
+        """Change `[bs, vocab_size]` in place."""
+        logits.index_put_((self._rows, self._tokens), self._values, accumulate=True)
+
+
+class MinNewTokens:
+    """Keeps requests from ending before their minimum length."""
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        rows: list[int],
+        eos_token_ids: Sequence[int],
+        device: torch.device | str,
+    ) -> None:
+        rows_of, tokens, minimums = [], [], []
+        for row in rows:
+            for token in {*eos_token_ids, *(params[row].stop_token_ids or ())}:
+                rows_of.append(row)
+                tokens.append(token)
+                minimums.append(params[row].min_new_tokens)
+        self._rows = torch.tensor(rows_of, dtype=torch.int64, device=device)
+        self._tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
+        self._minimums = torch.tensor(minimums, dtype=torch.int64, device=device)
+
+    def apply_(self, logits: torch.Tensor, steps: torch.Tensor) -> None:
+        """Change `[bs, vocab_size]` in place.
+
+        Args:
+            steps: int64 `[bs]`: tokens that each row generated before.
+        """
+        too_early = steps.index_select(0, self._rows) < self._minimums
+        rows, tokens = self._rows[too_early], self._tokens[too_early]
+        logits[rows, tokens] = -torch.inf

@@ -1,0 +1,123 @@
+"""Choosing the next tokens.
+
+Reproducible whatever else is in the batch: a row's token depends on its logits, its parameters,
+its seed and its step alone. One uniform number, hashed from (seed, step), is looked up in the
+cumulative distribution.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampling_batch_info import FilteredRows, SamplingBatchInfo
+
+# The constants of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+# generators, 2014), as signed 64-bit numbers.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_UNIFORM_BITS = 48
+"""Few enough that a product with the total mass never rounds up to it."""
+
+
+class Sampler(torch.nn.Module):
+    """Stateless."""
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        logits_output: LogitsProcessorOutput,
+        sampling_info: SamplingBatchInfo,
+        seeds: torch.Tensor,
+        steps: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Choose each row's next token, and fill `logits_output`'s logprobs where asked for.
+
+        Args:
+            seeds: int64 `[bs]`.
+            steps: int64 `[bs]`: tokens that each row generated before.
+            top_logprobs_nums: How many alternatives each row wants; None: none.
+
+        Returns:
+            int64 `[bs]` on the logits' device.
+        """
+        original = logits_output.next_token_logits
+        logits = sampling_info.adjusted(original, steps)
+        token_ids = logits.argmax(dim=-1)
+        if not sampling_info.is_all_greedy:
+            uniform = uniform_from_seed(seeds, steps)
+            if sampling_info.plain_rows is not None:
+                rows = sampling_info.plain_rows
+                scaled = logits[rows] / sampling_info.temperatures[rows]
+                token_ids[rows] = _sample(scaled.softmax(dim=-1), uniform[rows])
+            if sampling_info.filtered is not None:
+                rows = sampling_info.filtered.rows
+                scaled = logits[rows] / sampling_info.temperatures[rows]
+                token_ids[rows] = _sample_filtered(
+                    scaled.softmax(dim=-1), uniform[rows], sampling_info.filtered
+                )
+        if return_logprob:
+            _fill_logprobs(logits_output, token_ids, top_logprobs_nums)
+        return token_ids
+
+
+def uniform_from_seed(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """One number in [0, 1) for each (seed, step): int64 `[bs]` twice to fp64 `[bs]`."""
+    bits = _mix(_mix(seeds + _GOLDEN) + (steps + 1) * _GOLDEN)
+    return _shift(bits, 64 - _UNIFORM_BITS).to(torch.float64) * 2.0**-_UNIFORM_BITS
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right, filling with zeros: torch's int64 fills with the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`[n, vocab_size]` in vocabulary order."""
+    mass = probs.cumsum(dim=-1, dtype=torch.float64)
+    target = uniform.unsqueeze(1) * mass[:, -1:]
+    # The first token whose cumulative mass exceeds the target; one of no mass never does first.
+    return torch.searchsorted(mass, target, right=True).squeeze(1)
+
+
+def _sample_filtered(
+    probs: torch.Tensor, uniform: torch.Tensor, filtered: FilteredRows
+) -> torch.Tensor:
+    """Sample from what top-k, top-p and min-p all keep of the unfiltered distribution.
+
+    In descending order each of the three keeps a head, so together they keep the shortest head.
+    """
+    # Stable: equal probabilities, common with bf16 logits, must not depend on the batch.
+    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass = probs.cumsum(dim=-1, dtype=torch.float64)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    keep = (rank < filtered.top_ks) & (mass - probs < filtered.top_ps)
+    keep &= probs >= filtered.min_ps * probs[:, :1]
+    last = keep.sum(dim=-1, keepdim=True) - 1
+    target = uniform.unsqueeze(1) * mass.gather(1, last)
+    place = torch.searchsorted(mass, target, right=True)
+    return order.gather(1, torch.minimum(place, last)).squeeze(1)
+
+
+def _fill_logprobs(
+    output: LogitsProcessorOutput, token_ids: torch.Tensor, top_logprobs_nums: list[int] | None
+) -> None:
+    """Logprobs are of the model's own logits: before penalties, temperature and filters."""
+    logprobs = output.next_token_logits.log_softmax(dim=-1)
+    output.next_token_logprobs = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    nums = top_logprobs_nums or []
+    if any(nums):
+        values, indices = logprobs.topk(min(max(nums), logprobs.shape[-1]), dim=-1)
+        pairs = zip(nums, values.tolist(), indices.tolist(), strict=True)
+        tops = [(row[:num], ids[:num]) for num, row, ids in pairs]
+        output.next_token_top_logprobs_val = [row for row, _ in tops]
+        output.next_token_top_logprobs_idx = [ids for _, ids in tops]

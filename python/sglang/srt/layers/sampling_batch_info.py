@@ -1,0 +1,143 @@
+"""The sampling parameters of a batch, as tensors.
+
+Made when requests join or leave; between that, `accumulate` keeps it up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredRows:
+    """Rows that sample from the most probable tokens alone."""
+
+    rows: torch.Tensor
+    """int64 `[n]`."""
+    top_ks: torch.Tensor
+    """int64 `[n, 1]`: the vocabulary's size where not limited."""
+    top_ps: torch.Tensor
+    """fp64 `[n, 1]`: infinite where not limited, so that rounding drops nothing."""
+    min_ps: torch.Tensor
+    """fp32 `[n, 1]`."""
+
+
+@dataclass(slots=True)
+class SamplingBatchInfo:
+    """What the sampler needs to know of each row.
+
+    Rows are split by how they are sampled, so that a row's tokens never depend on what the
+    others asked for: greedy, filtered (top-k, top-p, min-p), and plain.
+    """
+
+    batch_size: int
+    is_all_greedy: bool
+    temperatures: torch.Tensor
+    """fp32 `[bs, 1]`; 1 for greedy rows."""
+    plain_rows: torch.Tensor | None
+    """int64: rows that sample from the whole vocabulary; None where there are none."""
+    filtered: FilteredRows | None
+    penalties: Penalties | None
+    logit_bias: LogitBias | None
+    min_new_tokens: MinNewTokens | None
+
+    @classmethod
+    def from_reqs(
+        cls,
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        output_ids: Sequence[Sequence[int]] | None = None,
+    ) -> SamplingBatchInfo:
+        """Collect the parameters of a batch's requests, verified before.
+
+        Args:
+            eos_token_ids: What `min_new_tokens` masks, besides a request's stop tokens.
+            prompt_ids: Prompt of each request. Read for those with a penalty alone; None: empty.
+            output_ids: Tokens that each request generated so far, likewise.
+        """
+        plain: list[int] = []
+        filtered: list[int] = []
+        penalised, biased, minimal = [], [], []
+        for row, p in enumerate(params):
+            if not p.is_greedy:
+                whole = p.top_k in (-1, vocab_size) or p.top_k > vocab_size
+                is_plain = whole and p.top_p >= 1.0 and p.min_p <= 0.0
+                (plain if is_plain else filtered).append(row)
+            if p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0:
+                penalised.append(row)
+            if p.logit_bias:
+                biased.append(row)
+            if p.min_new_tokens > 0:
+                minimal.append(row)
+        nothing: list[list[int]] = [[] for _ in params]
+        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
+        return cls(
+            batch_size=len(params),
+            is_all_greedy=not plain and not filtered,
+            temperatures=torch.tensor(temperatures, device=device).unsqueeze(1),
+            plain_rows=torch.tensor(plain, device=device) if plain else None,
+            filtered=_filtered_rows(params, filtered, vocab_size, device) if filtered else None,
+            penalties=Penalties(
+                params,
+                penalised,
+                prompts=nothing if prompt_ids is None else prompt_ids,
+                outputs=nothing if output_ids is None else output_ids,
+                vocab_size=vocab_size,
+                device=device,
+            )
+            if penalised
+            else None,
+            logit_bias=LogitBias(params, biased, device) if biased else None,
+            min_new_tokens=MinNewTokens(params, minimal, eos_token_ids, device)
+            if minimal
+            else None,
+        )
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether any row has a penalty, a bias or a minimum length."""
+        return not (
+            self.penalties is None and self.logit_bias is None and self.min_new_tokens is None
+        )
+
+    def adjusted(self, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """`logits` after penalties, biases and minimum lengths: a copy where anything changes."""
+        if not self.adjusts_logits:
+            return logits
+        logits = logits.clone()
+        if self.penalties is not None:
+            self.penalties.apply_(logits)
+        if self.logit_bias is not None:
+            self.logit_bias.apply_(logits)
+        if self.min_new_tokens is not None:
+            self.min_new_tokens.apply_(logits, steps)
+        return logits
+
+    def accumulate(self, next_token_ids: torch.Tensor) -> None:
+        """Count int64 `[bs]` sampled tokens: call it after each step whose batch goes on."""
+        if self.penalties is not None:
+            self.penalties.accumulate(next_token_ids)
+
+
+def _filtered_rows(
+    params: Sequence[SamplingParams], rows: list[int], vocab_size: int, device: torch.device | str
+) -> FilteredRows:
+    chosen = [params[row] for row in rows]
+    top_ks = [vocab_size if p.top_k == -1 else min(p.top_k, vocab_size) for p in chosen]
+    top_ps = [float("inf") if p.top_p >= 1.0 else p.top_p for p in chosen]
+    return FilteredRows(
+        rows=torch.tensor(rows, device=device),
+        top_ks=torch.tensor(top_ks, device=device).unsqueeze(1),
+        top_ps=torch.tensor(top_ps, dtype=torch.float64, device=device).unsqueeze(1),
+        min_ps=torch.tensor([p.min_p for p in chosen], device=device).unsqueeze(1),
+    )

@@ -1,0 +1,94 @@
+"""SamplingParams: ranges, normal form, wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "finite"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"top_k": 0}, "top_k=0 must be -1"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty=2.1"),
+        ({"presence_penalty": -2.1}, "presence_penalty=-2.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1"),
+        ({"n": 2}, "n=2 is not supported yet"),
+        ({"n": 0}, "n=0"),
+        ({"json_schema": "{}"}, "json_schema .* not supported yet"),
+        ({"regex": "a"}, "regex .* not supported yet"),
+        ({"ebnf": "a"}, "ebnf .* not supported yet"),
+        ({"stop_token_ids": [100]}, "stop_token_ids has token id 100"),
+        ({"stop": ["a"] * 65}, "stop has 65 strings"),
+        ({"stop": "a" * 1025}, "1024 characters"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias key 'x'"),
+        ({"logit_bias": {"-1": 1.0}}, "logit_bias key '-1'"),
+        ({"logit_bias": {"²": 1.0}}, "logit_bias key"),
+        ({"logit_bias": {"9" * 5000: 1.0}}, "logit_bias has token id"),
+        ({"logit_bias": {"100": 1.0}}, "logit_bias has token id 100"),
+        ({"logit_bias": {"1": float("nan")}}, r"logit_bias\[1\]=nan"),
+        ({"sampling_seed": -1}, "sampling_seed=-1"),
+        ({"sampling_seed": 2**63}, "sampling_seed"),
+    ],
+)
+def test_bad_values_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields).verify(100)
+
+
+def test_defaults_and_edges_are_valid() -> None:
+    SamplingParams().verify(1)
+    SamplingParams(
+        temperature=0.0, top_p=1e-9, top_k=10**9, min_p=1.0, stop_token_ids=[0, 99],
+        logit_bias={"99": -100.0}, sampling_seed=2**63 - 1, min_new_tokens=128,
+    ).verify(100)  # fmt: skip
+
+
+def test_unknown_and_mistyped_fields_are_refused_when_decoding() -> None:
+    with pytest.raises(msgspec.ValidationError, match="temperatur"):
+        msgspec.convert({"temperatur": 1}, SamplingParams)
+    with pytest.raises(msgspec.ValidationError, match="top_k"):
+        msgspec.convert({"top_k": "many"}, SamplingParams)
+
+
+def test_normal_form() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[3, 1, 3], temperature=0.0)
+    params.normalize(object())
+    assert (params.stop, params.stop_token_ids) == (["END"], [1, 3])
+    assert (params.temperature, params.top_k, params.is_greedy) == (1.0, 1, True)
+    empty = SamplingParams(stop=["", ""], stop_token_ids=[])
+    empty.normalize(None)
+    assert (empty.stop, empty.stop_token_ids) == (None, None)
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        SamplingParams(stop="x").normalize(None)
+
+
+def test_wire_round_trip_is_small() -> None:
+    params = SamplingParams(top_p=0.5, logit_bias={"3": 1.5})
+    data = msgspec.msgpack.encode(params)
+    assert len(data) < 60
+    assert msgspec.msgpack.decode(data, type=SamplingParams) == params
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
