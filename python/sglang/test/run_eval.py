@@ -1,0 +1,231 @@
+"""Ask a running server the recall task: python -m sglang.test.run_eval --eval-name recall
+
+Sends held-out conversations to `/v1/chat/completions` at temperature 0 and counts the codes that
+come back right. With `--num-questions` above 1 each conversation goes on, the server's own answers
+included, so that every further question finds its prefix in the cache. `--order round` asks all
+conversations their first question before any gets its second: with tiers smaller than the working
+set, every prefix is evicted between its uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sglang.test.chat_client import ChatClient, ChatReply
+from sglang.test.recall_task import RecallConversation, estimate_tokens, heldout_conversation
+
+BUILTIN_MODEL_DIR = Path(__file__).resolve().parents[1] / "builtin_model"
+EVAL_NAMES = ("recall",)
+ORDERS = ("conversation", "round")
+_MAX_WRONG_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class EvalArgs:
+    """What to ask whom; the names are those of the command line.
+
+    Attributes:
+        base_url: Of the server; absent, it is made of `host` and `port`.
+        model: Absent: the first that `/v1/models` names.
+        num_examples: Conversations, numbered from `seed`.
+        num_threads: Requests in flight.
+        context_tokens: Prompt tokens of a conversation's first question.
+        num_questions: Questions in each conversation.
+        order: `conversation` finishes one before its thread takes the next; `round` asks all
+            conversations question r before any question r + 1.
+        max_tokens: Of an answer.
+        tokenizer_path: Whose tokens `context_tokens` are; absent: the built-in model's, estimated.
+        cached_tokens_details: Ask for the tiers' shares (SGLang servers only).
+        timeout: Seconds for one request.
+        min_score: Exit code 1 below this score.
+    """
+
+    eval_name: str = "recall"
+    base_url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    model: str | None = None
+    num_examples: int = 64
+    num_threads: int = 8
+    context_tokens: int = 2000
+    num_questions: int = 1
+    order: str = "conversation"
+    max_tokens: int = 16
+    seed: int = 0
+    tokenizer_path: str | None = None
+    cached_tokens_details: bool = False
+    timeout: float = 600.0
+    min_score: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.eval_name not in EVAL_NAMES:
+            raise ValueError(f"eval_name must be one of {EVAL_NAMES}, not {self.eval_name!r}")
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}, not {self.order!r}")
+        for name in ("num_examples", "num_threads", "context_tokens", "num_questions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, args: Any) -> EvalArgs:
+        """Take the known attributes that `args` (any object) has and that are not None."""
+        if isinstance(args, cls):
+            return args
+        given = {f.name: getattr(args, f.name, None) for f in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass
+class _Dialogue:
+    """One conversation with the server, as far as it has gone; used by one thread at a time."""
+
+    seed: int
+    conversation: RecallConversation
+    messages: list[dict[str, str]] = field(init=False)
+    replies: list[ChatReply] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.messages = self.conversation.messages_before(self.conversation.first_tail_turn)
+
+    def ask_next(self, client: ChatClient) -> None:
+        """Send the next question and keep the answer in the conversation."""
+        if self.replies:
+            turn = self.conversation.first_tail_turn + len(self.replies)
+            self.messages.append({"role": "assistant", "content": self.replies[-1].text})
+            self.messages.append({"role": "user", "content": self.conversation.turns[turn].user})
+        self.replies.append(client.chat(self.messages))
+
+    def wrong(self) -> list[str]:
+        """Return a line for each answer that differs from the expected one."""
+        turns = self.conversation.turns[self.conversation.first_tail_turn :]
+        pairs = zip(self.replies, turns, strict=True)
+        return [
+            f"seed {self.seed}, question {number}: {reply.text!r} instead of {turn.answer!r}"
+            for number, (reply, turn) in enumerate(pairs)
+            if reply.text.strip() != turn.answer
+        ]
+
+
+def run_eval(args: Any) -> dict[str, Any]:
+    """Run the evaluation that `args` (an `EvalArgs`, or any object with some of its fields) names.
+
+    Returns:
+        `score` (share of right answers), `num_questions`, `latency` (seconds), token totals
+        `prompt_tokens`, `completion_tokens`, `cached_tokens` (None where the server reports none)
+        and `cached_tokens_details`, `wrong` (the first wrong answers) and `args`.
+
+    Raises:
+        ValueError: An argument is out of range.
+        OSError: The server cannot be reached.
+        RuntimeError: The server refused a request.
+    """
+    config = EvalArgs.of(args)
+    client = ChatClient(
+        config.base_url or f"http://{config.host}:{config.port}",
+        model=config.model,
+        api_key=config.api_key,
+        timeout=config.timeout,
+        max_tokens=config.max_tokens,
+        cached_tokens_details=config.cached_tokens_details,
+    )
+    count = _token_counter(config.tokenizer_path)
+    began = time.monotonic()
+    dialogues = [
+        _Dialogue(seed, _conversation(seed, config, count))
+        for seed in range(config.seed, config.seed + config.num_examples)
+    ]
+    with ThreadPoolExecutor(config.num_threads) as pool:
+        if config.order == "round":
+            for _ in range(config.num_questions):
+                list(pool.map(lambda dialogue: dialogue.ask_next(client), dialogues))
+        else:
+            list(pool.map(lambda dialogue: _ask_all(dialogue, client, config), dialogues))
+    return _summary(config, dialogues, time.monotonic() - began)
+
+
+def _conversation(seed: int, config: EvalArgs, count: Callable[[str], int]) -> RecallConversation:
+    return heldout_conversation(seed, config.context_tokens, config.num_questions, count)
+
+
+def _ask_all(dialogue: _Dialogue, client: ChatClient, config: EvalArgs) -> None:
+    for _ in range(config.num_questions):
+        dialogue.ask_next(client)
+
+
+def _token_counter(tokenizer_path: str | None) -> Callable[[str], int]:
+    if tokenizer_path is None:
+        return estimate_tokens
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _summary(config: EvalArgs, dialogues: list[_Dialogue], seconds: float) -> dict[str, Any]:
+    replies = [reply for dialogue in dialogues for reply in dialogue.replies]
+    wrong = [line for dialogue in dialogues for line in dialogue.wrong()]
+    reported = [reply.cached_tokens for reply in replies if reply.cached_tokens is not None]
+    details: dict[str, int] = {}
+    for reply in replies:
+        for tier, tokens in reply.cached_tokens_details.items():
+            details[tier] = details.get(tier, 0) + tokens
+    return {
+        "score": 1 - len(wrong) / len(replies),
+        "num_questions": len(replies),
+        "latency": seconds,
+        "prompt_tokens": sum(reply.prompt_tokens for reply in replies),
+        "completion_tokens": sum(reply.completion_tokens for reply in replies),
+        "cached_tokens": sum(reported) if reported else None,
+        "cached_tokens_details": details,
+        "wrong": wrong[:_MAX_WRONG_SHOWN],
+        "args": asdict(config) | {"api_key": None},
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sglang.test.run_eval", description=__doc__)
+    default = EvalArgs()
+    parser.add_argument("--eval-name", choices=EVAL_NAMES, default=default.eval_name)
+    parser.add_argument("--order", choices=ORDERS, default=default.order)
+    for name in ("base-url", "host", "api-key", "model", "tokenizer-path"):
+        parser.add_argument(f"--{name}", default=getattr(default, name.replace("-", "_")))
+    for name in ("port", "num-examples", "num-threads", "context-tokens", "num-questions"):
+        value = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name in ("max-tokens", "seed"):
+        value = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name in ("timeout", "min-score"):
+        value = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=float, default=value)
+    parser.add_argument("--cached-tokens-details", action="store_true")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run from the command line; prints the result as JSON and returns the exit code."""
+    try:
+        config = EvalArgs.of(_parser().parse_args(argv))
+        result = run_eval(config)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"run_eval: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result, indent=1))
+    right = round(result["score"] * result["num_questions"])
+    print(f"score {result['score']:.4f} ({right} of {result['num_questions']} right)")
+    if result["cached_tokens"] is not None:
+        print(f"cached tokens {result['cached_tokens']} of {result['prompt_tokens']}")
+    return 0 if result["score"] >= config.min_score else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
