@@ -1,0 +1,246 @@
+"""A prefix cache with real pools and made-up KV, for tests of the tiers without a model.
+
+`CacheRig.run` takes a prompt through the life of a request as the scheduler does it: match,
+prefetch, load back, compute, insert. The KV that it "computes" is a function of all tokens up to
+a position, so that a wrong, stale or misplaced page anywhere shows when a prefix is reused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_key import RadixKey
+from sglang.srt.mem_cache.tree_node import TreeNode
+
+_LAYERS, _HEADS, _DIM = 3, 2, 4
+_DEADLINE_S = 30.0
+
+
+@dataclass(kw_only=True)
+class HiCacheSettings:
+    """The server arguments that `HiRadixCache` reads, with small defaults."""
+
+    hicache_ratio: float = 4.0
+    hicache_size: float = 0.0
+    hicache_write_policy: str = "write_through"
+    hicache_io_backend: str = "auto"
+    hicache_mem_layout: str = "auto"
+    hicache_storage_backend: str | None = None
+    hicache_storage_prefetch_policy: str = "wait_complete"
+    hicache_storage_backend_extra_config: str | None = None
+    served_model_name: str | None = "rig"
+
+
+@dataclass(eq=False)
+class RigRequest:
+    """A `CacheableRequest`."""
+
+    rid: str
+    extra_key: str | None
+    kv_committed_ids: list[int]
+    prefix_indices: torch.Tensor
+    last_node: TreeNode
+    req_pool_idx: int | None = None
+    cache_protected_len: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Reused:
+    """Where the prefix of a prompt came from, in tokens."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.storage
+
+
+@dataclass
+class CacheRig:
+    """One engine's tiers. `settings` None: L1 alone."""
+
+    l1_pages: int = 16
+    page_size: int = 4
+    settings: HiCacheSettings | None = None
+    eviction_policy: str = "lru"
+    weights_identity: str = "weights"
+    dtype: torch.dtype = torch.float32
+    tree: RadixCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.l1_pages * self.page_size
+        self.pool = MHATokenToKVPool(size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, "cpu")
+        self.allocator: TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator
+        if self.page_size == 1:
+            self.allocator = TokenToKVPoolAllocator(size, self.dtype, "cpu", self.pool)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(
+                size, self.page_size, self.dtype, "cpu", self.pool
+            )
+        self.rows = ReqToTokenPool(32, 4096, "cpu")
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=self.page_size,
+            eviction_policy=self.eviction_policy,
+            weights_identity=self.weights_identity,
+        )
+        self.tree = (
+            RadixCache(params) if self.settings is None else HiRadixCache(params, self.settings)
+        )
+        self._next_rid = 0
+
+    @property
+    def hi(self) -> HiRadixCache:
+        assert isinstance(self.tree, HiRadixCache)
+        return self.tree
+
+    def hi_settings(self) -> HiCacheSettings:
+        """The settings of its lower tiers, for a second engine beside it."""
+        assert self.settings is not None
+        return self.settings
+
+    # ---- one request ------------------------------------------------------------------------
+
+    def run(self, tokens: Sequence[int], extra_key: str | None = None) -> Reused:
+        """A whole request; its reused prefix has been checked, its pages are in the tree."""
+        request, reused = self.start(tokens, extra_key)
+        self.finish(request)
+        return reused
+
+    def start(
+        self, tokens: Sequence[int], extra_key: str | None = None
+    ) -> tuple[RigRequest, Reused]:
+        """Match, fetch, load and compute; the request then holds its slots."""
+        ids = list(tokens)
+        rid = f"r{self._next_rid}"
+        self._next_rid += 1
+        self.arrive(rid, ids, extra_key)
+        self.until(lambda: self.tree.check_prefetch_progress(rid))
+        return self.admit(rid, ids, extra_key)
+
+    def arrive(self, rid: str, ids: list[int], extra_key: str | None = None) -> None:
+        """Match on arrival and start the prefetch."""
+        match = self.tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1], extra_key)))
+        found = len(match.device_indices) + match.host_hit_length
+        if isinstance(self.tree, HiRadixCache):
+            self.tree.prefetch_from_storage(
+                rid, match.last_host_node, ids[found:-1], extra_key=extra_key
+            )
+
+    def admit(
+        self, rid: str, ids: list[int], extra_key: str | None = None
+    ) -> tuple[RigRequest, Reused]:
+        """Load what the tiers have, compute the rest."""
+        tree = self.tree
+        match = tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1], extra_key)))
+        prefix, node = match.device_indices, match.last_device_node
+        tree.inc_lock_ref(node)
+        loaded = prefix[:0]
+        if match.host_hit_length:
+            loaded, lower = tree.init_load_back(
+                InitLoadBackParams(match.best_match_node, match.host_hit_length)
+            )
+            tree.inc_lock_ref(lower)
+            tree.dec_lock_ref(node)
+            node = lower
+        consumer = tree.ready_to_load_host_cache()
+        if isinstance(tree, HiRadixCache):
+            tree.cache_controller.layer_done_counter.set_consumer(consumer)
+        storage = min(tree.pop_prefetch_loaded_tokens(rid), len(loaded))
+        reused = Reused(len(prefix), len(loaded) - storage, storage)
+        request = RigRequest(rid, extra_key, ids, torch.cat([prefix, loaded]), node)
+        request.cache_protected_len = reused.total
+        self._compute(request)
+        return request, reused
+
+    def finish(self, request: RigRequest, *, is_insert: bool = True) -> None:
+        """The request's pages go to the tree, its row is free again."""
+        self.tree.cache_finished_req(request, is_insert)
+        self.rows.free(request)
+
+    def _compute(self, request: RigRequest) -> None:
+        ids, known = request.kv_committed_ids, request.cache_protected_len
+        needed = -(-(len(ids) - known) // self.page_size) * self.page_size
+        # Pages that are being written down are locked: room may come with a later tick.
+        self.until(lambda: self._make_room(needed))
+        slots = self.allocator.alloc(needed)
+        assert slots is not None, "the rig's L1 is too small for this prompt"
+        assert self.rows.alloc([request]) is not None
+        row = torch.cat([request.prefix_indices, slots[: len(ids) - known]])
+        self.rows.write((request.req_pool_idx, slice(0, len(ids))), row)
+        wanted = expected_kv(ids, request.extra_key)
+        for layer in range(_LAYERS):
+            keys, values = self.pool.get_kv_buffer(layer)
+            assert torch.equal(keys[row[:known]], as_rows(wanted[:known] + layer, self.dtype))
+            assert torch.equal(values[row[:known]], as_rows(-wanted[:known] - layer, self.dtype))
+            new = as_rows(wanted[known:] + layer, self.dtype)
+            self.pool.set_kv_buffer(layer, row[known:], new, -new)
+
+    def _make_room(self, tokens: int) -> bool:
+        missing = tokens - self.allocator.available_size()
+        if missing > 0:
+            self.tree.evict(EvictParams(num_tokens=missing))
+        return self.allocator.available_size() >= tokens
+
+    # ---- time -------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """One scheduler tick."""
+        self.tree.check_hicache_events()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Tick until `condition` holds. Raises AssertionError after a while."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened; busy: {self.tree.is_busy()}"
+            self.tick()
+            time.sleep(0.0005)
+
+    def settle(self) -> None:
+        """Tick until nothing is under way, and check the books."""
+        self.until(lambda: not self.tree.is_busy())
+        self.tree.check_integrity()
+
+    def flush(self) -> None:
+        """Empty L1 and L2, as an idle server does."""
+        self.settle()
+        self.tree.reset()
+        self.allocator.clear()
+
+    def close(self) -> None:
+        self.tree.shutdown()
+
+
+def expected_kv(ids: Sequence[int], extra_key: str | None) -> torch.Tensor:
+    """float64 `[len(ids)]`: a number for each position that depends on all tokens up to it."""
+    value = sum((extra_key or "").encode())
+    values = []
+    for token in ids:
+        value = (value * 31 + token + 1) % 251
+        values.append(value)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def as_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[n, heads, dim]`: each number spread over a slot."""
+    return values.to(dtype)[:, None, None].expand(-1, _HEADS, _DIM).contiguous()

@@ -1,0 +1,376 @@
+"""Three tiers, one tree: every path of a page, its books at every step. L3 is the file backend."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome, StorageUnavailable
+from sglang.srt.mem_cache.radix_key import RadixKey
+from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split")
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+@pytest.fixture(autouse=True)
+def storage_dir(tmp_path: Path) -> Iterator[Path]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
+        yield tmp_path
+
+
+def two_tiers(l1_pages: int = 8, **settings: Any) -> CacheRig:
+    return CacheRig(l1_pages=l1_pages, settings=HiCacheSettings(**settings))
+
+
+def three_tiers(l1_pages: int = 8, prefetch_threshold: int = 4, **settings: Any) -> CacheRig:
+    extra = {"prefetch_threshold": prefetch_threshold}
+    return two_tiers(
+        l1_pages,
+        hicache_storage_backend="file",
+        hicache_storage_backend_extra_config=json.dumps(extra),
+        **settings,
+    )
+
+
+def other_prompts(rig: CacheRig, count: int = 3) -> None:
+    """Push everything else out of L1."""
+    for index in range(count):
+        rig.run(range(1000 * (index + 1), 1000 * (index + 1) + 16))
+        rig.settle()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evicted_pages_come_back_from_the_host(layout: str) -> None:
+    rig = two_tiers(hicache_mem_layout=layout)
+    rig.run(range(16))
+    rig.settle()
+    other_prompts(rig)
+    assert rig.run(range(17)) == Reused(host=16)
+    rig.settle()
+    assert rig.run(range(17)) == Reused(device=16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flushed_pages_come_back_from_storage(layout: str) -> None:
+    rig = three_tiers(hicache_mem_layout=layout)
+    rig.run(range(16))
+    rig.flush()
+    assert rig.run(range(17)) == Reused(storage=16)
+    rig.settle()
+
+
+def test_another_engine_reads_what_the_first_wrote() -> None:
+    first, second = three_tiers(), three_tiers()
+    first.run(range(16))
+    first.settle()
+    assert second.run(range(17)) == Reused(storage=16)
+    second.settle()
+
+
+def test_layouts_with_equal_page_bytes_share_and_others_do_not() -> None:
+    writer = three_tiers(hicache_mem_layout="layer_first")
+    writer.run(range(16))
+    writer.settle()
+    assert three_tiers(hicache_mem_layout="page_first_kv_split").run(range(17)).storage == 16
+    assert three_tiers(hicache_mem_layout="page_first").run(range(17)).storage == 0
+
+
+def test_engines_that_differ_share_nothing() -> None:
+    rig = three_tiers()
+    rig.run(range(32))
+    rig.settle()
+    for change in ({"weights_identity": "other"}, {"dtype": torch.float16}, {"page_size": 2}):
+        other = CacheRig(**{"l1_pages": 32, "settings": rig.hi_settings(), **change})
+        assert other.run(range(33)) == Reused(), change
+        other.settle()
+
+
+def test_prefix_comes_from_three_tiers_at_once() -> None:
+    writer = three_tiers(l1_pages=16)
+    writer.run(range(24))
+    writer.settle()
+    rig = three_tiers(l1_pages=6)
+    rig.run(range(8))
+    rig.settle()
+    rig.run(range(500, 516))
+    rig.settle()
+    rig.run(range(4))
+    rig.tree.evict(EvictParams(num_tokens=24))
+    request, reused = rig.start(range(5))
+    assert reused == Reused(host=4)
+    rig.finish(request)
+    rig.settle()
+    assert rig.run(range(21)) == Reused(device=4, host=4, storage=12)
+    rig.settle()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_loses_a_page_or_a_byte_under_pressure(policy: str) -> None:
+    """Working set 120 pages, L2 32, L1 12: random prompts that share prefixes."""
+    rng = random.Random(policy)
+    rig = three_tiers(12, hicache_write_policy=policy, hicache_ratio=32 / 12)
+    for step in range(150):
+        family = rng.randrange(10)
+        length = rng.randrange(5, 40)
+        rig.run([family * 100 + i // 12 * 7 for i in range(length)])
+        rig.tick()
+        if step % 10 == 0:
+            rig.settle()
+    rig.settle()
+    rig.close()
+
+
+def test_write_back_writes_when_l1_is_left_and_not_before() -> None:
+    rig = two_tiers(hicache_write_policy="write_back")
+    rig.run(range(16))
+    rig.settle()
+    assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
+    other_prompts(rig)
+    assert rig.run(range(17)) == Reused(host=16)
+
+
+def test_write_through_selective_writes_at_the_second_hit() -> None:
+    rig = two_tiers(hicache_write_policy="write_through_selective")
+    for expected_used in (0, 16):
+        rig.run(range(16))
+        rig.settle()
+        assert rig.hi.host_pool.size - rig.hi.host_pool.available_size() == expected_used
+
+
+def test_l2_smaller_than_l1_keeps_the_books_and_the_newest() -> None:
+    rig = three_tiers(16, hicache_ratio=0.5)
+    for base in range(0, 600, 100):
+        rig.run(range(base, base + 16))
+        rig.settle()
+    assert rig.run(range(500, 517)) == Reused(device=16)
+    rig.settle()
+
+
+def test_a_node_split_under_a_write_publishes_all_its_parts() -> None:
+    for cut in (4, 8, 12):
+        rig = two_tiers()
+        rig.run(range(16))
+        # Queued, not yet acknowledged: split the node now.
+        rig.tree.match_prefix(MatchPrefixParams(RadixKey([*range(cut), *[99] * 8])))
+        rig.settle()
+        other_prompts(rig)
+        assert rig.run(range(17)) == Reused(host=16)
+        rig.settle()
+
+
+def test_a_node_split_under_a_load_releases_all_its_parts() -> None:
+    rig = two_tiers()
+    rig.run(range(16))
+    rig.settle()
+    rig.tree.evict(EvictParams(num_tokens=32))
+    match = rig.tree.match_prefix(MatchPrefixParams(RadixKey(list(range(16)))))
+    rig.tree.init_load_back(InitLoadBackParams(match.best_match_node, 16))
+    rig.tree.match_prefix(MatchPrefixParams(RadixKey([*range(8), *[99] * 8])))
+    rig.tree.ready_to_load_host_cache()
+    rig.settle()
+    assert rig.tree.protected_size() == 0
+    assert rig.run(range(17)) == Reused(device=16)
+
+
+def test_a_node_split_under_a_backup_settles_all_its_parts() -> None:
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.until(lambda: "backups" in rig.tree.is_busy())
+    rig.tree.match_prefix(MatchPrefixParams(RadixKey([*range(8), *[99] * 8])))
+    rig.settle()
+    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+
+
+def test_a_load_takes_what_fits_the_quota() -> None:
+    rig = two_tiers()
+    rig.run(range(8))
+    rig.run(range(16))
+    rig.settle()
+    rig.tree.evict(EvictParams(num_tokens=32))
+    match = rig.tree.match_prefix(MatchPrefixParams(RadixKey(list(range(16)))))
+    assert match.host_hit_length == 16
+    loaded, _ = rig.tree.init_load_back(InitLoadBackParams(match.best_match_node, 16, mem_quota=8))
+    assert len(loaded) == 8
+    rig.tree.ready_to_load_host_cache()
+    rig.settle()
+
+
+def test_an_aborted_request_gives_its_pages_back() -> None:
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.flush()
+    rig.arrive("gone", list(range(17)))
+    rig.tree.release_aborted_request("gone")
+    rig.settle()
+    assert rig.tree.pop_prefetch_loaded_tokens("gone") == 0
+
+
+def test_best_effort_never_waits() -> None:
+    rig = three_tiers(hicache_storage_prefetch_policy="best_effort")
+    rig.run(range(16))
+    rig.flush()
+    rig.arrive("r", list(range(17)))
+    assert rig.tree.check_prefetch_progress("r")
+    rig.settle()
+
+
+def test_two_requests_for_the_same_pages_publish_them_once() -> None:
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.flush()
+    for rid in ("a", "b"):
+        rig.arrive(rid, list(range(17)))
+    for rid in ("a", "b"):
+        rig.until(lambda rid=rid: rig.tree.check_prefetch_progress(rid))  # type: ignore[misc]
+    assert rig.tree.pop_prefetch_loaded_tokens("a") == 16
+    assert rig.tree.pop_prefetch_loaded_tokens("b") == 0
+    rig.settle()
+
+
+class FlakyStorage:
+    """Wraps the real backend of a rig; `mode` says how calls behave."""
+
+    def __init__(self, rig: CacheRig) -> None:
+        storage_io = rig.hi.cache_controller.storage_io
+        assert storage_io is not None
+        assert storage_io.storage is not None
+        self.real = storage_io.storage
+        self.mode = "ok"
+        self.calls: list[str] = []
+        storage_io.storage = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> object:
+        call = getattr(self.real, name)
+
+        def wrapped(*args: object, **kwargs: object) -> object:
+            self.calls.append(name)
+            if self.mode == "down" and name.startswith(("batch", "probe")):
+                raise StorageUnavailable("the store is down")
+            result = call(*args, **kwargs)
+            if self.mode == "hole" and name.startswith("batch_get"):
+                result["kv"][2] = CacheOutcome.DAMAGED
+            if self.mode == "full" and name.startswith("batch_set"):
+                result["kv"][1] = CacheOutcome.FAILED
+            return result
+
+        return wrapped
+
+
+def test_a_damaged_page_shortens_the_prefix() -> None:
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.flush()
+    FlakyStorage(rig).mode = "hole"
+    assert rig.run(range(17)) == Reused(storage=8)
+    rig.settle()
+
+
+def test_a_store_that_is_down_costs_no_request_and_is_left_alone() -> None:
+    rig = three_tiers()
+    flaky = FlakyStorage(rig)
+    flaky.mode = "down"
+    for _ in range(5):
+        assert rig.run(range(16)) == Reused()
+        rig.flush()
+    asked = [name for name in flaky.calls if name.startswith("batch")]
+    assert len(asked) == 1, "the breaker lets one failure through"
+    flaky.mode = "ok"
+    rig.close()
+
+
+def test_what_follows_a_page_that_was_not_written_is_not_written() -> None:
+    rig = three_tiers()
+    flaky = FlakyStorage(rig)
+    flaky.mode = "full"
+    rig.run(range(16))
+    rig.settle()
+    flaky.mode = "ok"
+    rig.run([*range(16), *range(50, 58)])
+    rig.settle()
+    # The first node failed, was written again at its second use, and then its child went.
+    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    rig.flush()
+    assert rig.run([*range(16), *range(50, 59)]).storage == 24
+
+
+def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:
+    rig = two_tiers()
+    rig.run(range(16))
+    rig.settle()
+    extra = json.dumps({"prefetch_threshold": 4})
+    assert rig.hi.attach_storage_backend("file", extra) == (True, "attached file")
+    assert not rig.hi.attach_storage_backend("mooncake")[0]
+    done, _ = rig.hi.attach_storage_backend("file", hicache_storage_prefetch_policy="best_effort")
+    assert done
+    assert rig.hi.storage_state()["hicache_storage_prefetch_policy"] == "best_effort"
+    assert not rig.hi.attach_storage_backend("file", hicache_write_policy="sometimes")[0]
+    # Used again, the old pages go to the new L3.
+    rig.run(range(16))
+    rig.settle()
+    assert list(storage_dir.rglob("*")), "written"
+    assert rig.hi.detach_storage_backend() == (True, "detached file")
+    assert rig.hi.detach_storage_backend() == (True, "no storage backend is attached")
+    assert rig.hi.storage_state()["hicache_storage_backend"] is None
+    assert [path for path in storage_dir.rglob("*") if path.is_file()], "detaching deletes nothing"
+    rig.hi.attach_storage_backend("file", extra)
+    assert rig.hi.clear_storage_backend()[0]
+    assert not [path for path in storage_dir.rglob("*") if path.is_file()]
+    rig.flush()
+    assert rig.run(range(17)) == Reused()
+    rig.close()
+
+
+def test_administration_is_refused_while_busy() -> None:
+    rig = three_tiers()
+    rig.run(range(16))
+    for done, why in (
+        rig.hi.detach_storage_backend(),
+        rig.hi.clear_storage_backend(),
+        rig.hi.attach_storage_backend("file", hicache_write_policy="write_back"),
+    ):
+        assert not done
+        assert "writes" in why
+    rig.settle()
+
+
+def test_short_prompts_are_not_fetched() -> None:
+    rig = three_tiers(prefetch_threshold=12)
+    rig.run(range(16))
+    rig.flush()
+    assert rig.run(range(11)) == Reused()
+    assert rig.run(range(17)) == Reused(device=8, storage=0)
+    rig.settle()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hicache_mem_layout": "diagonal"}, "hicache-mem-layout"),
+        ({"hicache_io_backend": "kernel"}, "hicache-io-backend"),
+        ({"hicache_size": 10**6}, "--hicache-size"),
+        ({"hicache_storage_prefetch_policy": "never"}, "prefetch_policy"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        two_tiers(**settings)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
