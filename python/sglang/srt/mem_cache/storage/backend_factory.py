@@ -1,0 +1,110 @@
+"""L3 backends by name: built-in, registered, and `dynamic` ones from a module path."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, PoolName, StoragePool
+
+DYNAMIC = "dynamic"
+_FILE = "file"
+_DYNAMIC_FIELDS = ("backend_name", "module_path", "class_name")
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    module_path: str
+    class_name: str
+
+
+class StorageBackendFactory:
+    """Makes backends; their modules are imported when they are asked for.
+
+    The registry is the one piece of module state here: programs add to it before they start.
+    """
+
+    _registry: ClassVar[dict[str, _Registered]] = {
+        _FILE: _Registered("sglang.srt.mem_cache.storage.file_store", "HiCacheFile"),
+        "mooncake": _Registered(
+            "sglang.srt.mem_cache.storage.mooncake_store.mooncake_store", "MooncakeStore"
+        ),
+    }
+
+    @classmethod
+    def register_backend(cls, name: str, module_path: str, class_name: str) -> None:
+        """Make `module_path.class_name` known as `--hicache-storage-backend name`.
+
+        Raises ValueError if `name` is taken by another class.
+        """
+        entry = _Registered(module_path, class_name)
+        if name == DYNAMIC or cls._registry.get(name, entry) != entry:
+            raise ValueError(f"storage backend name {name!r} is taken")
+        cls._registry[name] = entry
+
+    @classmethod
+    def create_backend(
+        cls,
+        backend_name: str,
+        storage_config: HiCacheStorageConfig,
+        mem_pool_host: StoragePool,
+        **kwargs: Any,
+    ) -> HiCacheStorage:
+        """Make a backend and register the anchor pool with it.
+
+        Args:
+            backend_name: A registered name, or `dynamic` with `backend_name`, `module_path` and
+                `class_name` in the extra config.
+            storage_config: Given to the backend, and put on it if it does not keep it itself.
+            mem_pool_host: The anchor pool.
+            kwargs: Passed to backends that are not built in.
+
+        Raises:
+            ValueError: The name is unknown, a field is missing, or the class cannot be loaded or
+                is no `HiCacheStorage`. One line.
+            StorageUnreachable: The store is not there.
+        """
+        entry = cls._find(backend_name, storage_config)
+        backend_class = _load(backend_name, entry)
+        if backend_name == _FILE:
+            root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
+            backend = backend_class(storage_config, root)
+        else:
+            backend = backend_class(storage_config, **kwargs)
+        if backend.storage_config is None:
+            backend.storage_config = storage_config
+        backend.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+        return backend
+
+    @classmethod
+    def _find(cls, name: str, config: HiCacheStorageConfig) -> _Registered:
+        if name != DYNAMIC:
+            entry = cls._registry.get(name)
+            if entry is None:
+                known = ", ".join([*cls._registry, DYNAMIC])
+                raise ValueError(f"--hicache-storage-backend {name!r}: use one of: {known}")
+            return entry
+        extra = config.extra_config or {}
+        for field in _DYNAMIC_FIELDS:
+            if not isinstance(extra.get(field), str) or not extra[field]:
+                raise ValueError(
+                    f"--hicache-storage-backend dynamic needs {field!r} (a string) in "
+                    "--hicache-storage-backend-extra-config"
+                )
+        return _Registered(extra["module_path"], extra["class_name"])
+
+
+def _load(name: str, entry: _Registered) -> Any:
+    where = f"{entry.module_path}.{entry.class_name}"
+    try:
+        found = getattr(importlib.import_module(entry.module_path), entry.class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--hicache-storage-backend {name}: cannot load {where}: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, HiCacheStorage)):
+        raise ValueError(f"--hicache-storage-backend {name}: {where} is no HiCacheStorage")
+    return found

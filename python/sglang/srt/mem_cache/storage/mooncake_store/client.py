@@ -1,0 +1,151 @@
+"""One connection to a Mooncake Store: set up in bounded time, and replaceable when it breaks.
+
+All addresses that reach C++ come from tensors registered here.
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    list_rdma_devices,
+    resolve_mooncake_protocol,
+    wheel_protocols,
+)
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
+from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
+from sglang.srt.utils.network import can_connect
+
+REACH_SECONDS: Final = 2.0
+"""How long a TCP connect to the master may take; Mooncake's own set-up tries for 90 s."""
+
+
+class MooncakeClient:
+    """A set-up `MooncakeDistributedStore`, its slice budget, and the memory it knows.
+
+    Calls on `store` may come from several threads at once. A client that is replaced is only
+    let go of, not closed: another thread may be inside one of its calls for up to a minute.
+    """
+
+    def __init__(self, config: MooncakeStoreConfig, protocol: str) -> None:
+        """Connect. Raises StorageUnreachable with one line that names MOONCAKE_MASTER."""
+        check_reachable(config)
+        self.budget = SliceBudget()
+        self._registered: dict[int, torch.Tensor] = {}
+        self.store: Any = load_mooncake_store()()
+        code = self.store.setup(
+            config.local_hostname,
+            config.metadata_server,
+            config.global_segment_size,
+            config.local_buffer_size,
+            protocol,
+            config.device_name,
+            config.master_server_address,
+        )
+        if code:
+            raise StorageUnreachable(
+                f"Mooncake could not be set up (code {code}) with MOONCAKE_MASTER="
+                f"{config.master_server_address}, protocol {protocol}, local_hostname "
+                f"{config.local_hostname}, global_segment_size {config.global_segment_size}"
+            )
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Make a contiguous tensor's memory known, once. It is kept alive until `unregister`."""
+        address = tensor.data_ptr()
+        if address in self._registered:
+            return
+        code = self.store.register_buffer(address, tensor.nbytes)
+        if code:
+            raise StorageUnavailable(
+                f"Mooncake refused to register {tensor.nbytes} bytes of host memory (code {code})"
+            )
+        self._registered[address] = tensor
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        """Forget a tensor; no transfer may be using it."""
+        if self._registered.pop(tensor.data_ptr(), None) is not None:
+            self.store.unregister_buffer(tensor.data_ptr())
+
+    def registered(self) -> Iterable[torch.Tensor]:
+        """What is registered now."""
+        return tuple(self._registered.values())
+
+    def close(self) -> None:
+        """Unregister everything and disconnect. No other call may be in flight."""
+        for tensor in self.registered():
+            self.unregister(tensor)
+        self.store.close()
+
+
+def load_mooncake_store() -> Any:
+    """The class `MooncakeDistributedStore`, quiet and with bounded retries.
+
+    Raises:
+        ValueError: The package or a shared library that it needs is missing; names them.
+    """
+    _set_mooncake_defaults()
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise ValueError(
+            f"--hicache-storage-backend mooncake: Mooncake cannot be loaded ({error}); install "
+            "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
+        ) from error
+    return MooncakeDistributedStore
+
+
+def _set_mooncake_defaults() -> None:
+    """Mooncake reads these when its first library is loaded, so this comes before any import."""
+    for field in (envs.MC_STORE_CLIENT_SETUP_RETRIES, envs.MC_LOG_LEVEL, envs.GLOG_minloglevel):
+        field.export_default()
+
+
+def choose_protocol(config: MooncakeStoreConfig) -> str:
+    """The transport for this host. Raises ValueError with one line; see mooncake_protocol."""
+    load_mooncake_store()
+    return resolve_mooncake_protocol(
+        config.protocol,
+        allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
+        rdma_devices=list_rdma_devices(),
+        supported=wheel_protocols(),
+    )
+
+
+def is_master_reachable(config: MooncakeStoreConfig) -> bool:
+    """Whether the master's port accepts connections, within `REACH_SECONDS`."""
+    address = config.master_host_port()
+    return address is None or can_connect(*address, timeout=REACH_SECONDS)
+
+
+def check_reachable(config: MooncakeStoreConfig) -> None:
+    """Raise StorageUnreachable, at once, where the master is not there (or not healthy)."""
+    if not is_master_reachable(config):
+        raise StorageUnreachable(
+            f"no mooncake_master answers at MOONCAKE_MASTER={config.master_server_address}: start "
+            "one there, or set MOONCAKE_MASTER (master_server_address) to where it runs"
+        )
+    if config.check_server:
+        check_health(config)
+
+
+def check_health(config: MooncakeStoreConfig) -> None:
+    """Ask the master's metrics port for its health. Raises StorageUnreachable."""
+    address = config.master_host_port()
+    host = address[0] if address else "localhost"
+    bracketed = f"[{host}]" if ":" in host else host
+    url = f"http://{bracketed}:{config.master_metrics_port}/health"
+    try:
+        with urllib.request.urlopen(url, timeout=REACH_SECONDS):
+            return
+    except (urllib.error.URLError, OSError) as error:
+        raise StorageUnreachable(
+            f"mooncake_master is not healthy at {url}: {error}; check MOONCAKE_MASTER and "
+            "MOONCAKE_MASTER_METRICS_PORT, or unset MOONCAKE_CHECK_SERVER"
+        ) from error

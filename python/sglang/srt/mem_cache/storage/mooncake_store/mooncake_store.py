@@ -1,0 +1,454 @@
+"""L3 in a Mooncake Store: pages move between registered host memory and the store, zero copy.
+
+Threads: one get (prefetch thread) and one set (backup thread) at a time, plus `exists`, `probe`
+and `get_stats` from any. A helper thread hashes a batch while the next one is on the wire.
+Mooncake's calls can block for up to a minute; nothing here bounds that, callers decide by time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
+from sglang.srt.mem_cache.storage.counters import StorageCounters
+from sglang.srt.mem_cache.storage.mooncake_store.client import (
+    MooncakeClient,
+    check_health,
+    choose_protocol,
+    is_master_reachable,
+)
+from sglang.srt.mem_cache.storage.mooncake_store.codes import (
+    get_outcome,
+    is_full,
+    is_store_failure,
+    set_outcome,
+)
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
+from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
+from sglang.srt.mem_cache.storage.pool_hits import combine_hits, leading_run
+from sglang.srt.mem_cache.storage.types import (
+    CacheOutcome,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+    StoragePool,
+    StorageUnavailable,
+)
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "MooncakeBaseStore",
+    "MooncakeHostTensorAllocator",
+    "MooncakeStore",
+    "MooncakeStoreConfig",
+]
+
+
+class MooncakeBaseStore:
+    """Connects to the store, replaces a connection that broke, and registers memory with it.
+
+    Raises:
+        ValueError: A setting is missing, malformed or cannot work on this host.
+        StorageUnreachable: No master, said at once.
+    """
+
+    def __init__(self, config: MooncakeStoreConfig) -> None:
+        self.config = config
+        self.protocol = choose_protocol(config)
+        """What Mooncake really uses."""
+        self._client = MooncakeClient(config, self.protocol)
+        self._client_lock = threading.Lock()
+        """Held while the client is replaced; not while it is used."""
+        self._closed = False
+
+    def register_buffer(self, tensor: torch.Tensor) -> None:
+        """Make a contiguous CPU tensor's memory known to the transport. Idempotent."""
+        self._client.register(tensor)
+
+    def check_server(self) -> None:
+        """Ask the master for its health. Raises StorageUnreachable."""
+        check_health(self.config)
+
+    def rebuild(self) -> None:
+        """Connect anew and register the same memory. Raises StorageUnavailable.
+
+        The old client is dropped, not closed: another thread may still be inside a call of its,
+        and keeps it alive until that returns.
+        """
+        with self._client_lock:
+            old = self._client
+            new = MooncakeClient(self.config, self.protocol)
+            for tensor in old.registered():
+                new.register(tensor)
+            self._client = new
+        logger.warning("Mooncake client was replaced")
+
+    def close(self) -> None:
+        """Disconnect. Idempotent; no transfer may be in flight."""
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+
+
+class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
+    """Page objects in a Mooncake Store; see `HiCacheStorage` for the calls' meaning.
+
+    Args:
+        storage_config: Ranks, namespace and extra config (`MooncakeStoreConfig`'s settings).
+        mem_pool: The anchor pool, where it exists already.
+    """
+
+    def __init__(
+        self,
+        storage_config: HiCacheStorageConfig | None = None,
+        mem_pool: StoragePool | None = None,
+    ) -> None:
+        if storage_config is None:
+            raise ValueError("storage_config: MooncakeStore needs one to name its objects")
+        self.storage_config: HiCacheStorageConfig = storage_config
+        self._verify = storage_config.verify_checksum
+        super().__init__(MooncakeStoreConfig.load_from_extra_config(storage_config.extra_config))
+        self._rows: dict[str, PoolRows] = {}
+        self._counters = StorageCounters()
+        self._warn = RateLimitedLogger(logger)
+        self._hasher = ThreadPoolExecutor(max_workers=2, thread_name_prefix="l3-hash")
+        self._moved_nothing = False
+        """The last transfer that failed as a whole: the client may be beyond recovery."""
+        self._direction_locks = {True: threading.Lock(), False: threading.Lock()}
+        if mem_pool is not None:
+            self.register_mem_pool_host(mem_pool)
+
+    # -- pools -------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: StoragePool) -> None:
+        self._register(PoolName.KV, mem_pool_host)
+        super().register_mem_pool_host(mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: StoragePool, host_pool_name: str) -> None:
+        if host_pool_name != PoolName.KV:
+            self._register(host_pool_name, host_pool)
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def _register(self, name: str, pool: StoragePool) -> None:
+        known = self._rows.get(name)
+        if known is not None and known.pool is pool:
+            return
+        rows = PoolRows(pool)
+        for tensor in rows.buffers():
+            self.register_buffer(tensor)
+        self._rows[name] = rows
+        if known is not None:
+            in_use = {tensor.data_ptr() for one in self._rows.values() for tensor in one.buffers()}
+            for tensor in known.buffers():
+                if tensor.data_ptr() not in in_use:
+                    self._client.unregister(tensor)
+
+    # -- v2 ----------------------------------------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        def exists(pool: str, asked: Sequence[str]) -> list[bool]:
+            return self._exist([self.object_key(key, pool) for key in asked])
+
+        return combine_hits(keys, pool_transfers, exists, PoolName.KV)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        with self._direction_locks[True]:
+            return {one.name: self._move(one, self._get_batches, True) for one in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        with self._direction_locks[False]:
+            return {one.name: self._move(one, self._set_batches, False) for one in transfers}
+
+    def _move(
+        self,
+        transfer: PoolTransfer,
+        run: Callable[[PoolRows, list[str], torch.Tensor, bool], list[CacheOutcome]],
+        is_get: bool,
+    ) -> list[CacheOutcome]:
+        pool = self.pool(transfer.name)
+        keys, indices = checked_transfer(transfer, pool)
+        object_keys = [self.object_key(key, transfer.name) for key in keys]
+        is_prefix = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
+        outcomes = run(self._rows[transfer.name], object_keys, indices, is_prefix)
+        outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
+        if is_prefix:
+            run_length = leading_run([bool(one) for one in outcomes])
+            # Landed pages behind one that did not have no ancestors to be used with.
+            outcomes[run_length + 1 :] = [
+                CacheOutcome.SHORT if one else one for one in outcomes[run_length + 1 :]
+            ]
+        self._counters.add("get" if is_get else "set", outcomes, pool.page_bytes)
+        return outcomes
+
+    def _get_batches(
+        self, rows: PoolRows, keys: list[str], slots: torch.Tensor, is_prefix: bool
+    ) -> list[CacheOutcome]:
+        """Get batch after batch; while one is on the wire the one before is verified."""
+        outcomes: list[CacheOutcome] = []
+        pending: Future[list[CacheOutcome]] | None = None
+        client = self._client
+        try:
+            for batch_keys, batch_slots in _batches(rows, keys, slots):
+                with ExitStack() as borrowed:
+                    memory = borrowed.enter_context(rows.borrow(is_get=True))
+                    batch = rows.lay_out(batch_keys, batch_slots, memory)
+                    codes = self._transfer(client, batch, is_get=True)
+                    held = borrowed.pop_all()
+                before, pending = (
+                    pending,
+                    self._hasher.submit(self._verified, rows, batch, codes, held),
+                )
+                if before is not None:
+                    outcomes += before.result()
+                    if is_prefix and not all(outcomes):
+                        break
+        finally:
+            # Also when a later batch failed: its verifier gives the rows back.
+            last = pending.result() if pending is not None else []
+        return outcomes + last
+
+    def _verified(
+        self, rows: PoolRows, batch: PageBatch, codes: list[int], held: ExitStack
+    ) -> list[CacheOutcome]:
+        with held:
+            outcomes = [
+                get_outcome(code, sum(sizes))
+                for code, sizes in zip(codes, batch.sizes, strict=True)
+            ]
+            for index, outcome in enumerate(outcomes):
+                if outcome and not rows.is_intact(batch, index, verify_checksum=self._verify):
+                    outcomes[index] = CacheOutcome.DAMAGED
+            rows.deliver(batch, [index for index, one in enumerate(outcomes) if one])
+        for key, outcome in zip(batch.keys, outcomes, strict=True):
+            if outcome is CacheOutcome.DAMAGED:
+                self._warn.warning("damaged", "L3 object is damaged: %s", key)
+                # A put would keep the damaged bytes; without them the next writer heals the page.
+                self._client.store.remove(key, True)
+        return outcomes
+
+    def _set_batches(
+        self, rows: PoolRows, keys: list[str], slots: torch.Tensor, is_prefix: bool
+    ) -> list[CacheOutcome]:
+        """Put what is absent, batch after batch; while one is on the wire the next is sealed."""
+        client = self._client
+        outcomes = [
+            CacheOutcome.LANDED if there else CacheOutcome.SHORT for there in self._exist(keys)
+        ]
+        absent = [index for index, there in enumerate(outcomes) if not there]
+        self._counters.bump("set_present_pages", len(keys) - len(absent))
+        if not absent:
+            return outcomes
+        chosen = slots.view(len(keys), -1)[torch.tensor(absent)].reshape(-1)
+        written: list[CacheOutcome] = []
+        pieces = list(_batches(rows, [keys[index] for index in absent], chosen))
+        ready: Future[tuple[PageBatch, ExitStack]] | None = self._seal(rows, *pieces[0])
+        for following in [*pieces[1:], None]:
+            assert ready is not None
+            batch, held = ready.result()
+            ready = None if following is None else self._seal(rows, *following)
+            try:
+                with held:
+                    codes = self._transfer(client, batch, is_get=False)
+            except BaseException:
+                _give_back(ready)
+                raise
+            written += [set_outcome(code) for code in codes]
+            if is_prefix and not all(written):
+                _give_back(ready)
+                break
+        for index, outcome in zip(absent, written, strict=False):
+            outcomes[index] = outcome
+        return outcomes
+
+    def _seal(
+        self, rows: PoolRows, keys: list[str], slots: torch.Tensor
+    ) -> Future[tuple[PageBatch, ExitStack]]:
+        """Borrow rows here, where waiting cannot hold up the helper, and seal there."""
+        with ExitStack() as borrowed:
+            memory = borrowed.enter_context(rows.borrow(is_get=False))
+            batch = rows.lay_out(keys, slots, memory)
+            held = borrowed.pop_all()
+
+        def work() -> tuple[PageBatch, ExitStack]:
+            rows.seal(batch)
+            return batch, held
+
+        return self._hasher.submit(work)
+
+    # -- calls into Mooncake -----------------------------------------------------------------------
+
+    def _transfer(self, client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
+        """One multi-buffer call within the budget: a code a page.
+
+        Raises StorageUnavailable when no page got through for want of a working store.
+        """
+        call = (
+            client.store.batch_get_into_multi_buffers
+            if is_get
+            else client.store.batch_put_from_multi_buffers
+        )
+        with client.budget.hold(batch.num_slices):
+            codes: list[int] = call(batch.keys, batch.ptrs, batch.sizes)
+        if len(codes) != len(batch.keys):
+            raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {len(batch.keys)}")
+        if codes and all(is_store_failure(code) for code in codes):
+            self._moved_nothing = True
+            way = "get" if is_get else "put"
+            raise StorageUnavailable(f"Mooncake failed a {way} of {len(codes)} pages: {codes[0]}")
+        return codes
+
+    def _exist(self, object_keys: list[str]) -> list[bool]:
+        """Which objects exist. Raises StorageUnavailable if the master cannot say."""
+        if not object_keys:
+            return []
+        codes: list[int] = self._client.store.batch_is_exist(object_keys)
+        if len(codes) != len(object_keys) or all(code < 0 for code in codes):
+            raise StorageUnavailable(f"Mooncake's master does not answer: {codes[:1]}")
+        return [code == 1 for code in codes]
+
+    # -- plain: page bytes without the trailer; convenience, not the engine's path -----------------
+
+    def get(
+        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        raw: bytes = self._client.store.get(key)
+        data, trailer = memoryview(raw)[:-TRAILER_BYTES], memoryview(raw)[-TRAILER_BYTES:]
+        if not is_intact(trailer, [data], key, verify_checksum=self._verify):
+            return None
+        value = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if target_location is None:
+            return value
+        target: torch.Tensor = target_location
+        flat = target.view(-1).view(torch.uint8)
+        if len(flat) != len(value):
+            return None
+        flat.copy_(value)
+        return target
+
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        source: torch.Tensor | None = value if value is not None else target_location
+        if source is None:
+            raise ValueError("value: MooncakeStore stores a tensor")
+        raw = source.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        code: int = self._client.store.put(key, raw + seal([raw], key))
+        return bool(set_outcome(code))
+
+    def exists(self, key: str) -> bool:
+        return self._exist([key])[0]
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        return leading_run(self._exist(keys))
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Move one small object there and back. Raises StorageUnavailable."""
+        if not self._moves_bytes():
+            raise StorageUnavailable("Mooncake does not store: no store node has room or answers")
+
+    def probe(self) -> bool:
+        """Whether the store works (again); replaces the client if that is what it takes.
+
+        A full store works: it can be read.
+
+        Never raises. At most a few seconds where the master is gone; a call into a store node
+        that hangs may take a minute.
+        """
+        if not is_master_reachable(self.config):
+            return False
+        if self._moves_bytes(full_is_fine=not self._moved_nothing):
+            self._moved_nothing = False
+            return True
+        try:
+            self.rebuild()
+        except StorageUnavailable as error:
+            self._warn.warning("rebuild", "Mooncake client could not be replaced: %s", error)
+            return False
+        self._moved_nothing = False
+        self._counters.bump("rebuilds")
+        return self._moves_bytes()
+
+    def _moves_bytes(self, *, full_is_fine: bool = True) -> bool:
+        """Put and get a few bytes: a broken client still answers questions, but moves nothing."""
+        store = self._client.store
+        key = f"{self.storage_config.namespace}/probe-{os.getpid()}-{id(store):x}"
+        payload = b"probe"
+        code: int = store.put(key, payload)
+        if is_full(code):
+            return full_is_fine and bool(store.health_check() == 0)
+        got: bytes = store.get(key)
+        store.remove(key, True)
+        return code == 0 and got == payload
+
+    def clear(self) -> None:
+        """Remove this namespace's objects. Raises ValueError without one, StorageUnavailable."""
+        namespace = self.storage_config.namespace
+        if not namespace:
+            raise ValueError("clear: the storage config has no namespace to clear")
+        removed: int = self._client.store.remove_by_regex(f"^{re.escape(namespace)}/", True)
+        if removed < 0:
+            raise StorageUnavailable(f"Mooncake could not remove objects (code {removed})")
+        logger.info("Mooncake store: removed %d objects", removed)
+
+    def close(self) -> None:
+        self._hasher.shutdown(wait=True)
+        super().close()
+
+    def get_stats(self) -> dict[str, Any]:
+        budget = self._client.budget
+        return self._counters.snapshot() | {
+            "slices_in_flight": budget.in_flight,
+            "slices_peak": budget.peak,
+            "protocol": self.protocol,
+        }
+
+
+def _batches(
+    rows: PoolRows, keys: list[str], slots: torch.Tensor
+) -> list[tuple[list[str], torch.Tensor]]:
+    """Keys and slots cut into batches that the rows hold."""
+    size = rows.batch_pages
+    pages = slots.view(len(keys), -1)
+    return [
+        (keys[start : start + size], pages[start : start + size].reshape(-1))
+        for start in range(0, len(keys), size)
+    ]
+
+
+def _give_back(ready: Future[tuple[PageBatch, ExitStack]] | None) -> None:
+    """Return the rows of a batch that was sealed but will not be put."""
+    if ready is not None:
+        ready.result()[1].close()

@@ -1,0 +1,128 @@
+"""Registered side memory of a pool, and pages laid out as Mooncake objects.
+
+An object is the page's bytes in page byte order, then the 32-byte trailer. A pool whose pages are
+runs of memory gives them in place, with the trailer in a side row; `layer_first` pages are staged,
+page and trailer in one row. Either way the object is the same.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from sglang.srt.constants import MIB
+from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.types import StoragePool
+
+_BATCH_BYTES: Final = 32 * MIB
+"""Enough to keep a link busy; small enough that hashing one batch hides behind the next."""
+_MAX_BATCH_PAGES: Final = 128
+_ROWS_PER_DIRECTION: Final = 2
+"""One batch is on the wire while the other is being hashed."""
+
+
+@dataclass(slots=True)
+class PageBatch:
+    """Some pages of one transfer, ready for the multi-buffer calls."""
+
+    keys: list[str]
+    """Full object keys."""
+    slots: torch.Tensor
+    """Host slots, int64 `[pages * page_size]`."""
+    rows: torch.Tensor
+    """uint8 `[pages, row bytes]`, registered: trailers, or whole objects where pages are staged."""
+    ptrs: list[list[int]] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
+    views: list[list[memoryview]] = field(default_factory=list)
+    """Per page the same memory as `ptrs`, without the trailer."""
+
+    @property
+    def num_slices(self) -> int:
+        return sum(len(parts) for parts in self.ptrs)
+
+    def trailer(self, index: int) -> memoryview:
+        """The trailer of one page, writable."""
+        return self.rows[index, -TRAILER_BYTES:].numpy().data
+
+
+class PoolRows:
+    """Side rows of one pool, two batches for each direction, so that neither waits for the other.
+
+    Threads: at most one get and one set at a time, each from a thread of its own.
+    """
+
+    def __init__(self, pool: StoragePool) -> None:
+        self.pool = pool
+        self.row_bytes = TRAILER_BYTES + (0 if pool.is_zero_copy else pool.page_bytes)
+        self.batch_pages = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // pool.page_bytes))
+        self._free: dict[bool, queue.SimpleQueue[torch.Tensor]] = {
+            True: queue.SimpleQueue(),
+            False: queue.SimpleQueue(),
+        }
+        # One block, so that it is one registration.
+        count = 2 * _ROWS_PER_DIRECTION
+        self.memory = torch.zeros((count, self.batch_pages, self.row_bytes), dtype=torch.uint8)
+        for index, rows in enumerate(self.memory):
+            self._free[index % 2 == 0].put(rows)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Everything of the pool that transfers touch; to be registered."""
+        return [*self.pool.get_hybrid_pool_buffer(), self.memory]
+
+    @contextmanager
+    def borrow(self, is_get: bool) -> Iterator[torch.Tensor]:
+        """Rows for one batch; waits for a batch of the same direction to give some back."""
+        rows = self._free[is_get].get()
+        try:
+            yield rows
+        finally:
+            self._free[is_get].put(rows)
+
+    def lay_out(self, keys: list[str], slots: torch.Tensor, rows: torch.Tensor) -> PageBatch:
+        """Addresses of up to `batch_pages` pages. Raises ValueError for slots outside the pool."""
+        batch = PageBatch(keys=keys, slots=slots, rows=rows[: len(keys)])
+        first = rows.data_ptr()
+        row_ptrs = [first + index * self.row_bytes for index in range(len(keys))]
+        if not self.pool.is_zero_copy:
+            batch.ptrs = [[ptr] for ptr in row_ptrs]
+            batch.sizes = [[self.row_bytes]] * len(keys)
+            batch.views = [[row[:-TRAILER_BYTES].numpy().data] for row in batch.rows]
+            return batch
+        ptrs, sizes = self.pool.get_page_buffer_meta(slots)
+        parts = len(ptrs) // max(1, len(keys))
+        batch.ptrs = [
+            [*ptrs[index * parts : (index + 1) * parts], row_ptrs[index]]
+            for index in range(len(keys))
+        ]
+        batch.sizes = [[*sizes[:parts], TRAILER_BYTES]] * len(keys)
+        batch.views = self.pool.get_page_views(slots)
+        return batch
+
+    def seal(self, batch: PageBatch) -> None:
+        """Make a batch ready to be put: stage its pages where needed and write its trailers."""
+        if not self.pool.is_zero_copy:
+            self.pool.gather_pages(batch.slots, batch.rows[:, :-TRAILER_BYTES])
+        for index, (key, views) in enumerate(zip(batch.keys, batch.views, strict=True)):
+            batch.trailer(index)[:] = seal(views, key)
+
+    def is_intact(self, batch: PageBatch, index: int, *, verify_checksum: bool) -> bool:
+        """Whether the page that was got is the one that was put under this key."""
+        return is_intact(
+            batch.trailer(index),
+            batch.views[index],
+            batch.keys[index],
+            verify_checksum=verify_checksum,
+        )
+
+    def deliver(self, batch: PageBatch, landed: Sequence[int]) -> None:
+        """Move staged pages (indices into the batch) to their slots; in place there is nothing."""
+        if self.pool.is_zero_copy or not landed:
+            return
+        chosen = torch.tensor(landed, dtype=torch.int64)
+        slots = batch.slots.view(len(batch.keys), -1)[chosen].reshape(-1)
+        self.pool.scatter_pages(slots, batch.rows[chosen][:, :-TRAILER_BYTES])

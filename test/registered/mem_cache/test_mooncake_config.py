@@ -1,0 +1,326 @@
+"""Mooncake without a master: settings, protocol, return codes, the slice budget, the factory."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    list_rdma_devices,
+    resolve_mooncake_protocol,
+    wheel_protocols,
+)
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    HiCacheFile,
+    HiCacheStorage,
+    StorageUnavailable,
+    StorageUnreachable,
+)
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage.mooncake_store.codes import get_outcome, set_outcome
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
+    MooncakeHostTensorAllocator,
+    MooncakeStore,
+    MooncakeStoreConfig,
+)
+from sglang.srt.mem_cache.storage.slice_budget import MAX_SLICES, SliceBudget
+from sglang.srt.utils.network import get_free_port
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import make_device_pool, make_host_pool, storage_config
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in envs.fields():
+        monkeypatch.delenv(name, raising=False)
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+
+def test_extra_config_then_file_then_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"protocol": "efa", "device_name": "file", "typo": 1}))
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(path))
+    monkeypatch.setenv("MOONCAKE_MASTER", "env:1")
+    monkeypatch.setenv("MOONCAKE_DEVICE", "env")
+    extra = {"protocol": "tcp", "global_segment_size": "512mb", "prefetch_threshold": 64}
+    config = MooncakeStoreConfig.load_from_extra_config(extra)
+    assert (config.protocol, config.device_name) == ("tcp", "file")
+    assert config.master_host_port() == ("env", 1)
+    assert config.global_segment_size == 512 << 20
+    assert MooncakeStoreConfig.from_file().protocol == "efa"
+    alone = MooncakeStoreConfig.load_from_env()
+    assert (alone.protocol, alone.device_name, alone.global_segment_size) == (
+        "rdma",
+        "env",
+        4 << 30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"master_server_address": ""}, "MOONCAKE_MASTER=host:port"),
+        ({"master_server_address": "host"}, "must be host:port"),
+        ({"master_server_address": "host:99999"}, "must be host:port"),
+        ({"global_segment_size": "many"}, "global_segment_size"),
+        ({"global_segment_size": -1}, "global_segment_size"),
+        ({"global_segment_size": True}, "global_segment_size"),
+        ({"check_server": "yes"}, "check_server"),
+        ({"protocol": 3}, "protocol"),
+        ({"master_metrics_port": "x"}, "master_metrics_port"),
+        ({"standalone_storage": True}, "standalone_storage.*not supported"),
+        ({"enable_ssd_offload": True}, "enable_ssd_offload.*not supported"),
+    ],
+)
+def test_malformed_settings_are_named(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MooncakeStoreConfig.load_from_extra_config({"master_server_address": "h:1"} | extra)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", None])
+def test_a_bad_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    path = tmp_path / "mooncake.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match="SGLANG_HICACHE_MOONCAKE_CONFIG_PATH is not set"):
+        MooncakeStoreConfig.from_file()
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(path))
+    with pytest.raises(ValueError, match=r"mooncake\.json"):
+        MooncakeStoreConfig.from_file()
+
+
+# -- protocol ------------------------------------------------------------------------------------
+
+
+def test_protocols() -> None:
+    def resolve(name: str, **kwargs: Any) -> str:
+        defaults: dict[str, Any] = {"allow_tcp_fallback": False, "rdma_devices": []}
+        return resolve_mooncake_protocol(name, **(defaults | kwargs))
+
+    assert resolve("tcp") == "tcp"
+    assert resolve("rdma", rdma_devices=["mlx5_0"]) == "rdma"
+    assert resolve("rdma", allow_tcp_fallback=True) == "tcp"
+    with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp") as refused:
+        resolve("rdma")
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="'bogus' is unknown; use one of: rdma, tcp"):
+        resolve("bogus", allow_tcp_fallback=True)
+    with pytest.raises(ValueError, match="built without it; it has: rdma, tcp"):
+        resolve("efa", supported={"tcp", "rdma"})
+
+
+def test_what_this_host_has(tmp_path: Path) -> None:
+    assert list_rdma_devices(str(tmp_path / "absent")) == []
+    (tmp_path / "mlx5_1").mkdir()
+    (tmp_path / "mlx5_0").mkdir()
+    assert list_rdma_devices(str(tmp_path)) == ["mlx5_0", "mlx5_1"]
+    assert {"rdma", "tcp"} <= wheel_protocols()
+
+
+def test_an_unreachable_master_is_said_at_once() -> None:
+    address = f"127.0.0.1:{get_free_port()}"
+    started = time.monotonic()
+    with pytest.raises(StorageUnreachable, match=f"MOONCAKE_MASTER={address}") as refused:
+        MooncakeStore(storage_config(master_server_address=address, protocol="tcp"))
+    assert time.monotonic() - started < 3
+    assert "\n" not in str(refused.value)
+    assert isinstance(refused.value, StorageUnavailable)
+
+
+def test_a_store_needs_a_config() -> None:
+    with pytest.raises(ValueError, match="storage_config"):
+        MooncakeStore()
+
+
+@pytest.mark.parametrize(
+    ("code", "get", "put"),
+    [
+        (100, "landed", "failed"),
+        (99, "damaged", "failed"),
+        (0, "damaged", "landed"),
+        (-600, "damaged", "failed"),
+        (-704, "miss", "failed"),
+        (-705, "failed", "landed"),
+        (-707, "miss", "failed"),
+        (-200, "failed", "failed"),
+        (-800, "failed", "failed"),
+        (-900, "failed", "failed"),
+    ],
+)
+def test_return_codes(code: int, get: str, put: str) -> None:
+    assert get_outcome(code, 100) is CacheOutcome(get)
+    assert set_outcome(code) is CacheOutcome(put)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_mooncake_memory_lives_as_long_as_its_views() -> None:
+    tensor = MooncakeHostTensorAllocator().allocate((3, 5), torch.bfloat16)
+    view = tensor[1:]
+    view.fill_(2)
+    del tensor
+    assert view.sum() == 20
+    with pytest.raises(ValueError, match="host memory only"):
+        MooncakeHostTensorAllocator().allocate((1,), torch.uint8, pin=True)
+
+
+# -- budget --------------------------------------------------------------------------------------
+
+
+def test_two_threads_never_exceed_the_budget() -> None:
+    budget = SliceBudget(100)
+    over: list[int] = []
+    held = 0
+    lock = threading.Lock()
+
+    def work(seed: int) -> None:
+        nonlocal held
+        rng = random.Random(seed)
+        for _ in range(300):
+            slices = rng.randint(1, 100)
+            with budget.hold(slices):
+                with lock:
+                    held += slices
+                    if held > 100:
+                        over.append(held)
+                with lock:
+                    held -= slices
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not over
+    assert budget.in_flight == 0
+    assert 0 < budget.peak <= 100
+
+
+def test_a_large_batch_is_not_starved_by_small_ones() -> None:
+    budget = SliceBudget(10)
+    order: list[str] = []
+
+    def large() -> None:
+        with budget.hold(10):
+            order.append("large")
+
+    def small() -> None:
+        with budget.hold(1):
+            order.append("small")
+
+    def waiting(count: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(budget._waiting) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    with budget.hold(5):
+        threads = [threading.Thread(target=large), threading.Thread(target=small)]
+        threads[0].start()
+        waiting(1)
+        threads[1].start()
+        waiting(2)
+        assert order == []
+    for thread in threads:
+        thread.join(10)
+    assert order == ["large", "small"]
+
+
+def test_what_can_never_fit_is_refused_and_failures_give_back() -> None:
+    budget = SliceBudget()
+    with pytest.raises(ValueError, match="1025 slices"), budget.hold(MAX_SLICES + 1):
+        pass
+    with pytest.raises(RuntimeError), budget.hold(MAX_SLICES):
+        raise RuntimeError
+    assert budget.in_flight == 0
+
+
+# -- factory -------------------------------------------------------------------------------------
+
+
+class Minimal(HiCacheStorage):
+    """A third party's backend that keeps nothing it is given."""
+
+    def __init__(self, storage_config: object, **kwargs: object) -> None:
+        self.kwargs = kwargs
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        return None
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return False
+
+    def exists(self, key: str) -> bool:
+        return False
+
+
+def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "l3"))
+    host = make_host_pool(make_device_pool(), "page_first")
+    store = StorageBackendFactory.create_backend("file", storage_config(), host)
+    assert isinstance(store, HiCacheFile)
+    assert (tmp_path / "l3").is_dir()
+    assert store.pool("kv") is host
+    with pytest.raises(ValueError, match=r"'mooncaek': use one of: file, mooncake.*dynamic"):
+        StorageBackendFactory.create_backend("mooncaek", storage_config(), host)
+
+
+def dynamic(**extra: str) -> HiCacheStorage:
+    host = make_host_pool(make_device_pool(), "page_first")
+    config = storage_config(**extra)
+    return StorageBackendFactory.create_backend("dynamic", config, host, depth=2)
+
+
+def test_dynamic_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path(__file__).read_text()
+    (tmp_path / "third_party.py").write_text(
+        "from typing import Any\n"
+        "from sglang.srt.mem_cache.hicache_storage import HiCacheStorage\n"
+        + text[text.index("class Minimal") : text.index("def test_backends_by_name")]
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = {"backend_name": "x", "module_path": "third_party", "class_name": "Minimal"}
+    backend = dynamic(**names)
+    assert type(backend).__name__ == "Minimal"
+    assert backend.storage_config is not None
+    assert vars(backend)["kwargs"] == {"depth": 2}
+    for missing in names:
+        with pytest.raises(ValueError, match=f"needs '{missing}'"):
+            dynamic(**{name: value for name, value in names.items() if name != missing})
+    for wrong in ({"module_path": "no.such"}, {"class_name": "Nope"}, {"class_name": "Any"}):
+        with pytest.raises(ValueError, match="--hicache-storage-backend dynamic"):
+            dynamic(**(names | wrong))
+
+
+def test_registering_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = dict(StorageBackendFactory._registry)
+    monkeypatch.setattr(StorageBackendFactory, "_registry", registry)
+    StorageBackendFactory.register_backend("mine", "my.module", "Mine")
+    StorageBackendFactory.register_backend("mine", "my.module", "Mine")
+    for name in ("mine", "file", "dynamic"):
+        with pytest.raises(ValueError, match="is taken"):
+            StorageBackendFactory.register_backend(name, "other.module", "Mine")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
