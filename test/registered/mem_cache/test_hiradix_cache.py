@@ -95,7 +95,12 @@ def test_engines_that_differ_share_nothing() -> None:
     rig = three_tiers()
     rig.run(range(32))
     rig.settle()
-    for change in ({"weights_identity": "other"}, {"dtype": torch.float16}, {"page_size": 2}):
+    changes: list[dict[str, Any]] = [
+        {"weights_identity": "other"},
+        {"dtype": torch.float16},
+        {"page_size": 2},
+    ]
+    for change in changes:
         other = CacheRig(**{"l1_pages": 32, "settings": rig.hi_settings(), **change})
         assert other.run(range(33)) == Reused(), change
         other.settle()

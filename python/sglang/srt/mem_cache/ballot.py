@@ -4,9 +4,9 @@ Copies and transfers progress at different moments on different ranks, yet every
 the same decisions. So progress enters a decision only through one int64 vector of fixed size,
 reduced by MIN over the ranks. Pure functions; the reduction is handed in.
 
-Layout of the vector: the digest of the books and its negative, `available`, `reconnects`; for
-each FIFO queue `done` and `first_failed`; for each prefetch slot `hit`, `landed`, `ended` and
-`-expired`.
+Layout of the vector: the digest of the books and its negative, `available`, `worth`,
+`reconnects`; for each FIFO queue `done` and `first_failed`; for each prefetch slot `hit`,
+`landed`, `ended` and `-expired`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PREFETCHES: Final = 64
 """Prefetches under way at most: the vector has a fixed size (unequal ones abort gloo)."""
 QUEUES: Final = ("write", "load", "backup", "release")
 
-_HEAD: Final = 4
+_HEAD: Final = 5
 _VECTOR_SIZE: Final = _HEAD + 2 * len(QUEUES) + 4 * MAX_PREFETCHES
 
 Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -76,6 +76,8 @@ class Progress:
     """Of free counts and tree; must be equal on all ranks. At most 62 bits."""
     available: bool = True
     """No call to L3 is stuck."""
+    worth: bool = True
+    """Reading from L3 is not slower than computing."""
     reconnects: int = 0
     """How often L3 came back after a failure, perhaps without what it held."""
     queues: dict[str, QueueProgress] = dataclasses.field(default_factory=dict)
@@ -88,7 +90,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     """int64 `[fixed]`, so that an element-wise MIN over ranks is the agreement."""
     assert len(progress.prefetches) <= MAX_PREFETCHES
     values = [progress.books_digest, -progress.books_digest]
-    values += [int(progress.available), progress.reconnects]
+    values += [int(progress.available), int(progress.worth), progress.reconnects]
     for name in QUEUES:
         queue = progress.queues.get(name, QueueProgress())
         values += [queue.done, queue.first_failed]
@@ -117,7 +119,14 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         PrefetchProgress(hit, landed, bool(ended), minus_expired < 0)
         for hit, landed, ended, minus_expired in quads
     ]
-    return Progress(values[0], bool(values[2]), values[3], queues, prefetches)
+    return Progress(
+        books_digest=values[0],
+        available=bool(values[2]),
+        worth=bool(values[3]),
+        reconnects=values[4],
+        queues=queues,
+        prefetches=prefetches,
+    )
 
 
 def agree(progress: Progress, reduce: Reduce | None) -> Progress:

@@ -221,6 +221,9 @@ class BasePrefixCache(ABC):
         """Tokens that L3 contributed to `req_id`, once."""
         return 0
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """A prefill of `tokens` took `seconds`: what a page that is not found costs."""
+
     def release_aborted_request(self, rid: str) -> None:
         """Forget the prefetch of a request that will not run."""
 

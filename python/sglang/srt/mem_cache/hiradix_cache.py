@@ -97,6 +97,7 @@ class HiRadixCache(HostTierCache):
         self._backup_tokens = 0
         self._loaded_from_storage: dict[str, int] = {}
         self._available = True
+        self._worth = True
         self._reconnects = 0
         self._storage_epoch = 0
         self._attachment = StorageAttachment(
@@ -155,6 +156,9 @@ class HiRadixCache(HostTierCache):
         settings = self._attachment.settings
         least = settings.threshold_pages(self.page_size) * self.page_size
         reason, host_indices = self._room_for_prefetch(req_id, len(new), least)
+        if host_indices is not None and not storage_io.worth.admit(self._worth):
+            self.host_pool.free(host_indices)
+            reason, host_indices = "slower_than_computing", None
         if host_indices is None:
             self.metrics.prefetch_outcomes.labels(reason).inc()
             if reason != "too_short":
@@ -254,6 +258,12 @@ class HiRadixCache(HostTierCache):
         )
         return end - known
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """What computing costs here: L3 is read only where that is not faster."""
+        storage_io = self.cache_controller.storage_io
+        if storage_io is not None:
+            storage_io.worth.prefills.add(tokens, seconds)
+
     # ---- L2 to L3 --------------------------------------------------------------------------
 
     def _after_insert(self, path: list[TreeNode]) -> None:
@@ -334,6 +344,7 @@ class HiRadixCache(HostTierCache):
             done += 1
         return Progress(
             available=storage_io.available if storage_io is not None else True,
+            worth=storage_io.worth.is_worth() if storage_io is not None else True,
             reconnects=storage_io.reconnects if storage_io is not None else 0,
             queues={**progress.queues, "backup": QueueProgress(done, failed), "release": release},
             prefetches=prefetches,
@@ -341,7 +352,7 @@ class HiRadixCache(HostTierCache):
 
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
-        self._available = agreed.available
+        self._available, self._worth = agreed.available, agreed.worth
         backup = agreed.queues["backup"]
         for _ in range(backup.successes):
             self._settle_backup(success=True)
@@ -379,7 +390,7 @@ class HiRadixCache(HostTierCache):
         )
         if done:
             self.write_policy = hicache_write_policy or self.write_policy
-            self._available = True
+            self._available = self._worth = True
             self._storage_epoch += 1 if "attached" in message else 0
         return done, message
 

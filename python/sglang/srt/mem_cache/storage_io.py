@@ -21,6 +21,7 @@ from typing import Final
 import torch
 
 from sglang.srt.mem_cache.circuit_breaker import CircuitBreaker
+from sglang.srt.mem_cache.fetch_worth import FetchWorth
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -90,6 +91,8 @@ class StorageIO:
         self._say = RateLimitedLogger(logger)
         self._breaker = CircuitBreaker(self._probe)
         self._call_started: dict[str, float] = {}
+        self.worth = FetchWorth()
+        """Fed with reads here, and with prefills by the scheduler."""
         self.storage: HiCacheStorage | None = None
         self.reconnects = 0
         """How often the store came back: what it held before may be gone."""
@@ -300,6 +303,7 @@ class StorageIO:
         self._metrics.prefetch_outcomes.labels(outcome.value).inc()
         self._metrics.transfer_seconds.labels("prefetch").observe(seconds)
         if operation.landed_pages:
+            self.worth.reads.add(operation.landed_pages * self._page_size, seconds)
             self._metrics.prefetched.inc(operation.landed_pages * self._page_size)
             rate = operation.landed_pages * self._page_bytes / max(seconds, 1e-9)
             self._metrics.prefetch_bandwidth.set(rate / 1e9)
