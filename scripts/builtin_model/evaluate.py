@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from make_tokenizer import PACKAGE_DIR
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang.test.recall_task import RecallConversation, heldout_conversation
 
@@ -25,7 +25,7 @@ class Answerer:
     """A checkpoint that answers chat messages greedily, one at a time."""
 
     def __init__(self, directory: Path, device: str, dtype: torch.dtype) -> None:
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device)
 
     def answer(self, messages: list[dict[str, str]]) -> tuple[str, int]:

@@ -12,6 +12,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from batches import NO_TARGET, Batch, BatchBuilder, BatchShape, TrainingStream
@@ -39,11 +40,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(272, 1500),
-    Stage(1088, 2500),
-    Stage(2160, 2000),
-    Stage(6480, 2500),
-    Stage(16320, 1500),
+    Stage(272, 1200),
+    Stage(1088, 2000),
+    Stage(2160, 1600),
+    Stage(6480, 2000),
+    Stage(16320, 1200),
 )
 
 
@@ -53,7 +54,7 @@ class Trainer:
     def __init__(self, device: str, step_tokens: int, scale: float, seed: int) -> None:
         torch.manual_seed(seed)
         self.device = device
-        self.tokenizer = AutoTokenizer.from_pretrained(PACKAGE_DIR)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(PACKAGE_DIR)
         config = AutoConfig.from_pretrained(PACKAGE_DIR)
         self.model = Qwen3ForCausalLM._from_config(config, dtype=torch.float32).to(device)
         self.plan = [Stage(stage.length, max(1, round(stage.steps * scale))) for stage in STAGES]
