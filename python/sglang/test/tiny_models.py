@@ -62,7 +62,7 @@ def save_tiny_checkpoint(
             # The initialisation has no biases and norms of 1: those would test nothing.
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(noise * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0))
-    model = model.to(dtype=dtype)
+    torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
     return model
 

@@ -68,7 +68,7 @@ def test_nothing_asked_for_costs_nothing() -> None:
     info = SamplingBatchInfo.from_reqs([SamplingParams()] * 3, VOCAB, "cpu", eos_token_ids=(5,))
     logits = torch.randn(3, VOCAB)
     assert info.adjusted(logits, torch.zeros(3, dtype=torch.int64)) is logits
-    assert info.penalties is info.logit_bias is info.min_new_tokens is None
+    assert not info.adjusts_logits
 
 
 def test_only_penalised_rows_are_counted() -> None:

@@ -107,11 +107,12 @@ def test_one_lookup_in_the_cumulative_distribution() -> None:
     got = sample(logits, [params] * 200, list(range(200)), [9] * 200)
     for row in range(200):
         target, before = reference_uniform(row, 9), 0.0
-        for token, prob in reference_filter(logits[row], params).items():
+        want = -1
+        for candidate, prob in reference_filter(logits[row], params).items():
             before += prob
-            if before > target:
-                break
-        assert got[row] == token
+            if want < 0 and before > target:
+                want = candidate
+        assert got[row] == want
 
 
 def test_tokens_do_not_depend_on_the_batch() -> None:
@@ -151,6 +152,15 @@ def test_impossible_tokens_are_never_sampled() -> None:
     n = 500
     tokens = sample(logits.expand(n, -1), [SamplingParams()] * n, list(range(n)), [0] * n)
     assert set(tokens) == {0, 13, 49}
+
+
+def test_a_row_of_nan_gives_some_token_and_harms_no_other() -> None:
+    logits = random_logits(4)
+    want = sample(logits, [SamplingParams(), SamplingParams(top_p=0.5)] * 2, [1] * 4, [0] * 4)
+    logits[:2] = torch.nan
+    got = sample(logits, [SamplingParams(), SamplingParams(top_p=0.5)] * 2, [1] * 4, [0] * 4)
+    assert all(0 <= token < VOCAB for token in got)
+    assert got[2:] == want[2:]
 
 
 def test_logits_are_left_alone_and_logprobs_are_of_the_original() -> None:

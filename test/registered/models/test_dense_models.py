@@ -48,7 +48,8 @@ def prompt(length: int, seed: int) -> list[int]:
 @torch.inference_mode()
 def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """fp32 `[tokens, vocab]`: transformers' logits after each token."""
-    return model(torch.tensor([tokens])).logits[0].float()
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -86,7 +87,6 @@ def test_bf16_follows_transformers_rounding(tmp_path: Path) -> None:
     decoded = driver.decode([(0, tokens[79])]).next_token_logits
     logits = torch.cat([got, chunked, decoded])
     want = want[[39, 78, 79]]
-    # fp32 weights would differ by as much: it is bf16's own rounding.
     assert (logits - want).abs().max() < 0.03 * want.abs().max()
 
 

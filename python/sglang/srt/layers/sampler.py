@@ -51,11 +51,11 @@ class Sampler(torch.nn.Module):
             uniform = uniform_from_seed(seeds, steps)
             if sampling_info.plain_rows is not None:
                 rows = sampling_info.plain_rows
-                scaled = logits[rows] / sampling_info.temperatures[rows]
+                scaled = logits.index_select(0, rows) / sampling_info.temperatures[rows]
                 token_ids[rows] = _sample(scaled.softmax(dim=-1), uniform[rows])
             if sampling_info.filtered is not None:
                 rows = sampling_info.filtered.rows
-                scaled = logits[rows] / sampling_info.temperatures[rows]
+                scaled = logits.index_select(0, rows) / sampling_info.temperatures[rows]
                 token_ids[rows] = _sample_filtered(
                     scaled.softmax(dim=-1), uniform[rows], sampling_info.filtered
                 )
@@ -86,7 +86,9 @@ def _sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * mass[:, -1:]
     # The first token whose cumulative mass exceeds the target; one of no mass never does first.
-    return torch.searchsorted(mass, target, right=True).squeeze(1)
+    # The bound is for rows of NaN, whose token means nothing but must be one.
+    found = torch.searchsorted(mass, target, right=True).squeeze(1)
+    return found.clamp_(max=probs.shape[-1] - 1)
 
 
 def _sample_filtered(
@@ -102,7 +104,7 @@ def _sample_filtered(
     rank = torch.arange(probs.shape[-1], device=probs.device)
     keep = (rank < filtered.top_ks) & (mass - probs < filtered.top_ps)
     keep &= probs >= filtered.min_ps * probs[:, :1]
-    last = keep.sum(dim=-1, keepdim=True) - 1
+    last = (keep.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # rows of NaN keep nothing
     target = uniform.unsqueeze(1) * mass.gather(1, last)
     place = torch.searchsorted(mass, target, right=True)
     return order.gather(1, torch.minimum(place, last)).squeeze(1)

@@ -123,6 +123,7 @@ class SamplingBatchInfo:
             self.min_new_tokens.apply_(logits, steps)
         return logits
 
+    @torch.inference_mode()
     def accumulate(self, next_token_ids: torch.Tensor) -> None:
         """Count int64 `[bs]` sampled tokens: call it after each step whose batch goes on."""
         if self.penalties is not None:

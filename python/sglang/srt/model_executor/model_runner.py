@@ -124,6 +124,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run one step: stores the new tokens' keys and values, gives the last tokens' logits."""
+        assert not forward_batch.forward_mode.is_idle(), "a single rank has no idle batches"
         forward_batch.attn_backend = self.attn_backend
         self.attn_backend.init_forward_metadata(forward_batch)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)

@@ -89,7 +89,12 @@ def longest_run(slots: Slots, page_size: int) -> Run:
 
 
 def plan_decode(
-    contexts: Sequence[Slots], *, page_size: int, view_tokens: int, dtype: torch.dtype
+    contexts: Sequence[Slots],
+    *,
+    page_size: int,
+    view_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> DecodePlan:
     """Decide how a decode step reads the contexts of its requests.
 
@@ -97,6 +102,7 @@ def plan_decode(
         contexts: Slots of each request, the new token's included.
         view_tokens: Run length from which on a view is cheaper than a copy.
         dtype: Of the masks.
+        device: Of the plan's tensors: the pool's.
     """
     views: list[View] = []
     pieces: list[tuple[int, Slots]] = []
@@ -113,14 +119,15 @@ def plan_decode(
         if not whole:
             pieces.append((row, np.concatenate((slots[: run.begin], slots[run.end :]))))
     buckets = _bucket_by_length(pieces)
-    gathers = [_make_gather(bucket, dtype, batch_size=len(contexts)) for bucket in buckets]
+    gathers = [_make_gather(bucket, len(contexts), dtype, device) for bucket in buckets]
     parts = [view.row for view in views] + [row for gather in gathers for row in gather.rows]
     single = len(parts) == len(contexts)
+    owners = torch.tensor(parts, device=device)
     return DecodePlan(
         views=views,
         gathers=gathers,
-        owners=torch.tensor(parts),
-        order=torch.tensor(parts).argsort() if single else None,
+        owners=owners,
+        order=owners.argsort() if single else None,
         in_order=parts == list(range(len(contexts))),
     )
 
@@ -139,7 +146,9 @@ def _bucket_by_length(pieces: list[tuple[int, Slots]]) -> list[list[tuple[int, S
     return [sorted(bucket, key=lambda piece: piece[0]) for bucket in buckets]
 
 
-def _make_gather(pieces: list[tuple[int, Slots]], dtype: torch.dtype, *, batch_size: int) -> Gather:
+def _make_gather(
+    pieces: list[tuple[int, Slots]], batch_size: int, dtype: torch.dtype, device: torch.device | str
+) -> Gather:
     lens = np.array([len(slots) for _, slots in pieces])
     width = int(lens.max())
     padded = np.empty((len(pieces), width), dtype=np.int64)
@@ -150,10 +159,10 @@ def _make_gather(pieces: list[tuple[int, Slots]], dtype: torch.dtype, *, batch_s
     if int(lens.min()) < width:
         hidden = torch.from_numpy(np.arange(width) >= lens[:, None])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        mask = mask.view(len(pieces), 1, 1, width)
+        mask = mask.view(len(pieces), 1, 1, width).to(device)
     rows = [row for row, _ in pieces]
-    row_index = torch.tensor(rows) if len(rows) < batch_size else None
-    return Gather(rows, row_index, torch.from_numpy(padded).view(-1), width, mask)
+    row_index = torch.tensor(rows, device=device) if len(rows) < batch_size else None
+    return Gather(rows, row_index, torch.from_numpy(padded).view(-1).to(device), width, mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +178,18 @@ class ExtendSegment:
 
 
 def plan_extend(
-    prefixes: Sequence[Slots], extend_lens: Sequence[int], *, page_size: int
+    prefixes: Sequence[Slots],
+    extend_lens: Sequence[int],
+    *,
+    page_size: int,
+    device: torch.device | str,
 ) -> list[ExtendSegment]:
     """Decide how an extend step reads the prefixes of its requests.
 
     Args:
         prefixes: Slots of the tokens that the pool already holds, may be empty.
         extend_lens: New tokens of each request.
+        device: Of the plan's tensors: the pool's.
     """
     segments = []
     begin = 0
@@ -185,7 +199,7 @@ def plan_extend(
         if len(slots):
             run = longest_run(slots, page_size)
             if run.end - run.begin < len(slots):
-                run, scattered = None, torch.from_numpy(slots.astype(np.int64))
+                run, scattered = None, torch.from_numpy(slots.astype(np.int64)).to(device)
         segments.append(ExtendSegment(begin, begin + num_new, run, scattered))
         begin += num_new
     return segments

@@ -50,6 +50,7 @@ class TorchNativeAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         table = forward_batch.req_to_token_pool.req_to_token.cpu().numpy()
         rows = forward_batch.req_pool_indices.tolist()
+        device = forward_batch.input_ids.device
         if forward_batch.forward_mode.is_decode():
             lens = forward_batch.seq_lens_cpu
             contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
@@ -58,6 +59,7 @@ class TorchNativeAttnBackend(AttentionBackend):
                 page_size=self._page_size,
                 view_tokens=self._view_tokens,
                 dtype=self._dtype,
+                device=device,
             )
         elif forward_batch.forward_mode.is_extend():
             prefix_lens = forward_batch.extend_prefix_lens_cpu
@@ -65,7 +67,9 @@ class TorchNativeAttnBackend(AttentionBackend):
             assert prefix_lens is not None
             assert extend_lens is not None
             prefixes = [table[row, :length] for row, length in zip(rows, prefix_lens, strict=True)]
-            self._extend_plan = plan_extend(prefixes, extend_lens, page_size=self._page_size)
+            self._extend_plan = plan_extend(
+                prefixes, extend_lens, page_size=self._page_size, device=device
+            )
 
     def forward_extend(
         self,

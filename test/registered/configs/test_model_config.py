@@ -1,0 +1,127 @@
+"""ModelConfig: what is read from a checkpoint directory and what is refused, in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.rope_config import RopeConfig
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 1000000.0,
+    "eos_token_id": 7,
+}
+
+
+def write(directory: Path, **changes: Any) -> str:
+    config = {key: value for key, value in {**QWEN3, **changes}.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_a_config_of_the_older_form(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    config = ModelConfig.from_path(path)
+    assert config.architecture == "Qwen3ForCausalLM"
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 32)
+    assert (config.dtype, config.context_len) == (torch.bfloat16, 4096)
+    assert config.eos_token_ids == (7, 9)
+    assert config.tie_word_embeddings
+    assert config.rope == RopeConfig(theta=1000000.0)
+
+
+def test_rope_of_both_forms(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }  # fmt: skip
+    old = ModelConfig.from_path(write(tmp_path, rope_scaling=scaling, rope_theta=5e5)).rope
+    new = ModelConfig.from_path(
+        write(tmp_path, rope_theta=..., rope_parameters={**scaling, "rope_theta": 5e5})
+    ).rope
+    assert old == new
+    assert (old.theta, old.factor, old.original_max_position_embeddings) == (5e5, 8.0, 1024)
+
+
+def test_linear_rope_stretches_the_context(tmp_path: Path) -> None:
+    config = ModelConfig.from_path(write(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}))
+    assert (config.rope.rope_type, config.rope.factor, config.context_len) == ("linear", 2.0, 8192)
+
+
+def test_overrides(tmp_path: Path) -> None:
+    config = ModelConfig.from_path(write(tmp_path), dtype="float32", context_length=100)
+    assert (config.dtype, config.context_len) == (torch.float32, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*LlamaForCaus"),
+        ({"architectures": ...}, r"missing \(model_type 'qwen3'\)"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor=-1.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"num_hidden_layers": "two"}, "config.json"),
+        ({"torch_dtype": "float64"}, "float64"),
+        ({"eos_token_id": ["end"]}, "eos_token_id|config.json is not valid"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        ModelConfig.from_path(write(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8' must be one of auto"),
+        ({"context_length": 4097}, "between 1 and 4096"),
+        ({"context_length": 0}, "between 1 and 4096"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_path(write(tmp_path), **kwargs)
+
+
+def test_missing_and_torn_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a directory: give the local directory"):
+        ModelConfig.from_path(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        ModelConfig.from_path(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen')
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
+        ModelConfig.from_path(str(tmp_path))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,161 @@
+"""torch_native attention against the definition, over views, gathers and mixtures of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.partial_attention import (
+    Partial,
+    _attend_plainly,
+    attend,
+    merge_parts,
+    merge_two,
+)
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+HEADS, KV_HEADS, DIM = 6, 2, 8
+POOL = 1024
+
+
+def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Rows of `q` are the last tokens of the context that `k` and `v` hold; fp64, head by head."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    first = len(k) - len(q)
+    for row in range(len(q)):
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            keys, values = k[: first + row + 1, kv_head], v[: first + row + 1, kv_head]
+            weights = (keys.double() @ q[row, head].double() * DIM**-0.5).softmax(0)
+            out[row, head] = weights @ values.double()
+    return out.reshape(len(q), -1).float()
+
+
+class Bench:
+    """A pool with two layers of random data and requests laid out as told."""
+
+    def __init__(self, contexts: list[torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.pool = MHATokenToKVPool(POOL, 1, torch.float32, KV_HEADS, DIM, 2, "cpu")
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        self.rows = ReqToTokenPool(len(contexts), POOL, "cpu")
+        self.contexts = contexts
+        for row, slots in enumerate(contexts):
+            self.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
+        self.layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 1)
+        self.generator = generator
+
+    def run(self, mode: ForwardMode, new: list[int], view_tokens: int) -> None:
+        """Attend with the backend and compare; `new` tokens end each context."""
+        lens = [len(slots) for slots in self.contexts]
+        loc = torch.cat([s[len(s) - n :] for s, n in zip(self.contexts, new, strict=True)])
+        total = sum(new)
+        q = torch.randn(total, HEADS, DIM, generator=self.generator)
+        kv = torch.randn(total, 2 * KV_HEADS, DIM, generator=self.generator)
+        k, v = kv[:, :KV_HEADS], kv[:, KV_HEADS:]
+        batch = ForwardBatch(
+            forward_mode=mode,
+            input_ids=loc,
+            positions=loc,
+            req_pool_indices=torch.arange(len(lens)),
+            seq_lens=torch.tensor(lens),
+            seq_lens_cpu=lens,
+            out_cache_loc=loc,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool=self.pool,
+            extend_prefix_lens_cpu=[a - b for a, b in zip(lens, new, strict=True)],
+            extend_seq_lens_cpu=new,
+        )
+        backend = TorchNativeAttnBackend(
+            kv_bytes_per_layer=(384 << 10) // view_tokens, page_size=1, dtype=torch.float32
+        )
+        backend.init_forward_metadata(batch)
+        got = backend.forward(q, k, v, self.layer, batch)
+        assert torch.equal(self.pool.k_buffer[1][loc], k)
+        want = [
+            definition(rows, self.pool.k_buffer[1][slots], self.pool.v_buffer[1][slots])
+            for rows, slots in zip(torch.split(q, new), self.contexts, strict=True)
+        ]
+        torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-5)
+
+
+def contexts(kind: str) -> list[torch.Tensor]:
+    scattered = torch.randperm(200, generator=torch.Generator().manual_seed(3)) + 600
+    whole = [torch.arange(1, 40), torch.arange(100, 105), torch.arange(300, 390)]
+    if kind == "whole":
+        return whole
+    if kind == "scattered":
+        return [scattered[:50], scattered[50:53], scattered[53:150]]
+    return [whole[0], torch.cat([whole[2], scattered[:20]]), scattered[20:33], whole[1]]
+
+
+@pytest.mark.parametrize("view_tokens", [1, 16, 1000])
+@pytest.mark.parametrize("kind", ["whole", "scattered", "mixed"])
+def test_decode(kind: str, view_tokens: int) -> None:
+    bench = Bench(contexts(kind))
+    bench.run(ForwardMode.DECODE, [1] * len(bench.contexts), view_tokens)
+
+
+@pytest.mark.parametrize("kind", ["whole", "scattered", "mixed"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_extend(kind: str, share: float) -> None:
+    bench = Bench(contexts(kind))
+    new = [max(1, int(len(slots) * share)) for slots in bench.contexts]
+    bench.run(ForwardMode.EXTEND, new, 16)
+
+
+def test_one_request_alone() -> None:
+    for view_tokens in (1, 1000):
+        Bench([torch.arange(5, 60)]).run(ForwardMode.DECODE, [1], view_tokens)
+        Bench([torch.arange(5, 60)]).run(ForwardMode.EXTEND, [55], view_tokens)
+
+
+def random_qkv(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    q = torch.randn(2, HEADS, rows, DIM, generator=generator)
+    k, v = torch.randn(2, 2, KV_HEADS, keys, DIM, generator=generator).unbind(0)
+    return q, k, v
+
+
+@pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
+def test_the_kernel_and_elementary_operations_agree(causal: bool, masked: bool) -> None:
+    q, k, v = random_qkv(11, 11)
+    mask: torch.Tensor | None = None
+    if masked:
+        mask = torch.zeros(2, 1, 1, 11)
+        mask[1, ..., 6:] = -torch.inf
+    kernel = attend(q, k, v, scale=0.3, causal=causal, mask=mask)
+    plain = _attend_plainly(q, k, v, scale=0.3, causal=causal, mask=mask)
+    torch.testing.assert_close(kernel.out, plain.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kernel.lse, plain.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_join_to_the_whole_even_where_one_weighs_nothing() -> None:
+    q, k, v = random_qkv(3, 90)
+    k[:, :, 40:70] *= 100  # scores far apart: a naive sum of exponentials overflows
+    whole = attend(q, k, v, scale=1.0)
+    pieces = [
+        attend(q, k[:, :, a:b], v[:, :, a:b], scale=1.0) for a, b in [(0, 40), (40, 70), (70, 90)]
+    ]
+    stacked = Partial(torch.cat([p.out for p in pieces]), torch.cat([p.lse for p in pieces]))
+    got = merge_parts(stacked, torch.tensor([0, 1] * 3), 2)
+    torch.testing.assert_close(got, whole.out, rtol=1e-4, atol=1e-5)
+    two = attend(q, k[:, :, 40:], v[:, :, 40:], scale=1.0)
+    torch.testing.assert_close(merge_two(pieces[0], two), whole.out, rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'flashy' is not supported: supported are torch_native"):
+        create_attention_backend("flashy", kv_bytes_per_layer=1, page_size=1, dtype=torch.float32)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

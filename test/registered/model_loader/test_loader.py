@@ -1,0 +1,173 @@
+"""Loading weights: every tensor is checked, and what is wrong is one line with the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.loader import LoadConfig, get_model
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tiny_models import save_tiny_checkpoint
+
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+
+
+def load(path: Path, load_format: str = "auto", seed: int = 0) -> dict[str, torch.Tensor]:
+    config = ModelConfig.from_path(str(path))
+    load_config = LoadConfig(load_format=load_format, random_seed=seed, show_progress=False)
+    model = get_model(config, load_config)
+    return {name: slot.dest.clone() for name, slot in model.weight_slots()}
+
+
+def rewrite(path: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; `_` stands for `.` in names."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for key, value in changes.items():
+        if value is None:
+            del tensors[key]
+        else:
+            tensors[key] = value
+    save_file(tensors, file)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_tiny_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
+    return tmp_path
+
+
+def assert_refused(path: Path, *fragments: str, load_format: str = "auto") -> None:
+    with pytest.raises(ValueError) as caught:
+        load(path, load_format)
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_every_tensor_arrives(checkpoint: Path) -> None:
+    want = load_file(checkpoint / "model.safetensors")
+    got = load(checkpoint)
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor.expand(got[name].shape)), name
+
+
+def test_sharded_and_converted_to_the_asked_dtype(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "llama", max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    config = ModelConfig.from_path(str(tmp_path), dtype="bfloat16")
+    model = get_model(config, LoadConfig(show_progress=False))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_missing_tensor(checkpoint: Path) -> None:
+    rewrite(checkpoint, **{NAME: None})
+    assert_refused(checkpoint, NAME, "1 of ", "copy the checkpoint again")
+
+
+def test_unexpected_tensor(checkpoint: Path) -> None:
+    rewrite(checkpoint, **{"model.layers.9.mlp.up_proj.weight": torch.zeros(1)})
+    assert_refused(checkpoint, "model.safetensors", "model.layers.9.mlp.up_proj.weight", "no place")
+
+
+def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
+    rewrite(
+        checkpoint,
+        **{
+            "lm_head.weight": torch.zeros(160, 96),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        },
+    )
+    load(checkpoint)
+
+
+def test_wrong_shape(checkpoint: Path) -> None:
+    rewrite(checkpoint, **{NAME: torch.zeros(32, 95)})
+    assert_refused(checkpoint, NAME, "[32, 95]", "[32, 96]", "model.safetensors")
+
+
+def test_tensor_in_two_files(checkpoint: Path) -> None:
+    save_file({NAME: torch.zeros(32, 96)}, checkpoint / "extra.safetensors")
+    assert_refused(checkpoint, NAME, "twice", "stray")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -1000])
+def test_torn_file(checkpoint: Path, keep: int) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert_refused(checkpoint, "model.safetensors", "torn", "copy the file again")
+
+
+def test_missing_shard_and_torn_index(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen2", max_shard_size="40KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert_refused(tmp_path, shard.name, "is missing", "model.safetensors.index.json")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    assert_refused(tmp_path, "not a valid index")
+
+
+def test_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert_refused(checkpoint, "no *.safetensors", "--load-format dummy")
+
+
+def test_pickled_weights_only_when_asked_for(checkpoint: Path) -> None:
+    want = load(checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    file = checkpoint / "pytorch_model.bin"
+    torch.save(tensors, file)
+    assert_refused(checkpoint, "pickled", "--load-format pt")
+    got = load(checkpoint, "pt")
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    file.write_bytes(file.read_bytes()[:5000])
+    assert_refused(checkpoint, "pytorch_model.bin", "torn", load_format="pt")
+
+
+class Hostile:
+    """Would run a function when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (Path.mkdir, (Path("hostile"),))  # type: ignore[return-value]
+
+
+def test_pickles_cannot_run_code(checkpoint: Path) -> None:
+    torch.save({"x": Hostile()}, checkpoint / "pytorch_model.bin")
+    assert_refused(checkpoint, "not a plain pickled state dict", load_format="pt")
+    assert not Path("hostile").exists()
+
+
+def test_dummy_weights_depend_on_seed_and_name_alone(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    first, again, other = (load(checkpoint, "dummy", seed) for seed in (0, 0, 1))
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    config["layer_types"] = ["full_attention"] * 3
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    deeper = load(checkpoint, "dummy", 0)
+    for name in first:
+        assert torch.equal(first[name], again[name])
+        assert torch.equal(first[name], deeper[name])
+        assert not torch.equal(first[name], other[name])
+    assert not torch.equal(first[NAME], first[NAME.replace("k_proj", "v_proj")])
+
+
+def test_names_and_sizes_that_are_not_supported(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="'gguf' is not supported: supported are auto"):
+        LoadConfig(load_format="gguf")
+    with pytest.raises(ValueError, match="tp_size=2"):
+        get_model(ModelConfig.from_path(str(checkpoint)), LoadConfig(tp_size=2))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
