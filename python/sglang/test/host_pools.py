@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sglang.srt.mem_cache.hicache_storage import (
@@ -77,7 +79,7 @@ def copy_to_device(
 
 
 def storage_config(
-    namespace: str = "ns", *, tp_rank: int = 0, tp_size: int = 1, **extra: object
+    namespace: str = "ns", *, tp_rank: int = 0, tp_size: int = 1, **extra: Any
 ) -> HiCacheStorageConfig:
     """A storage config of one engine; `extra` is its extra config."""
     return HiCacheStorageConfig(

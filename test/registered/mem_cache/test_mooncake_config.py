@@ -285,7 +285,7 @@ def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         StorageBackendFactory.create_backend("mooncaek", storage_config(), host)
 
 
-def dynamic(**extra: str) -> HiCacheStorage:
+def dynamic(**extra: Any) -> HiCacheStorage:
     host = make_host_pool(make_device_pool(), "page_first")
     config = storage_config(**extra)
     return StorageBackendFactory.create_backend("dynamic", config, host, depth=2)

@@ -196,6 +196,9 @@ class HostPoolGroup:
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         return self.anchor.get_hybrid_pool_buffer()
 
+    def check_pages(self, indices: torch.Tensor) -> None:
+        self.anchor.check_pages(indices)
+
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         return self.anchor.get_page_buffer_meta(indices)
 

@@ -69,6 +69,7 @@ class StorageBackendFactory:
         """
         entry = cls._find(backend_name, storage_config)
         backend_class = _load(backend_name, entry)
+        backend: HiCacheStorage
         if backend_name == _FILE:
             root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
             backend = backend_class(storage_config, root)

@@ -276,4 +276,5 @@ def checked_transfer(transfer: PoolTransfer, pool: StoragePool) -> tuple[list[st
             f"pool transfer {transfer.name}: {len(keys)} keys of {pool.page_size} tokens need "
             f"{len(keys) * pool.page_size} host_indices, got {len(indices)}"
         )
+    pool.check_pages(indices)
     return keys, indices

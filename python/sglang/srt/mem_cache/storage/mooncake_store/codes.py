@@ -21,6 +21,11 @@ def is_store_failure(code: int) -> bool:
     return code in (_TRANSFER_FAILED, _NO_MASTER)
 
 
+def is_transfer_failure(code: int) -> bool:
+    """Whether bytes did not move: a broken client, a dead node, or a truncated object."""
+    return code == _TRANSFER_FAILED
+
+
 def is_full(code: int) -> bool:
     """Whether a put found no room; eviction may make some."""
     return code == _NO_ROOM

@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.codes import (
     get_outcome,
     is_full,
     is_store_failure,
+    is_transfer_failure,
     set_outcome,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
@@ -269,14 +270,15 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         ready: Future[tuple[PageBatch, ExitStack]] | None = self._seal(rows, *pieces[0])
         for following in [*pieces[1:], None]:
             assert ready is not None
-            batch, held = ready.result()
-            ready = None if following is None else self._seal(rows, *following)
-            try:
-                with held:
+            (batch, held), ready = ready.result(), None
+            with held:
+                if following is not None:
+                    ready = self._seal(rows, *following)
+                try:
                     codes = self._transfer(client, batch, is_get=False)
-            except BaseException:
-                _give_back(ready)
-                raise
+                except BaseException:
+                    _give_back(ready)
+                    raise
             written += [set_outcome(code) for code in codes]
             if is_prefix and not all(written):
                 _give_back(ready)
@@ -295,7 +297,10 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             held = borrowed.pop_all()
 
         def work() -> tuple[PageBatch, ExitStack]:
-            rows.seal(batch)
+            with ExitStack() as on_error:
+                on_error.push(held)
+                rows.seal(batch)
+                on_error.pop_all()
             return batch, held
 
         return self._hasher.submit(work)
@@ -316,6 +321,8 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             codes: list[int] = call(batch.keys, batch.ptrs, batch.sizes)
         if len(codes) != len(batch.keys):
             raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {len(batch.keys)}")
+        if is_get:
+            codes = _tell_truncated(client, batch, codes)
         if codes and all(is_store_failure(code) for code in codes):
             self._moved_nothing = True
             way = "get" if is_get else "put"
@@ -446,6 +453,21 @@ def _batches(
         (keys[start : start + size], pages[start : start + size].reshape(-1))
         for start in range(0, len(keys), size)
     ]
+
+
+def _tell_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) -> list[int]:
+    """Give failed transfers their object's size as a code, where that is not the one asked for.
+
+    Mooncake answers a get into more bytes than the object has with the code of a broken
+    transfer. (A plain get answers with the size, but takes one buffer an object.)
+    """
+    told = list(codes)
+    for index, code in enumerate(codes):
+        if is_transfer_failure(code):
+            size: int = client.store.get_size(batch.keys[index])
+            if size != sum(batch.sizes[index]):
+                told[index] = size
+    return told
 
 
 def _give_back(ready: Future[tuple[PageBatch, ExitStack]] | None) -> None:

@@ -1,0 +1,459 @@
+"""MooncakeStore against a real master and a real store node, over TCP on the loopback interface."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.host_layout import HostLayout
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import (
+    copy_to_host,
+    device_bytes,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    page_slots,
+    round_trip,
+    storage_config,
+)
+from sglang.test.mooncake_cluster import MooncakeCluster
+
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+
+LANDED, MISS, SHORT = CacheOutcome.LANDED, CacheOutcome.MISS, CacheOutcome.SHORT
+DAMAGED, FAILED = CacheOutcome.DAMAGED, CacheOutcome.FAILED
+
+
+def connect(
+    cluster: MooncakeCluster, namespace: str = "ns", *, segment: str = "0mb", **extra: bool
+) -> MooncakeStore:
+    return MooncakeStore(
+        storage_config(
+            namespace,
+            master_server_address=cluster.master.address,
+            protocol="tcp",
+            global_segment_size=segment,
+            **extra,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    with MooncakeCluster(num_nodes=1, segment_size="128mb") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
+    store = connect(cluster)
+    yield store
+    store.close()
+    store.close()
+
+
+class Bench:
+    """A store with some pages written, and the pool that they came from."""
+
+    def __init__(
+        self, store: MooncakeStore, layout: str = "page_first_direct", count: int = 3
+    ) -> None:
+        self.store = store
+        self.device = make_device_pool(num_pages=max(16, count))
+        self.host = make_host_pool(self.device, layout)
+        store.register_mem_host_pool_v2(self.host, PoolName.KV)
+        self.keys = page_keys(count)
+        self.pages = list(range(count))
+        self.slots = copy_to_host(self.device, self.host, self.pages)
+        self.wanted = device_bytes(self.device, page_slots(self.pages))
+
+    @property
+    def move(self) -> PoolTransfer:
+        return PoolTransfer(PoolName.KV, host_indices=self.slots, keys=self.keys)
+
+    def put(self) -> list[CacheOutcome]:
+        return self.store.batch_set_v2([self.move])["kv"]
+
+    def get(self) -> list[CacheOutcome]:
+        for buffer in self.host.get_hybrid_pool_buffer():
+            buffer.zero_()
+        return self.store.batch_get_v2([self.move])["kv"]
+
+    def host_is_intact(self) -> bool:
+        return host_bytes(self.host, self.device, self.slots, self.pages) == self.wanted
+
+    def object_key(self, index: int, pool: str = "kv") -> str:
+        return f"{self.keys[index]}/{pool}"
+
+    def raw(self, index: int) -> bytes:
+        return bytes(self.store._client.store.get(self.object_key(index)))
+
+    def overwrite(self, index: int, raw: bytes) -> None:
+        client = self.store._client.store
+        assert client.remove(self.object_key(index), True) == 0
+        assert client.put(self.object_key(index), raw) == 0
+
+
+def host_bytes(
+    host: MHATokenToKVPoolHost,
+    like: MHATokenToKVPool,
+    slots: torch.Tensor,
+    pages: list[int],
+) -> bytes:
+    """What a device gets when it loads `slots`."""
+    other = make_device_pool(num_pages=like.size // like.page_size, seed=1)
+    for layer in range(other.layer_num):
+        host.load_to_device_per_layer(other, slots, page_slots(pages), layer, "direct")
+    return device_bytes(other, page_slots(pages))
+
+
+@pytest.fixture
+def bench(shared: MooncakeStore) -> Bench:
+    shared.clear()
+    made = Bench(shared)
+    assert made.put() == [LANDED] * 3
+    return made
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize("pages", [[5, 2, 9], [3, 4, 5]])
+def test_round_trip_is_bit_exact(shared: MooncakeStore, layout: str, pages: list[int]) -> None:
+    shared.clear()
+    round_trip(shared, layout, page_keys(3), pages)
+
+
+def test_layouts_of_one_byte_order_share_objects(shared: MooncakeStore) -> None:
+    shared.clear()
+    before = shared.get_stats()
+    for layout in ("layer_first", "page_first_direct", "page_first_kv_split"):
+        round_trip(shared, layout, page_keys(3), [5, 2, 9])
+    now = shared.get_stats()
+    assert now["set_present_pages"] - before.get("set_present_pages", 0) == 6
+
+
+def test_an_object_is_one_key_with_page_and_trailer(bench: Bench) -> None:
+    page = b"".join(bench.host.get_page_views(bench.slots)[1])
+    assert bench.raw(1)[:-TRAILER_BYTES] == page
+    assert bench.get() == [LANDED] * 3
+    assert bench.host_is_intact()
+
+
+@pytest.mark.parametrize("layout", ["page_first_kv_split", "layer_first"])
+def test_more_pages_than_the_budget_and_the_batches_hold(
+    cluster: MooncakeCluster, layout: str
+) -> None:
+    store = connect(cluster)
+    store.clear()
+    bench = Bench(store, layout, count=1500)
+    assert bench.put() == [LANDED] * 1500
+    assert store.batch_exists_v2(bench.keys).kv_hit_pages == 1500
+    assert bench.get() == [LANDED] * 1500
+    assert bench.host_is_intact()
+    stats = store.get_stats()
+    assert 128 <= stats["slices_peak"] <= 1024
+    assert stats["slices_in_flight"] == 0
+    store.clear()
+    store.close()
+
+
+def test_a_get_and_a_set_at_once_share_one_budget(cluster: MooncakeCluster) -> None:
+    store = connect(cluster)
+    store.clear()
+    bench = Bench(store, count=1000)
+    half = 500 * bench.host.page_size
+    old = PoolTransfer(PoolName.KV, bench.slots[:half], keys=bench.keys[:500])
+    new = PoolTransfer(PoolName.KV, bench.slots[half:], keys=bench.keys[500:])
+    assert all(store.batch_set_v2([old])["kv"])
+    bench.host.k_buffer[:500].zero_()
+    results: dict[str, list[CacheOutcome]] = {}
+    threads = [
+        threading.Thread(target=lambda: results.update(got=store.batch_get_v2([old])["kv"])),
+        threading.Thread(target=lambda: results.update(put=store.batch_set_v2([new])["kv"])),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {"got": [LANDED] * 500, "put": [LANDED] * 500}
+    assert bench.host_is_intact()
+    assert bench.get() == [LANDED] * 1000
+    assert bench.host_is_intact()
+    assert store.get_stats()["slices_peak"] <= 1024
+    store.clear()
+    store.close()
+
+
+def test_a_client_that_never_saw_the_pages_reads_them(
+    cluster: MooncakeCluster, bench: Bench
+) -> None:
+    other = connect(cluster, verify_checksum=False)
+    reader = Bench(other)
+    assert reader.get() == [LANDED] * 3
+    assert reader.host_is_intact()
+    other.close()
+    stranger = connect(cluster, "other")
+    assert stranger.batch_exists_v2(page_keys(3, "other")).kv_hit_pages == 0
+    stranger.close()
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+@pytest.mark.parametrize("offset", [0, 200, -40, -20, -1])
+def test_a_flipped_byte_is_damage_and_heals(
+    shared: MooncakeStore, layout: str, offset: int
+) -> None:
+    shared.clear()
+    bench = Bench(shared, layout)
+    bench.put()
+    raw = bytearray(bench.raw(1))
+    raw[offset] ^= 1
+    bench.overwrite(1, bytes(raw))
+    assert bench.get() == [LANDED, DAMAGED, SHORT]
+    assert shared.batch_exists_v2(bench.keys).kv_hit_pages == 1
+    again = Bench(shared, layout)
+    assert again.put() == [LANDED] * 3
+    assert again.get() == [LANDED] * 3
+    assert again.host_is_intact()
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+def test_truncated_and_overlong_objects_are_damage(shared: MooncakeStore, layout: str) -> None:
+    shared.clear()
+    bench = Bench(shared, layout)
+    bench.put()
+    raw = bench.raw(0)
+    for damaged in (raw[:-1], raw[:-TRAILER_BYTES], raw[:10], raw + b"x"):
+        bench.put()
+        bench.overwrite(0, damaged)
+        assert bench.get() == [DAMAGED, SHORT, SHORT]
+        bench = Bench(shared, layout)
+
+
+def test_a_truncated_object_alone_is_not_a_broken_store(shared: MooncakeStore) -> None:
+    shared.clear()
+    bench = Bench(shared, count=1)
+    bench.put()
+    bench.overwrite(0, bench.raw(0)[:-5])
+    assert bench.get() == [DAMAGED]
+    assert bench.get() == [MISS]
+
+
+def test_swapped_objects_are_damage(bench: Bench) -> None:
+    first, second = bench.raw(1), bench.raw(2)
+    bench.overwrite(1, second)
+    bench.overwrite(2, first)
+    # Found out by the key's digest, so that both are, in whatever order.
+    assert bench.get() == [LANDED, DAMAGED, DAMAGED]
+
+
+def test_a_missing_page_ends_the_prefix(bench: Bench) -> None:
+    assert bench.store._client.store.remove(bench.object_key(1), True) == 0
+    assert bench.store.batch_exists_v2(bench.keys).kv_hit_pages == 1
+    assert bench.get() == [LANDED, MISS, SHORT]
+
+
+# -- extra pools ---------------------------------------------------------------------------------
+
+
+def test_pages_and_states_of_extra_pools(bench: Bench) -> None:
+    store, trailing = bench.store, PoolHitPolicy.TRAILING_PAGES
+    indexer = make_host_pool(make_device_pool(head_dim=2), "page_first")
+    states = make_device_pool(page_size=1)
+    state_host = make_host_pool(states, "layer_first")
+    store.register_mem_host_pool_v2(indexer, PoolName.INDEXER)
+    store.register_mem_host_pool_v2(state_host, PoolName.MAMBA)
+    slots = copy_to_host(states, state_host, [6, 1])
+    moves = [
+        bench.move,
+        PoolTransfer(PoolName.INDEXER, bench.slots, keys=bench.keys),
+        PoolTransfer(PoolName.MAMBA, slots, keys=bench.keys[1:], hit_policy=trailing),
+    ]
+    assert {name: all(one) for name, one in store.batch_set_v2(moves).items()} == {
+        "kv": True,
+        "indexer": True,
+        "mamba": True,
+    }
+    asked = [PoolTransfer(PoolName.INDEXER), PoolTransfer(PoolName.MAMBA, hit_policy=trailing)]
+    assert store.batch_exists_v2(bench.keys, asked).kv_hit_pages == 3
+    # One pool's object vanishes between exists and get.
+    client = store._client.store
+    assert client.remove(bench.object_key(2, "indexer"), True) == 0
+    got = store.batch_get_v2(moves)
+    assert got == {"kv": [LANDED] * 3, "indexer": [LANDED, LANDED, MISS], "mamba": [LANDED] * 2}
+    result = store.batch_exists_v2(bench.keys, asked)
+    assert result.kv_hit_pages == 2
+    assert result.extra_pool_hit_pages == {"indexer": 2, "mamba": 3}
+    assert client.remove(bench.object_key(1, "mamba"), True) == 0
+    assert store.batch_exists_v2(bench.keys, asked).kv_hit_pages == 0
+    assert store.batch_get_v2(moves[2:]) == {"mamba": [MISS, LANDED]}
+
+
+# -- limits --------------------------------------------------------------------------------------
+
+
+def test_a_full_store_fails_the_page_and_keeps_the_rest() -> None:
+    with MooncakeCluster(num_nodes=0) as small:
+        store = connect(small, segment="16mb")
+        device = MHATokenToKVPool(32 * 64, 64, torch.bfloat16, 4, 512, 4, "cpu")
+        for index, buffer in enumerate((*device.k_buffer, *device.v_buffer)):
+            buffer.fill_(index + 1)
+        host = make_host_pool(device, "page_first_direct", ratio=1.0)
+        store.register_mem_host_pool_v2(host, PoolName.KV)
+        slots = copy_to_host(device, host, list(range(32)))
+        move = PoolTransfer(PoolName.KV, slots, keys=page_keys(32))
+        assert host.page_bytes == 2 << 20
+        outcomes = store.batch_set_v2([move])["kv"]
+        landed = outcomes.index(FAILED)
+        assert 1 <= landed <= 8
+        assert not any(outcomes[landed:])
+        prefix = PoolTransfer(PoolName.KV, slots[: landed * 64], keys=move.keys[:landed])  # type: ignore[index]
+        host.k_buffer.zero_()
+        assert store.batch_get_v2([prefix])["kv"] == [LANDED] * landed
+        assert torch.equal(
+            host.get_data_page(0).view(2, 4, -1)[0, 3], device.k_buffer[3][:64].reshape(-1)
+        )
+        # Full is not broken.
+        assert store.probe()
+        store.close()
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+def test_slots_outside_the_pool_never_reach_the_store(shared: MooncakeStore, layout: str) -> None:
+    shared.clear()
+    bench = Bench(shared, layout)
+    bench.put()
+    for slots in (page_slots([32]), page_slots([-1]), page_slots([3]) + 1):
+        outside = PoolTransfer(PoolName.KV, slots, keys=page_keys(9)[8:])
+        for call in (shared.batch_get_v2, shared.batch_set_v2):
+            with pytest.raises(ValueError, match="host_indices"):
+                call([outside])
+    # Everything that was borrowed came back.
+    assert bench.get() == [LANDED] * 3
+
+
+@pytest.mark.parametrize("key", ["../../x", "a b\n", "k" * 4000, "ключ", "x/%s%n"])
+def test_hostile_keys_are_just_names(shared: MooncakeStore, key: str) -> None:
+    value = torch.arange(10, dtype=torch.uint8)
+    assert shared.get(f"ns/{key}") is None
+    assert shared.set(f"ns/{key}", value)
+    assert shared.exists(f"ns/{key}")
+    got = shared.get(f"ns/{key}", torch.zeros(10, dtype=torch.uint8))
+    assert got is not None
+    assert torch.equal(got, value)
+
+
+@pytest.mark.parametrize("namespace", ["n.s", "a+b(c)[d]", "w-1:bf16^$"])
+def test_clear_removes_this_namespace_only(cluster: MooncakeCluster, namespace: str) -> None:
+    mine, neighbour = connect(cluster, namespace), connect(cluster, "nXs")
+    value = torch.zeros(4)
+    for store, key in (
+        (mine, f"{namespace}/x"),
+        (neighbour, "nXs/x"),
+        (neighbour, f"x{namespace}/x"),
+    ):
+        assert store.set(key, value)
+    mine.clear()
+    mine.clear()
+    assert not mine.exists(f"{namespace}/x")
+    assert neighbour.batch_exists(["nXs/x", f"x{namespace}/x"]) == 2
+    with pytest.raises(ValueError, match="namespace"):
+        connect(cluster, "").clear()
+    for store in (mine, neighbour):
+        store.close()
+
+
+# -- trouble -------------------------------------------------------------------------------------
+
+
+def test_a_client_is_replaced_with_all_its_memory(cluster: MooncakeCluster, bench: Bench) -> None:
+    before = bench.store._client
+    bench.store.rebuild()
+    assert bench.store._client is not before
+    assert {t.data_ptr() for t in bench.store._client.registered()} == {
+        t.data_ptr() for t in before.registered()
+    }
+    assert bench.get() == [LANDED] * 3
+    assert bench.host_is_intact()
+    bench.store.warmup()
+
+
+def recovers(store: MooncakeStore) -> bool:
+    """Until the master notices that a node is dead, it may still send pages there."""
+    try:
+        return store.probe() and all(Bench(store).put())
+    except StorageUnavailable:
+        return False
+
+
+def test_master_gone_and_back() -> None:
+    with MooncakeCluster(num_nodes=1, segment_size="64mb") as cluster:
+        store = connect(cluster)
+        bench = Bench(store)
+        assert bench.put() == [LANDED] * 3
+        cluster.master.kill()
+        started = time.monotonic()
+        with pytest.raises(StorageUnavailable):
+            store.batch_exists_v2(bench.keys)
+        with pytest.raises(StorageUnavailable):
+            bench.get()
+        with pytest.raises(StorageUnavailable):
+            store.batch_set_v2([bench.move])
+        with pytest.raises(StorageUnavailable):
+            store.clear()
+        assert not store.probe()
+        assert time.monotonic() - started < 30
+        cluster.master.start()
+        assert wait_until(lambda: recovers(store), timeout=30)
+        again = Bench(store)
+        assert again.get() == [LANDED] * 3
+        assert again.host_is_intact()
+        assert store.get_stats()["slices_in_flight"] == 0
+        store.close()
+
+
+def test_a_store_node_that_dies_is_a_miss_or_unavailable() -> None:
+    with MooncakeCluster(num_nodes=1, segment_size="64mb") as cluster:
+        store = connect(cluster)
+        bench = Bench(store)
+        assert bench.put() == [LANDED] * 3
+        cluster.nodes[0].kill()
+        started = time.monotonic()
+        try:
+            outcomes = bench.get()
+        except StorageUnavailable:
+            outcomes = []
+        assert not any(outcomes)
+        assert time.monotonic() - started < 60
+        cluster.nodes[0].start()
+        store.clear()
+        assert wait_until(lambda: recovers(store), timeout=60)
+        again = Bench(store)
+        assert again.get() == [LANDED] * 3
+        assert again.host_is_intact()
+        store.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
