@@ -1,0 +1,156 @@
+"""One real server for a test: started, asked, flushed, ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+from sglang.srt.utils.network import get_free_port
+from sglang.test.test_utils import (
+    DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH,
+    ServerProcess,
+    kill_process_tree,
+    popen_launch_server,
+)
+
+ADMIN_KEY: Final = "test-admin-key"
+_TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `/generate` said."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+
+    @property
+    def cached(self) -> dict[str, Any]:
+        """Tokens by tier."""
+        details: dict[str, Any] = self.meta_info["cached_tokens_details"]
+        return details
+
+
+@dataclass(frozen=True)
+class HttpReply:
+    """Status and JSON body (or text) of any endpoint."""
+
+    status: int
+    body: Any
+
+
+class EngineServer:
+    """Context manager around `python -m sglang.launch_server` on a free loopback port.
+
+    Args:
+        args: Flags.
+        env: On top of this process's environment.
+        model: Absent: the built-in model.
+    """
+
+    def __init__(
+        self, *args: str, env: Mapping[str, str] | None = None, model: str | None = None
+    ) -> None:
+        self._args = ["--admin-api-key", ADMIN_KEY, *args]
+        self._env = env
+        self._model = model
+        self.url = f"http://127.0.0.1:{get_free_port()}"
+        self._process: ServerProcess | None = None
+
+    def __enter__(self) -> EngineServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def process(self) -> ServerProcess:
+        assert self._process is not None, "the server was not started"
+        return self._process
+
+    def start(self) -> None:
+        """Start it and wait until it is healthy."""
+        self._process = popen_launch_server(
+            self._model,
+            self.url,
+            DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH,
+            other_args=self._args,
+            env=self._env,
+        )
+
+    def stop(self, timeout: float = 60.0) -> int:
+        """SIGTERM, and wait for its end; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        """End the whole process tree. Idempotent."""
+        if self._process is not None and self._process.poll() is None:
+            kill_process_tree(self._process.pid)
+            self._process.wait()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 16,
+        sampling: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Answer:
+        """Greedy `/generate`, unless `sampling` differs. Raises AssertionError on an error."""
+        params = {"temperature": 0, "max_new_tokens": max_new_tokens, **(sampling or {})}
+        key = "text" if isinstance(prompt, str) else "input_ids"
+        value = prompt if isinstance(prompt, str) else list(prompt)
+        reply = self.request("POST", "/generate", {key: value, "sampling_params": params, **fields})
+        assert reply.status == 200, reply
+        body = reply.body
+        return Answer(body["text"], body["output_ids"], body["meta_info"])
+
+    def flush(self, timeout: float = 60.0) -> None:
+        """Wait until all is idle (backups too), then empty L1 and L2."""
+        reply = self.request("POST", f"/flush_cache?timeout={timeout}", admin=True)
+        assert reply.status == 200, reply
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of `/metrics` by name with labels."""
+        text = str(self.request("GET", "/metrics").body)
+        samples = {}
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                samples[name] = float(value)
+        return samples
+
+    def request(
+        self, method: str, path: str, body: object = None, *, admin: bool = False
+    ) -> HttpReply:
+        """Any request; errors of the server are replies."""
+        headers = {"Content-Type": "application/json"}
+        if admin:
+            headers["Authorization"] = f"Bearer {ADMIN_KEY}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                return HttpReply(response.status, _decoded(response.read()))
+        except urllib.error.HTTPError as error:
+            return HttpReply(error.code, _decoded(error.read()))
+
+
+def _decoded(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw.decode(errors="replace")

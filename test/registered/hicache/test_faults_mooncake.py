@@ -1,0 +1,182 @@
+"""Faults C1, C2 and C3 against a real Mooncake Store: made-up KV shows every wrong byte.
+
+The engine's side is a `CacheRig`: real pools, tree, controller and threads without a model. Every
+prefix that it reuses is compared with what the tokens must have given.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageExtraInfo,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mooncake_cluster import MooncakeCluster
+
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+
+PAGE = 4
+PROMPT = range(64)
+PAGES = len(PROMPT) // PAGE
+
+
+class HoleAfterExists(MooncakeStore):
+    """Removes page 5 when somebody has just been told that it is there."""
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        result = super().batch_exists_v2(keys, pool_transfers, extra_info)
+        if result.kv_hit_pages > 5:
+            self._client.store.remove(self.object_key(keys[5], "kv"), True)
+        return result
+
+
+class SlowGets(MooncakeStore):
+    """Each get waits before it touches memory, as on a congested link."""
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Any:
+        time.sleep(0.3)
+        return super().batch_get_v2(transfers, extra_info)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    with MooncakeCluster(segment_size="64mb") as running:
+        yield running
+
+
+@pytest.fixture
+def make_rig(
+    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., CacheRig]]:
+    """Engines on the cluster; each test has a namespace of its own."""
+    for name, value in cluster.engine_env().items():
+        monkeypatch.setenv(name, value)
+    rigs: list[CacheRig] = []
+    weights = f"weights-{time.monotonic_ns()}"
+
+    def make(backend: type[MooncakeStore] = MooncakeStore, **settings: Any) -> CacheRig:
+        extra: dict[str, Any] = {"prefetch_threshold": PAGE}
+        name = "mooncake"
+        if backend is not MooncakeStore:
+            name = "dynamic"
+            extra |= {"backend_name": "faulty", "class_name": backend.__name__}
+            extra["module_path"] = backend.__module__
+        rig = CacheRig(
+            l1_pages=32,
+            page_size=PAGE,
+            weights_identity=weights,
+            settings=HiCacheSettings(
+                hicache_storage_backend=name,
+                hicache_storage_backend_extra_config=json.dumps(extra),
+                **settings,
+            ),
+        )
+        rigs.append(rig)
+        return rig
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def stored(rig: CacheRig) -> tuple[Any, list[str]]:
+    """The raw client, and the object keys of `PROMPT`'s pages, once they are written."""
+    assert rig.run([*PROMPT, 1]) == Reused()
+    rig.settle()
+    storage_io = rig.hi.cache_controller.storage_io
+    assert storage_io is not None
+    store = storage_io.storage
+    assert isinstance(store, MooncakeStore)
+    hashes = [page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)]
+    keys = [store.object_key(key, "kv") for key in storage_io._keys(hashes)]
+    assert len(keys) == PAGES
+    return store._client.store, keys
+
+
+def test_what_was_written_is_read_by_another_engine(make_rig: Callable[..., CacheRig]) -> None:
+    stored(make_rig())
+    reader = make_rig(hicache_mem_layout="page_first_kv_split")
+    assert reader.run([*PROMPT, 1]) == Reused(storage=len(PROMPT))
+    reader.settle()
+
+
+def test_c1_nothing_is_published_before_it_has_landed(make_rig: Callable[..., CacheRig]) -> None:
+    stored(make_rig())
+    reader = make_rig(SlowGets, hicache_storage_prefetch_policy="best_effort")
+    prompt = [*PROMPT, 1]
+    reader.arrive("first", prompt)
+    # Cut while the get sleeps: hit known, nothing landed, so nothing may be used.
+    reader.until(lambda: reader.hi._board.operations()[0].hit_pages == PAGES)
+    assert reader.tree.check_prefetch_progress("first")
+    request, reused = reader.admit("first", prompt)
+    assert reused == Reused()
+    reader.finish(request)
+    reader.settle()
+
+
+def test_c2_a_page_removed_between_exists_and_get_shortens_the_prefix(
+    make_rig: Callable[..., CacheRig],
+) -> None:
+    stored(make_rig())
+    reader = make_rig(HoleAfterExists)
+    assert reader.run([*PROMPT, 1]) == Reused(storage=5 * PAGE)
+    reader.settle()
+
+
+def flip(store: Any, keys: list[str]) -> None:
+    raw = bytearray(store.get(keys[3]))
+    raw[7] ^= 1
+    put(store, keys[3], bytes(raw))
+
+
+def truncate(store: Any, keys: list[str]) -> None:
+    put(store, keys[3], store.get(keys[3])[:-1])
+
+
+def swap(store: Any, keys: list[str]) -> None:
+    third, fourth = store.get(keys[3]), store.get(keys[4])
+    put(store, keys[3], fourth)
+    put(store, keys[4], third)
+
+
+def put(store: Any, key: str, raw: bytes) -> None:
+    assert store.remove(key, True) == 0
+    assert store.put(key, raw) == 0
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, swap])
+def test_c3_damage_is_detected_counted_and_recomputed(
+    make_rig: Callable[..., CacheRig], damage: Callable[[Any, list[str]], None]
+) -> None:
+    store, keys = stored(make_rig())
+    damage(store, keys)
+    reader = make_rig()
+    assert reader.run([*PROMPT, 1]) == Reused(storage=3 * PAGE)
+    reader.settle()
+    counted = reader.hi.metrics.pages.labels("get", "damaged")
+    assert counted._value.get() >= 1
+    # It was computed again and written again: the store has healed.
+    other = make_rig()
+    assert other.run([*PROMPT, 1]).storage >= (PAGES - 1) * PAGE
+    other.settle()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,112 @@
+"""The same words from every tier: real servers, the built-in model, a real Mooncake store.
+
+One prompt of about 1,500 tokens is answered cold, from L1, from L2, from L3 of the same server, of
+a second server that never saw it, and after a restart. Greedy output must be equal, token for
+token, and `cached_tokens_details` must say from where the prefix came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import Answer, EngineServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.recall_task import heldout_conversation
+
+register_cpu_ci(est_time=90, suite="base-b-test-cpu")
+
+CONTEXT = 1500
+PAGE = 64
+
+
+def prompt_ids(seed: int, context_tokens: int = CONTEXT) -> tuple[list[int], str]:
+    """A held-out conversation up to its question, as token ids, and the right answer."""
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODEL_DIR)
+    conversation = heldout_conversation(seed, context_tokens)
+    turn = conversation.first_tail_turn
+    text = tokenizer.apply_chat_template(
+        conversation.messages_before(turn), tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"], conversation.turns[turn].answer
+
+
+@pytest.fixture(scope="module")
+def cold() -> Iterator[tuple[list[int], Answer]]:
+    """Prompt, and the answer of an engine without any cache."""
+    ids, answer = prompt_ids(seed=1)
+    with EngineServer("--disable-radix-cache") as server:
+        first = server.generate(ids)
+        second = server.generate(ids)
+        assert first.cached["device"] == second.cached["device"] == 0
+        assert first.output_ids == second.output_ids
+        assert first.text.strip() == answer
+        yield ids, first
+
+
+def whole_pages(ids: list[int]) -> int:
+    """Tokens of the prompt that a page-wise cache can give back."""
+    return (len(ids) - 1) // PAGE * PAGE
+
+
+def push_out(server: EngineServer) -> None:
+    """Fill L1 with other prompts."""
+    for seed in range(100, 104):
+        server.generate(prompt_ids(seed)[0], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_l1_and_l2(cold: tuple[list[int], Answer], layout: str) -> None:
+    ids, expected = cold
+    with EngineServer(
+        "--enable-hierarchical-cache", "--hicache-mem-layout", layout,
+        "--max-total-tokens", "4096", "--hicache-ratio", "4",
+    ) as server:  # fmt: skip
+        assert server.generate(ids).output_ids == expected.output_ids
+        hit = server.generate(ids)
+        assert hit.output_ids == expected.output_ids
+        assert hit.cached["device"] == whole_pages(ids)
+        push_out(server)
+        loaded = server.generate(ids)
+        assert loaded.output_ids == expected.output_ids
+        assert (loaded.cached["device"], loaded.cached["host"]) == (0, whole_pages(ids))
+
+
+@pytest.mark.parametrize("backend", ["file", "mooncake"])
+def test_l3_of_this_server_of_another_and_after_a_restart(
+    cold: tuple[list[int], Answer], backend: str, tmp_path: Path
+) -> None:
+    ids, expected = cold
+    flags = ("--hicache-storage-backend", backend, "--hicache-storage-prefetch-policy",
+             "wait_complete")  # fmt: skip
+    name = {"file": "HiCacheFile", "mooncake": "MooncakeStore"}[backend]
+    with ExitStack() as stack:
+        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+        if backend == "mooncake":
+            env = stack.enter_context(MooncakeCluster(segment_size="256mb")).engine_env()
+        writer = stack.enter_context(EngineServer(*flags, env=env))
+        assert writer.generate(ids).output_ids == expected.output_ids
+        writer.flush()
+        again = writer.generate(ids)
+        check_from_storage(again, expected, ids, name)
+        reader = stack.enter_context(EngineServer(*flags, env=env))
+        check_from_storage(reader.generate(ids), expected, ids, name)
+        assert writer.stop() == 0
+        writer.start()
+        check_from_storage(writer.generate(ids), expected, ids, name)
+
+
+def check_from_storage(got: Answer, expected: Answer, ids: list[int], backend: str) -> None:
+    assert got.output_ids == expected.output_ids
+    assert got.cached["storage_backend"] == backend
+    assert got.cached["storage"] == whole_pages(ids), got.cached
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-x"]))
