@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage.mooncake_store import client
 from sglang.srt.mem_cache.storage.mooncake_store.codes import get_outcome, set_outcome
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeHostTensorAllocator,
@@ -142,6 +143,12 @@ def test_an_unreachable_master_is_said_at_once() -> None:
     assert time.monotonic() - started < 3
     assert "\n" not in str(refused.value)
     assert isinstance(refused.value, StorageUnavailable)
+
+
+def test_rdma_without_a_device_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "list_rdma_devices", list)
+    with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp"):
+        MooncakeStore(storage_config(master_server_address="127.0.0.1:1"))
 
 
 def test_a_store_needs_a_config() -> None:

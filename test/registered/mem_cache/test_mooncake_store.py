@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -397,6 +398,46 @@ def test_a_client_is_replaced_with_all_its_memory(cluster: MooncakeCluster, benc
     assert bench.get() == [LANDED] * 3
     assert bench.host_is_intact()
     bench.store.warmup()
+
+
+class Poisoned:
+    """A client as it is after too many slices in flight: it answers, and moves nothing."""
+
+    def __init__(self, inner: Any, *, full: bool) -> None:
+        self._inner = inner
+        self._full = full
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def batch_get_into_multi_buffers(self, keys: list[str], *args: object) -> list[int]:
+        return [-800] * len(keys)
+
+    def put(self, key: str, value: bytes) -> int:
+        return -200 if self._full else -800
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_probe_replaces_a_client_that_moves_nothing(
+    cluster: MooncakeCluster, full: bool
+) -> None:
+    store = connect(cluster)
+    store.clear()
+    bench = Bench(store)
+    assert bench.put() == [LANDED] * 3
+    broken = store._client
+    broken.store = Poisoned(broken.store, full=full)
+    with pytest.raises(StorageUnavailable, match="get of 3 pages: -800"):
+        bench.get()
+    assert store.probe()
+    assert store._client is not broken
+    assert store.get_stats()["rebuilds"] == 1
+    assert bench.get() == [LANDED] * 3
+    assert bench.host_is_intact()
+    # A store that works is left as it is.
+    assert store.probe()
+    assert store.get_stats()["rebuilds"] == 1
+    store.close()
 
 
 def recovers(store: MooncakeStore) -> bool:
