@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, uniform_from_seed
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
@@ -152,6 +153,32 @@ def test_impossible_tokens_are_never_sampled() -> None:
     n = 500
     tokens = sample(logits.expand(n, -1), [SamplingParams()] * n, list(range(n)), [0] * n)
     assert set(tokens) == {0, 13, 49}
+
+
+def test_large_vocabularies_are_not_sorted_and_it_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows with short and long heads, and with ties right where the candidates end."""
+    vocab = 3000
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(4))
+    logits[::2] = (logits[::2] * 4).bfloat16().float()
+    logits[5:10] = logits[5:10].round()
+    kinds = [
+        SamplingParams(top_p=0.3),
+        SamplingParams(top_k=40),
+        SamplingParams(top_k=512),
+        SamplingParams(top_k=2000),
+        SamplingParams(top_p=0.99),
+        SamplingParams(min_p=0.3),
+    ]
+    params = [kinds[i % 6] for i in range(40)]
+    info = SamplingBatchInfo.from_reqs(params, vocab, "cpu")
+    runs = []
+    for head in (sampler_module._HEAD_TOKENS, vocab):
+        monkeypatch.setattr(sampler_module, "_HEAD_TOKENS", head)
+        output = LogitsProcessorOutput(next_token_logits=logits)
+        runs.append(Sampler().forward(output, info, torch.arange(40), torch.arange(40)))
+    assert torch.equal(runs[0], runs[1])
 
 
 def test_a_row_of_nan_gives_some_token_and_harms_no_other() -> None:

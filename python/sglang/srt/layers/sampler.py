@@ -20,6 +20,8 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _UNIFORM_BITS = 48
 """Few enough that a product with the total mass never rounds up to it."""
 
+_HEAD_TOKENS = 512
+
 
 class Sampler(torch.nn.Module):
     """Stateless."""
@@ -97,17 +99,47 @@ def _sample_filtered(
     """Sample from what top-k, top-p and min-p all keep of the unfiltered distribution.
 
     In descending order each of the three keeps a head, so together they keep the shortest head.
+    Sorting a large vocabulary is slow and heads are short: the head is looked for among the
+    `_HEAD_TOKENS` largest, and only rows whose head may reach beyond are sorted whole.
     """
+    if probs.shape[-1] <= 2 * _HEAD_TOKENS:
+        return _sample_head(*_descending(probs), uniform, filtered)[0]
+    # Candidates in vocabulary order, so that sorting them breaks ties as sorting all would.
+    values, tokens = probs.topk(_HEAD_TOKENS, dim=-1)
+    smallest = values[:, -1]
+    tokens = tokens.sort(dim=-1).values
+    values, places = _descending(probs.gather(1, tokens))
+    token_ids, last_kept = _sample_head(values, tokens.gather(1, places), uniform, filtered)
+    unsure = (last_kept <= smallest).nonzero().squeeze(1)
+    if len(unsure):
+        part = FilteredRows(*(getattr(filtered, name)[unsure] for name in FilteredRows.__slots__))
+        whole = _descending(probs.index_select(0, unsure))
+        token_ids[unsure] = _sample_head(*whole, uniform[unsure], part)[0]
+    return token_ids
+
+
+def _descending(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Stable: equal probabilities, common with bf16 logits, must not depend on the batch.
-    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    values, order = probs.sort(dim=-1, descending=True, stable=True)
+    return values, order
+
+
+def _sample_head(
+    probs: torch.Tensor, tokens: torch.Tensor, uniform: torch.Tensor, filtered: FilteredRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample from the kept head of descending `probs`, of `tokens`.
+
+    Returns:
+        Token ids `[n]`, and the smallest probability that was kept, `[n]`.
+    """
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     keep = (rank < filtered.top_ks) & (mass - probs < filtered.top_ps)
     keep &= probs >= filtered.min_ps * probs[:, :1]
     last = (keep.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # rows of NaN keep nothing
     target = uniform.unsqueeze(1) * mass.gather(1, last)
-    place = torch.searchsorted(mass, target, right=True)
-    return order.gather(1, torch.minimum(place, last)).squeeze(1)
+    place = torch.minimum(torch.searchsorted(mass, target, right=True), last)
+    return tokens.gather(1, place).squeeze(1), probs.gather(1, last).squeeze(1)
 
 
 def _fill_logprobs(
