@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -189,7 +189,6 @@ class PrefetchTimeoutConfig:
         return min(self.max, self.base + self.per_ki_token * num_tokens / 1024)
 
 
-@runtime_checkable
 class StoragePool(Protocol):
     """What a backend needs of a host pool. `indices` are int64 CPU tensors of whole pages."""
 
