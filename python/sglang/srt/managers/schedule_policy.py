@@ -1,0 +1,215 @@
+"""Who runs next: decisions over plain numbers, the same on every rank.
+
+Nothing here touches a pool, a tree, a clock or a socket. `scheduler_prefill.py` and
+`scheduler_decode.py` carry out what is decided here. Counts are tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol, TypeVar
+
+LPM_MAX_WAITING: Final = 128
+"""Beyond this many waiting requests, matching each of them costs more than the order gains."""
+MAX_RESERVED_NEW_TOKENS: Final = 4096
+"""Longer wishes are rarely used up; reserving for them would leave the pool idle."""
+
+
+class SchedulePolicy(str, Enum):
+    """Order of waiting requests."""
+
+    FCFS = "fcfs"
+    """First come, first served."""
+    LPM = "lpm"
+    """Longest prefix match first: what is cached is used before it is evicted."""
+
+
+class Arrival(Protocol):
+    """What ordering needs to know of a request."""
+
+    @property
+    def arrival_number(self) -> int:
+        """Place in the order of arrival. A request keeps it when it is retracted."""
+
+
+R = TypeVar("R", bound=Arrival)
+
+
+def order_waiting(
+    policy: SchedulePolicy, waiting: Sequence[R], matched_tokens: Callable[[R], int]
+) -> list[R]:
+    """The waiting requests, next first.
+
+    Args:
+        policy: The order asked for; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
+        waiting: Requests.
+        matched_tokens: Tokens of a request that are cached; only called for `lpm`.
+    """
+    if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
+        return sorted(waiting, key=lambda req: req.arrival_number)
+    matched = {id(req): matched_tokens(req) for req in waiting}
+    return sorted(waiting, key=lambda req: (-matched[id(req)], req.arrival_number))
+
+
+def ceil_to_page(tokens: int, page_size: int) -> int:
+    """`tokens` rounded up to whole pages."""
+    return -(-tokens // page_size) * page_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """What a batch may not exceed."""
+
+    page_size: int
+    max_running_requests: int
+    max_prefill_tokens: int
+    """Prompt tokens computed in one prefill batch."""
+    chunk_tokens: int | None
+    """Prompt tokens of one pass, whole pages; None: prompts are not cut."""
+    pool_tokens: int
+    """Slots of the device pool."""
+    context_len: int
+    """Tokens of one request, prompt and output together."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and output of the longest request that can run alone."""
+        return min(self.context_len, self.pool_tokens)
+
+    @property
+    def max_input_tokens(self) -> int:
+        """The longest prompt that leaves room for one new token."""
+        return self.max_request_tokens - 1
+
+
+class AddOutcome(Enum):
+    """What `PrefillAdder.plan` says to one request."""
+
+    ADDED = "added"
+    """The whole rest of the prompt is computed now."""
+    CHUNKED = "chunked"
+    """A first part of it is computed now; nothing can be added after it."""
+    NO_MEMORY = "no memory"
+    """The pool cannot hold it beside what runs."""
+    NO_BUDGET = "no budget"
+    """This batch is full; the next one has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddPlan:
+    """An answer, and with ADDED or CHUNKED the prompt tokens to compute now."""
+
+    outcome: AddOutcome
+    extend_tokens: int = 0
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the request joins the batch."""
+        return self.outcome in (AddOutcome.ADDED, AddOutcome.CHUNKED)
+
+
+class PrefillAdder:
+    """Budgets of one prefill batch. `plan` asks, `commit` takes.
+
+    Args:
+        limits: Of any batch.
+        num_running: Requests that decode, or whose prompt is being computed.
+        reserved_tokens: Slots that those are expected to need yet.
+    """
+
+    def __init__(self, limits: BatchLimits, num_running: int, reserved_tokens: int) -> None:
+        self._limits = limits
+        self._num_running = num_running
+        self._reserved = reserved_tokens
+        self._budget = limits.max_prefill_tokens
+        if limits.chunk_tokens is not None:
+            self._budget = min(self._budget, limits.chunk_tokens)
+        self._num_added = 0
+
+    def plan_next_chunk(self, rest: int) -> AddPlan:
+        """The next part of a prompt that was cut: its memory was granted when it was added."""
+        return self._plan_extend(rest)
+
+    def plan(self, rest: int, load: int, new_tokens: int, free_tokens: int) -> AddPlan:
+        """Whether a waiting request may join.
+
+        Args:
+            rest: Prompt tokens to compute, after what is cached.
+            load: Cached tokens that need device slots first.
+            new_tokens: Slots to expect for its output.
+            free_tokens: Slots that are free or can be evicted, after locking what it reuses.
+        """
+        if self._num_running + self._num_added >= self._limits.max_running_requests:
+            return AddPlan(AddOutcome.NO_BUDGET)
+        need = load + ceil_to_page(rest + new_tokens, self._limits.page_size)
+        if need > free_tokens - self._reserved:
+            return AddPlan(AddOutcome.NO_MEMORY)
+        return self._plan_extend(rest)
+
+    def commit(self, plan: AddPlan, reserve: int) -> None:
+        """Take what `plan` granted; `reserve`: slots that the request will need after this step."""
+        assert plan.is_admitted
+        self._num_added += 1
+        self._budget -= plan.extend_tokens
+        self._reserved += reserve
+        if plan.outcome is AddOutcome.CHUNKED:
+            self._budget = 0
+
+    def _plan_extend(self, rest: int) -> AddPlan:
+        if rest <= self._budget:
+            return AddPlan(AddOutcome.ADDED, rest)
+        if self._limits.chunk_tokens is None:
+            # A prompt beyond the budget of a batch has a batch to itself.
+            alone = self._num_added == 0
+            return AddPlan(AddOutcome.ADDED, rest) if alone else AddPlan(AddOutcome.NO_BUDGET)
+        # A cut at a page boundary lets the tree take over all that was computed.
+        part = self._budget // self._limits.page_size * self._limits.page_size
+        if part == 0:
+            return AddPlan(AddOutcome.NO_BUDGET)
+        return AddPlan(AddOutcome.CHUNKED, part)
+
+
+class NewTokenEstimate:
+    """Which share of the output they asked for requests are expected to use.
+
+    Starts cautious, relaxes while decoding goes well, and jumps back up when requests had to be
+    retracted. Only counts of steps go in, so that all ranks agree.
+    """
+
+    _START = 0.7
+    _FLOOR_SHARE = 0.2
+    _STEPS_TO_FLOOR = 600
+
+    def __init__(self, conservativeness: float) -> None:
+        """Args:
+        conservativeness: Above 1 admits fewer requests; below 1 more.
+        """
+        self._ceiling = min(1.0, self._START * conservativeness)
+        self._floor = self._ceiling * self._FLOOR_SHARE
+        self._decay = (self._ceiling - self._floor) / self._STEPS_TO_FLOOR
+        self.ratio = self._ceiling
+
+    def on_decode_step(self) -> None:
+        """A step went by without shortage."""
+        self.ratio = max(self._floor, self.ratio - self._decay)
+
+    def on_retraction(self, generated: int, wanted: int) -> None:
+        """Slots ran out while the running requests had `generated` of `wanted` tokens."""
+        observed = generated / wanted if wanted else 1.0
+        self.ratio = min(1.0, max(self._ceiling, observed))
+
+    def reserve(self, new_tokens: int) -> int:
+        """Slots to keep for a request that may generate `new_tokens` more; at least one."""
+        return max(1, round(min(new_tokens, MAX_RESERVED_NEW_TOKENS) * self.ratio))
+
+
+def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
+    """New pages that one more token of each request takes; `seq_lens`: lengths before it."""
+    return sum(1 for length in seq_lens if length % page_size == 0)
+
+
+def newest(requests: Sequence[R]) -> R:
+    """The request that gives way first when slots run out: the one that waited least."""
+    return max(requests, key=lambda req: req.arrival_number)

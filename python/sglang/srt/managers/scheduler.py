@@ -1,0 +1,253 @@
+"""The scheduler of one rank: every tick it takes messages in, runs at most one batch, and gives
+out what that produced.
+
+`step` is the whole of it and does no I/O of its own; `run` is the loop around it. Ranks that are
+given the same ticks decide the same (hicache.md, "One ballot a tick"): the state and the message
+order decide, never a clock or a finished copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from sglang.srt.managers.io_struct import (
+    BatchTokenIDOutput,
+    ControlReqOutput,
+    FinishReason,
+    ToScheduler,
+)
+from sglang.srt.managers.schedule_batch import BatchPools, DecodeBatch, make_prefill_batch
+from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
+from sglang.srt.managers.scheduler_control import ControlHandler
+from sglang.srt.managers.scheduler_decode import DecodeScheduler
+from sglang.srt.managers.scheduler_input import InputHandler
+from sglang.srt.managers.scheduler_output import OutputCollector
+from sglang.srt.managers.scheduler_prefill import PrefillScheduler
+from sglang.srt.managers.scheduler_results import ResultProcessor
+from sglang.srt.managers.scheduler_state import SchedulerState
+from sglang.srt.managers.scheduler_stop import StopChecker, TextDecoder
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tp_worker import ModelWorker
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_IDLE_POLL_MS: Final = 1000
+_BUSY_POLL_MS: Final = 1
+_SHUT_DOWN = FinishReason(type="abort", message="the server is shutting down", status_code=503)
+
+SchedulerOutput = BatchTokenIDOutput | ControlReqOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What all ranks are given at the begin of a step."""
+
+    now: float
+    """`time.time()` of rank 0."""
+    messages: Sequence[ToScheduler] = field(default_factory=list)
+
+
+class Channel(Protocol):
+    """Rank 0's way to the other processes."""
+
+    def receive(self, timeout_ms: int) -> list[ToScheduler]:
+        """Messages that are there, after waiting at most `timeout_ms` for the first."""
+
+    def send(self, output: SchedulerOutput) -> None:
+        """Pass on one message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerParts:
+    """What a scheduler is made of, built by `scheduler_process.py` or a test."""
+
+    worker: ModelWorker
+    tree: BasePrefixCache
+    metrics: SchedulerMetrics
+    tokenizer: TextDecoder | None = None
+    """Finds stop strings; None: no request may have any."""
+    forward_guard: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around every forward; the watchdog's."""
+
+
+class Scheduler:
+    """Continuous batching over one model worker. One thread uses it.
+
+    A tick runs either a prefill batch or a decode step; after a prefill batch comes a decode step
+    if anything decodes, so that neither starves.
+    """
+
+    def __init__(self, server_args: ServerArgs, parts: SchedulerParts) -> None:
+        """
+        Args:
+            server_args: Resolved.
+            parts: The worker's pools and `parts.tree` must be each other's.
+        """
+        self._parts = parts
+        self._state = _make_state(server_args, parts)
+        outputs = OutputCollector(server_args.stream_interval)
+        self._outputs = outputs
+        self._control = ControlHandler(self._state, outputs, server_args.to_public_dict())
+        self._results = ResultProcessor(self._state, StopChecker(parts.tokenizer), outputs)
+        self._input = InputHandler(self._state, self._control, self._results, outputs)
+        self._prefill = PrefillScheduler(self._state)
+        self._decode = DecodeScheduler(self._state)
+        self._last_was_prefill = False
+        self._did_forward = False
+        self._is_verified = False
+        self._say = RateLimitedLogger(logger)
+        self.is_stopped = False
+
+    @property
+    def state(self) -> SchedulerState:
+        """Queues, pools and counts; for tests and the start-up message."""
+        return self._state
+
+    def step(self, tick: Tick) -> list[SchedulerOutput]:
+        """One tick: messages in, at most one batch, outputs out."""
+        state = self._state
+        state.now = tick.now
+        state.counters.ticks += 1
+        for message in tick.messages:
+            self._input.handle(message)
+        state.tree.check_hicache_events()
+        if self._control.is_drained():
+            self._input.abort(None, _SHUT_DOWN)
+            self.is_stopped = True
+        self._input.end_aborted()
+        self._control.tick()
+        self._did_forward = not self.is_stopped and self._run_batch()
+        if self._did_forward:
+            self._is_verified = False
+            self._say_status()
+        return self._outputs.take()
+
+    def run(self, channel: Channel, broadcast: Callable[[Tick], Tick] = lambda tick: tick) -> None:
+        """Step until a shutdown is complete.
+
+        Args:
+            channel: Where messages come from and go to.
+            broadcast: Gives rank 0's tick to every rank; with one rank the identity.
+        """
+        while not self.is_stopped:
+            messages = channel.receive(self.poll_timeout_ms())
+            if not messages and self.is_idle():
+                self.verify_once()
+            for output in self.step(broadcast(Tick(time.time(), messages))):
+                channel.send(output)
+
+    def close(self) -> None:
+        """End the threads of the cache."""
+        self._state.tree.shutdown()
+
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do until a message comes."""
+        return not self._control.busy() and not self._control.is_waiting
+
+    def poll_timeout_ms(self) -> int:
+        """How long the loop may wait for a message."""
+        if self._did_forward:
+            return 0
+        return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
+
+    def verify_once(self) -> None:
+        """Check the books, once after each time that something ran.
+
+        Raises:
+            AssertionError: Slots were lost or have two owners.
+        """
+        if self._is_verified:
+            return
+        pool = self._state.pools.req_to_token_pool
+        self._state.tree.check_integrity([req.own_slots(pool) for req in self._state.running()])
+        self._is_verified = True
+
+    def _run_batch(self) -> bool:
+        """Run a prefill batch or a decode step. False: neither was possible."""
+        decoding = self._state.decoding
+        is_prefill_turn = not (
+            len(decoding) and (self._last_was_prefill or self._decode.is_stalled)
+        )
+        if is_prefill_turn and self._run_prefill():
+            self._last_was_prefill = True
+            return True
+        self._last_was_prefill = False
+        return len(decoding) > 0 and self._run_decode()
+
+    def _run_prefill(self) -> bool:
+        state = self._state
+        scheduled = self._prefill.schedule()
+        if scheduled is None:
+            return False
+        works, load = scheduled
+        info = state.sampling_info([work.req for work in works])
+        batch = make_prefill_batch(works, state.pools, info, load)
+        with self._parts.forward_guard():
+            logits_output, token_ids = self._parts.worker.forward_batch_generation(batch)
+            self._results.on_prefill(works, logits_output, token_ids)
+        return True
+
+    def _run_decode(self) -> bool:
+        if not self._decode.prepare():
+            return False
+        info = self._decode.sampling_info
+        batch = self._state.decoding.worker_batch(info)
+        with self._parts.forward_guard():
+            logits_output, token_ids = self._parts.worker.forward_batch_generation(batch)
+            self._results.on_decode(info, logits_output, token_ids)
+        return True
+
+    def _say_status(self) -> None:
+        state = self._state
+        self._say.info(
+            "status",
+            "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d",
+            state.num_running,
+            len(state.waiting),
+            state.used_tokens(),
+            state.limits.pool_tokens,
+            state.counters.prefill_tokens,
+            state.counters.decode_steps,
+        )
+
+
+def _make_state(server_args: ServerArgs, parts: SchedulerParts) -> SchedulerState:
+    worker = parts.worker
+    allocator = worker.token_to_kv_pool_allocator
+    chunk = server_args.chunked_prefill_size
+    pools = BatchPools(
+        req_to_token_pool=worker.req_to_token_pool,
+        allocator=allocator,
+        token_to_kv_pool=worker.token_to_kv_pool,
+        device=torch.device(allocator.device),
+    )
+    return SchedulerState(
+        tree=parts.tree,
+        pools=pools,
+        limits=BatchLimits(
+            page_size=allocator.page_size,
+            max_running_requests=worker.req_to_token_pool.size,
+            max_prefill_tokens=server_args.max_prefill_tokens,
+            chunk_tokens=None if chunk in (None, -1) else chunk,
+            pool_tokens=allocator.size,
+            context_len=worker.context_len,
+        ),
+        policy=SchedulePolicy(server_args.schedule_policy),
+        estimate=NewTokenEstimate(server_args.schedule_conservativeness),
+        decoding=DecodeBatch(pools),
+        vocab_size=worker.vocab_size,
+        eos_token_ids=worker.eos_token_ids,
+        metrics=parts.metrics,
+    )

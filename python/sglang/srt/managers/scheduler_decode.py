@@ -1,0 +1,124 @@
+"""Makes room for one more token of each running request; decides who gives way."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.schedule_batch import Req, release_slots
+from sglang.srt.managers.schedule_policy import newest, pages_to_decode
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.managers.scheduler_state import SchedulerState
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeScheduler:
+    """Prepares decode steps.
+
+    Attributes:
+        is_stalled: Slots are short and will come back from copies in flight: nothing is admitted
+            and nobody else gives way until then.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._say = RateLimitedLogger(logger)
+        self._sampling_info: SamplingBatchInfo | None = None
+        self.is_stalled = False
+
+    def prepare(self) -> bool:
+        """Give every running request a slot, evicting and retracting as needed.
+
+        False: nothing can run in this tick.
+        """
+        state = self._state
+        batch = state.decoding
+        is_stale = self._sampling_info is None or batch.is_stale
+        while len(batch):
+            state.make_room(self._needed_tokens())
+            is_stale = is_stale or batch.is_stale
+            if batch.prepare():
+                self.is_stalled = False
+                if is_stale:
+                    self._sampling_info = state.sampling_info(batch.reqs)
+                state.estimate.on_decode_step()
+                return True
+            if self.is_stalled and state.has_device_copies():
+                state.counters.decode_stalls += 1
+                return False
+            self._retract()
+            if self.is_stalled:
+                state.counters.decode_stalls += 1
+                return False
+        self.is_stalled = False
+        return False
+
+    @property
+    def sampling_info(self) -> SamplingBatchInfo:
+        """Of the batch that was prepared."""
+        assert self._sampling_info is not None
+        return self._sampling_info
+
+    def _needed_tokens(self) -> int:
+        page_size = self._state.limits.page_size
+        return pages_to_decode(self._state.decoding.next_seq_lens(), page_size) * page_size
+
+    def _retract(self) -> None:
+        """Let the newest requests give way, one at least, until the others have room.
+
+        What they computed goes to the tree, where it can be evicted; where copies of it are in
+        flight, that takes a moment (`is_stalled`).
+        """
+        state = self._state
+        reqs = state.decoding.reqs
+        state.estimate.on_retraction(
+            sum(len(req.output_ids) for req in reqs), sum(req.max_new_tokens for req in reqs)
+        )
+        coming = 0
+        while True:
+            candidates = list(state.running())
+            if len(candidates) == 1:
+                self._alone(candidates[0])
+                return
+            req = newest(candidates)
+            held, free_before = req.kv_committed_len, state.free_tokens()
+            self._retract_one(req)
+            if state.has_device_copies():
+                # Pages under a copy come back, but not at once.
+                coming += max(0, held - (state.free_tokens() - free_before))
+            if state.free_tokens() + coming >= self._needed_tokens():
+                break
+        self.is_stalled = state.free_tokens() < self._needed_tokens()
+
+    def _retract_one(self, req: Req) -> None:
+        state = self._state
+        self._say.info(
+            "retraction",
+            "out of slots: request %s gives way after %d tokens; %d go on",
+            req.rid,
+            len(req.output_ids),
+            state.num_running - 1,
+        )
+        if req is state.chunked:
+            state.chunked = None
+        else:
+            state.decoding.keep([other for other in state.decoding.reqs if other is not req])
+        release_slots(req, state.tree, state.pools.req_to_token_pool)
+        state.waiting.insert(0, req)
+        state.counters.retractions += 1
+        state.metrics.retractions.inc()
+
+    def _alone(self, req: Req) -> None:
+        """One request has the pool to itself and is short: only copies can hold slots."""
+        if self._state.has_device_copies():
+            self.is_stalled = True
+            return
+        logger.error("request %s alone is out of slots: slots have been lost", req.rid)
+        message = "the engine ran out of token slots"
+        req.to_abort = FinishReason(type="abort", message=message, status_code=503)
+        self.is_stalled = True

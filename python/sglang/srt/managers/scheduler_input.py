@@ -1,0 +1,132 @@
+"""Takes messages in: new requests to the queue, aborts to whom they mean, the rest to control."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    FinishReason,
+    RequestOutput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import ToScheduler
+    from sglang.srt.managers.scheduler_control import ControlHandler
+    from sglang.srt.managers.scheduler_output import OutputCollector
+    from sglang.srt.managers.scheduler_results import ResultProcessor
+    from sglang.srt.managers.scheduler_state import SchedulerState
+
+logger = logging.getLogger(__name__)
+
+_ABORTED = FinishReason(type="abort", message="aborted by the client", status_code=499)
+
+
+class InputHandler:
+    """Requests from their arrival to the queue, and out of any queue when aborted."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        control: ControlHandler,
+        results: ResultProcessor,
+        outputs: OutputCollector,
+    ) -> None:
+        self._state = state
+        self._control = control
+        self._results = results
+        self._outputs = outputs
+        self._num_arrivals = 0
+
+    def handle(self, message: ToScheduler) -> None:
+        """Act on one message."""
+        if isinstance(message, TokenizedGenerateReqInput):
+            self._arrive(message)
+        elif isinstance(message, AbortReq):
+            self.abort(None if message.abort_all else message.rid, _ABORTED)
+        else:
+            self._control.handle(message)
+
+    def abort(self, rid: str | None, reason: FinishReason) -> None:
+        """Let request `rid` (None: every one) end before the next step. Unknown ids are fine:
+        the request may have ended while the message was on its way."""
+        for req in (*self._state.waiting, *self._state.running()):
+            if rid is None or req.rid == rid:
+                req.to_abort = reason
+
+    def end_aborted(self) -> None:
+        """End the requests that were marked, in whatever state they are."""
+        state = self._state
+        aborted = [r for r in (*state.waiting, *state.running()) if r.to_abort is not None]
+        if not aborted:
+            return
+        state.waiting = [req for req in state.waiting if req.to_abort is None]
+        state.decoding.keep([req for req in state.decoding.reqs if req.to_abort is None])
+        if state.chunked is not None and state.chunked.to_abort is not None:
+            state.chunked = None
+        for req in aborted:
+            assert req.to_abort is not None
+            state.tree.release_aborted_request(req.rid)
+            self._results.end(req, req.to_abort)
+
+    def _arrive(self, message: TokenizedGenerateReqInput) -> None:
+        refusal = self._why_not(message)
+        if refusal is not None:
+            output = RequestOutput(
+                rid=message.rid,
+                output_ids=[],
+                finish_reason=refusal,
+                prompt_tokens=len(message.input_ids),
+            )
+            self._outputs.refuse(output)
+            self._state.counters.aborted += 1
+            return
+        req = Req.from_message(
+            message,
+            arrival_number=self._num_arrivals,
+            max_request_tokens=self._state.limits.max_request_tokens,
+            eos_token_ids=self._state.eos_token_ids,
+            is_probe=message.rid.startswith(HEALTH_CHECK_RID_PREFIX),
+        )
+        self._num_arrivals += 1
+        self._state.waiting.append(req)
+        if not req.is_probe:
+            self._start_prefetch(req)
+
+    def _why_not(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
+        """Why a request cannot be accepted, or None."""
+        limits = self._state.limits
+        num_input = len(message.input_ids)
+        if self._control.is_draining:
+            return _refusal("the server is shutting down", 503)
+        if num_input == 0:
+            return _refusal("input_ids is empty: give at least one token", 400)
+        if num_input > limits.max_input_tokens:
+            return _refusal(
+                f"the prompt has {num_input} tokens, at most {limits.max_input_tokens} can ever "
+                f"fit (context {limits.context_len}, device pool {limits.pool_tokens} tokens): "
+                "send a shorter prompt",
+                400,
+            )
+        if any(req.rid == message.rid for req in (*self._state.waiting, *self._state.running())):
+            return _refusal(f"rid {message.rid!r} is in use: choose another", 400)
+        return None
+
+    def _start_prefetch(self, req: Req) -> None:
+        """Read from L3 what L1 and L2 lack of the prompt, while the request waits."""
+        tree = self._state.tree
+        key = req.match_key()
+        match = tree.match_prefix(MatchPrefixParams(key, req=req))
+        known = len(match.device_indices) + match.host_hit_length
+        tree.prefetch_from_storage(
+            req.rid, match.last_host_node, key.token_ids[known:], extra_key=req.extra_key
+        )
+
+
+def _refusal(message: str, status_code: int) -> FinishReason:
+    return FinishReason(type="abort", message=message, status_code=status_code)

@@ -1,0 +1,244 @@
+"""The scheduler's process: builds model, pools, tree and sockets, says ready, runs the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.ready_message import send_error, send_ready
+from sglang.srt.managers.scheduler import Scheduler, SchedulerParts
+from sglang.srt.managers.scheduler_channel import ZmqChannel
+from sglang.srt.managers.scheduler_watchdog import ForwardWatchdog
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
+from sglang.srt.model_loader.weights_identity import weights_identity
+from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.srt.utils.logging_utils import configure_logger
+from sglang.srt.utils.process import start_parent_watch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.ipc import IpcAddresses
+    from sglang.srt.managers.scheduler_stop import TextDecoder
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltScheduler:
+    """A scheduler that can serve, and what there is to say about it."""
+
+    scheduler: Scheduler
+    tiers: list[str]
+    """One line per tier: its size, and why that size."""
+
+    def ready_details(self) -> dict[str, Any]:
+        """For the ready message."""
+        limits = self.scheduler.state.limits
+        return {
+            "max_total_num_tokens": limits.pool_tokens,
+            "max_req_input_len": limits.max_input_tokens,
+            "max_running_requests": limits.max_running_requests,
+            "context_len": limits.context_len,
+            "tiers": self.tiers,
+        }
+
+
+def build_scheduler(
+    server_args: ServerArgs, tp_rank: int = 0, watchdog: ForwardWatchdog | None = None
+) -> BuiltScheduler:
+    """Load the model, size and make the tiers, and put a scheduler on them.
+
+    Args:
+        server_args: Resolved.
+        tp_rank: This rank.
+        watchdog: Guards forwards.
+
+    Raises:
+        ValueError: One line that names the setting and the remedy.
+        StorageUnavailable: L3 cannot be reached, and the settings say not to go on without it.
+    """
+    assert server_args.model_path is not None and server_args.page_size is not None, "resolved"
+    model_config = ModelConfig.from_path(
+        server_args.model_path,
+        dtype=server_args.dtype,
+        context_length=server_args.context_length,
+    )
+    tokenizer = _load_tokenizer(server_args)
+    runner = ModelRunner(
+        ModelRunnerConfig(
+            model_config=model_config,
+            device=server_args.device,
+            kv_cache_dtype=server_args.kv_cache_dtype,
+            page_size=server_args.page_size,
+            attention_backend=server_args.attention_backend or "torch_native",
+            load_format=server_args.load_format,
+            random_seed=server_args.random_seed,
+            tp_rank=tp_rank,
+            tp_size=server_args.tp_size,
+        )
+    )
+    tiers = [_init_pools(runner, server_args)]
+    metrics = SchedulerMetrics()
+    tree = _make_tree(server_args, runner, metrics)
+    tiers += tree.tiers() if isinstance(tree, HiRadixCache) else []
+    parts = SchedulerParts(
+        worker=TpModelWorker(runner), tree=tree, metrics=metrics, tokenizer=tokenizer
+    )
+    if watchdog is not None:
+        parts = SchedulerParts(
+            worker=parts.worker,
+            tree=tree,
+            metrics=metrics,
+            tokenizer=tokenizer,
+            forward_guard=watchdog.guard,
+        )
+    return BuiltScheduler(Scheduler(server_args, parts), tiers)
+
+
+def run_scheduler_process(
+    server_args: ServerArgs,
+    ipc: IpcAddresses,
+    tp_rank: int,
+    ready_pipe: Connection,
+    parent_pid: int | None = None,
+) -> None:
+    """Entry point of the process. Returns after a `ShutdownReq`, with exit status 0.
+
+    Signals for the process group are the parent's to handle: it drains this process with a
+    message. The process ends with its parent, and with status 1 and the cause in the log when
+    anything here fails.
+
+    Args:
+        server_args: Resolved.
+        ipc: Socket addresses of this server.
+        tp_rank: This rank.
+        ready_pipe: Gets one JSON message, `ready_message`.
+        parent_pid: Process that this one ends with; by default the one that started it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logger(server_args.log_level, f"scheduler {tp_rank}")
+    start_parent_watch(os.getppid() if parent_pid is None else parent_pid, _exit_now)
+    watchdog = ForwardWatchdog(server_args.watchdog_timeout)
+    try:
+        built = build_scheduler(server_args, tp_rank, watchdog)
+    except (ValueError, StorageUnavailable) as error:
+        send_error(ready_pipe, str(error))
+        raise SystemExit(1) from None
+    except Exception as error:
+        logger.critical("the scheduler cannot start", exc_info=True)
+        send_error(ready_pipe, f"the scheduler cannot start: {type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    for line in built.tiers:
+        logger.info("%s", line)
+    channel = ZmqChannel(ipc)
+    send_ready(ready_pipe, built.ready_details())
+    try:
+        built.scheduler.run(channel)
+    except Exception:
+        logger.critical("scheduler rank %d failed", tp_rank, exc_info=True)
+        logging.shutdown()
+        # Not SystemExit: threads of the cache may be in calls that block for minutes.
+        os._exit(1)
+    channel.close()
+    built.scheduler.close()
+    watchdog.close()
+    logger.info("shut down")
+
+
+def _init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
+    """Make L1; the line that says how large it is and why."""
+    memory = psutil.virtual_memory()
+    page_size = runner.config.page_size
+    size = size_kv_pool(
+        device=server_args.device,
+        kv_bytes_per_token=runner.kv_bytes_per_token(),
+        page_size=page_size,
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        mem_fraction_static=server_args.mem_fraction_static,
+        max_total_tokens=server_args.max_total_tokens,
+        weight_bytes=runner.weight_bytes(),
+    )
+    rows = size_running_requests(
+        pool_tokens=size.tokens,
+        context_len=runner.model_config.context_len,
+        max_running_requests=server_args.max_running_requests,
+    )
+    runner.init_memory_pool(size.tokens, rows.tokens)
+    gigabytes = (size.tokens + page_size) * runner.kv_bytes_per_token() / 1e9
+    return (
+        f"L1: {size.tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
+        f"{server_args.device} ({size.reason}); {rows.tokens} requests at once ({rows.reason})"
+    )
+
+
+def _make_tree(
+    server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics
+) -> RadixCache:
+    identity = ""
+    if server_args.enable_hierarchical_cache:
+        assert server_args.model_path is not None
+        identity = weights_identity(
+            server_args.model_path,
+            load_format=server_args.load_format,
+            random_seed=server_args.random_seed,
+        )
+    params = CacheInitParams(
+        disable=server_args.disable_radix_cache,
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        page_size=runner.config.page_size,
+        eviction_policy=server_args.radix_eviction_policy,
+        weights_identity=identity,
+        metrics_registry=metrics.registry,
+    )
+    return create_tree_cache(
+        TreeCacheBuildContext(
+            server_args=server_args,
+            params=params,
+            enable_hierarchical_cache=server_args.enable_hierarchical_cache,
+        )
+    )
+
+
+def _load_tokenizer(server_args: ServerArgs) -> TextDecoder:
+    path = server_args.tokenizer_path or server_args.model_path
+    assert path is not None, "resolved arguments name the model"
+    tokenizer: Any = get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)
+    return _TokenizerText(tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizerText:
+    """The library's tokenizer as the stop checker wants it."""
+
+    tokenizer: Any
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        text = self.tokenizer.decode(
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+
+_exit_now: Callable[[], None] = lambda: os._exit(1)  # noqa: E731

@@ -1,0 +1,109 @@
+"""What the parts of a scheduler share: the queues, the pools, the tree, the counts.
+
+Every rank has the same state at every tick, but for `now`, which is rank 0's clock and reaches
+only what is shown to people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.managers.schedule_policy import ceil_to_page
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import BatchPools, DecodeBatch, Req
+    from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Since the start, for the internal state."""
+
+    ticks: int = 0
+    prefill_batches: int = 0
+    prefill_tokens: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    retractions: int = 0
+    decode_stalls: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerState:
+    """Requests are in exactly one of `waiting`, `chunked` and `decoding` until they end."""
+
+    tree: BasePrefixCache
+    pools: BatchPools
+    limits: BatchLimits
+    policy: SchedulePolicy
+    estimate: NewTokenEstimate
+    decoding: DecodeBatch
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    metrics: SchedulerMetrics
+    waiting: list[Req] = field(default_factory=list)
+    chunked: Req | None = None
+    """The request whose prompt is computed in parts, between two parts."""
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    now: float = 0.0
+    """`time.time()` of rank 0 at the begin of this tick."""
+
+    def running(self) -> Iterator[Req]:
+        """Requests that hold slots."""
+        yield from self.decoding.reqs
+        if self.chunked is not None:
+            yield self.chunked
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold slots."""
+        return len(self.decoding) + (self.chunked is not None)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.waiting) or self.num_running > 0
+
+    def free_tokens(self) -> int:
+        """Slots that are free or can be evicted."""
+        return self.pools.allocator.available_size() + self.tree.evictable_size()
+
+    def has_device_copies(self) -> bool:
+        """Whether copies are in flight that keep device pages from being evicted."""
+        busy = self.tree.is_busy()
+        return "writes" in busy or "loads" in busy
+
+    def used_tokens(self) -> int:
+        """Slots that requests or copies hold, or the tree under a lock."""
+        return self.limits.pool_tokens - self.free_tokens()
+
+    def make_room(self, tokens: int) -> None:
+        """Evict until `tokens` (rounded up to pages) are free, as far as it can."""
+        tokens = ceil_to_page(tokens, self.limits.page_size)
+        short = tokens - self.pools.allocator.available_size()
+        if short > 0:
+            self.tree.evict(EvictParams(num_tokens=short))
+
+    def reserve_for(self, req: Req) -> int:
+        """Slots that a request which decodes is expected to need yet."""
+        tokens = self.estimate.reserve(req.rest_new_tokens)
+        return ceil_to_page(tokens, self.limits.page_size)
+
+    def sampling_info(self, reqs: Sequence[Req]) -> SamplingBatchInfo:
+        """Sampling parameters of a batch, its requests' history included."""
+        return SamplingBatchInfo.from_reqs(
+            [req.sampling_params for req in reqs],
+            self.vocab_size,
+            self.pools.device,
+            eos_token_ids=self.eos_token_ids,
+            prompt_ids=[req.origin_input_ids for req in reqs],
+            output_ids=[req.output_ids for req in reqs],
+        )

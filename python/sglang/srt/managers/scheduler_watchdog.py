@@ -1,0 +1,72 @@
+"""Ends the process when a forward hangs, with every thread's stack in the log."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+
+def end_process() -> None:
+    """Stacks of all threads to stderr, then the end: a hung forward cannot be unwound."""
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    logging.shutdown()
+    os._exit(70)
+
+
+class ForwardWatchdog:
+    """Looks at how long the forward under way has taken.
+
+    Owns one daemon thread, `forward-watchdog`. `guard` is for one thread, the scheduler's.
+
+    Args:
+        timeout: Seconds that one forward may take.
+        on_hang: Called once from the watchdog's thread.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        on_hang: Callable[[], None] = end_process,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout = timeout
+        self._on_hang = on_hang
+        self._clock = clock
+        self._begin: float | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="forward-watchdog", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """A forward runs inside the block."""
+        self._begin = self._clock()
+        try:
+            yield
+        finally:
+            self._begin = None
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._timeout / 4)):
+            begin = self._begin
+            if begin is not None and self._clock() - begin > self._timeout:
+                logger.critical(
+                    "a forward has taken more than --watchdog-timeout %.0f s: ending the process",
+                    self._timeout,
+                )
+                self._on_hang()
+                return

@@ -1,0 +1,193 @@
+"""A whole scheduler in this process, without sockets: real pools, tree and model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ControlReqOutput,
+    FinishReason,
+    RequestOutput,
+    TokenizedGenerateReqInput,
+    ToScheduler,
+)
+from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
+from sglang.srt.managers.scheduler_stop import TextDecoder
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.test.tiny_models import save_tiny_checkpoint
+
+MAX_STEPS = 5000
+
+
+def greedy(max_new_tokens: int = 8, **params: Any) -> SamplingParams:
+    """Normalised parameters of a greedy request that runs to its length unless told otherwise."""
+    params.setdefault("ignore_eos", True)
+    made = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **params)
+    made.normalize(tokenizer=object())
+    return made
+
+
+@dataclass(slots=True)
+class Collected:
+    """Everything that came out about one request."""
+
+    output_ids: list[int] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)
+    """New tokens of each message."""
+    last: RequestOutput | None = None
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.last is None else self.last.finish_reason
+
+
+class SchedulerRig:
+    """Sends requests into `Scheduler.step` and collects what comes out.
+
+    Args:
+        model_path: An empty directory gets a tiny random model; or that of another rig.
+        pool_tokens: Slots of L1.
+        max_requests: Rows.
+        tokenizer: For stop strings.
+        args: Fields of `ServerArgs`.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        pool_tokens: int = 512,
+        max_requests: int = 8,
+        tokenizer: TextDecoder | None = None,
+        **args: Any,
+    ) -> None:
+        if not (model_path / "config.json").exists():
+            save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
+        self.server_args = ServerArgs(model_path=str(model_path), **args).resolve()
+        page_size = self.server_args.page_size
+        assert page_size is not None
+        runner = ModelRunner(
+            ModelRunnerConfig(
+                model_config=ModelConfig.from_path(str(model_path)),
+                page_size=page_size,
+                show_progress=False,
+            )
+        )
+        runner.init_memory_pool(pool_tokens, max_requests)
+        metrics = SchedulerMetrics()
+        self.tree = create_tree_cache(
+            TreeCacheBuildContext(
+                server_args=self.server_args,
+                params=CacheInitParams(
+                    disable=self.server_args.disable_radix_cache,
+                    req_to_token_pool=runner.req_to_token_pool,
+                    token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+                    page_size=page_size,
+                    weights_identity="rig",
+                    metrics_registry=metrics.registry,
+                ),
+                enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
+            )
+        )
+        self.scheduler = Scheduler(
+            self.server_args,
+            SchedulerParts(
+                worker=TpModelWorker(runner), tree=self.tree, metrics=metrics, tokenizer=tokenizer
+            ),
+        )
+        self.now = 1000.0
+        self.results: dict[str, Collected] = {}
+        self.answers: list[ControlReqOutput] = []
+
+    def request(
+        self, rid: str, input_ids: list[int], params: SamplingParams | None = None, **fields: Any
+    ) -> TokenizedGenerateReqInput:
+        """A message, not sent yet."""
+        fields.setdefault("seed", 7)
+        return TokenizedGenerateReqInput(
+            rid=rid, input_ids=input_ids, sampling_params=params or greedy(), **fields
+        )
+
+    def step(self, *messages: ToScheduler) -> None:
+        """One tick, one second later; asserts that no slot is lost or has two owners."""
+        self.now += 1.0
+        for output in self.scheduler.step(Tick(self.now, messages)):
+            if isinstance(output, ControlReqOutput):
+                self.answers.append(output)
+                continue
+            for of_request in output.outputs:
+                self._collect(of_request)
+
+    def check(self) -> None:
+        """Every slot has one owner."""
+        state = self.scheduler.state
+        pool = state.pools.req_to_token_pool
+        self.tree.check_integrity([req.own_slots(pool) for req in state.running()])
+
+    def run(self, *messages: ToScheduler, check_each_step: bool = False) -> None:
+        """Send `messages`, then step until idle."""
+        self.step(*messages)
+        for _ in range(MAX_STEPS):
+            if check_each_step:
+                self.check()
+            if self.scheduler.is_idle():
+                self.assert_clean()
+                return
+            self.step()
+        raise AssertionError(f"not idle after {MAX_STEPS} steps: {self.scheduler.state.counters}")
+
+    def generate(self, prompts: Iterable[list[int]], max_new_tokens: int = 8) -> list[list[int]]:
+        """Greedy outputs, the prompts running together."""
+        rids = []
+        messages = []
+        for number, prompt in enumerate(prompts):
+            rids.append(f"generate-{len(self.results)}-{number}")
+            messages.append(self.request(rids[-1], prompt, greedy(max_new_tokens)))
+        self.run(*messages)
+        return [self.results[rid].output_ids for rid in rids]
+
+    def assert_clean(self) -> None:
+        """Idle: no slot and no row is held, and the books agree."""
+        state = self.scheduler.state
+        pools = state.pools
+        assert pools.req_to_token_pool.available_size() == pools.req_to_token_pool.size
+        assert self.tree.protected_size() == 0
+        assert state.free_tokens() == state.limits.pool_tokens
+        self.tree.check_integrity()
+
+    def abort(self, rid: str) -> AbortReq:
+        """The message that ends `rid`."""
+        return AbortReq(rid=rid)
+
+    def close(self) -> None:
+        """End the cache's threads."""
+        self.scheduler.close()
+
+    def _collect(self, output: RequestOutput) -> None:
+        got = self.results.setdefault(output.rid, Collected())
+        assert got.finish_reason is None, f"{output.rid} spoke after its end"
+        got.output_ids += output.output_ids
+        got.pieces.append(len(output.output_ids))
+        got.logprobs += output.output_logprobs or []
+        got.last = output
+        assert output.completion_tokens == len(got.output_ids)
+
+
+def prompt(seed: int, length: int, vocab_size: int = 160) -> list[int]:
+    """A random prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
