@@ -177,15 +177,15 @@ def _init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
         weight_bytes=runner.weight_bytes(),
     )
     rows = size_running_requests(
-        pool_tokens=size.tokens,
+        pool_tokens=size.amount,
         context_len=runner.model_config.context_len,
         max_running_requests=server_args.max_running_requests,
     )
-    runner.init_memory_pool(size.tokens, rows.tokens)
-    gigabytes = (size.tokens + page_size) * runner.kv_bytes_per_token() / 1e9
+    runner.init_memory_pool(size.amount, rows.amount)
+    gigabytes = (size.amount + page_size) * runner.kv_bytes_per_token() / 1e9
     return (
-        f"L1: {size.tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
-        f"{server_args.device} ({size.reason}); {rows.tokens} requests at once ({rows.reason})"
+        f"L1: {size.amount} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
+        f"{server_args.device} ({size.reason}); {rows.amount} requests at once ({rows.reason})"
     )
 
 

@@ -1,0 +1,192 @@
+"""The scheduler over two and three tiers: same words from each, nothing lost in a storm."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    AttachHiCacheStorageReqInput,
+    ClearHiCacheReqInput,
+    DetachHiCacheStorageReqInput,
+    FlushCacheReqInput,
+    GetHiCacheStorageReqInput,
+    RequestOutput,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+PAGE = 16
+EXTRA = json.dumps({"prefetch_threshold": PAGE})
+
+
+@pytest.fixture(scope="module", name="model")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(name="storage_dir", autouse=True)
+def make_storage_dir(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "l3"
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(directory)):
+        yield directory
+
+
+def make_rig(model: Path, *, storage: bool = True, **args: object) -> SchedulerRig:
+    settings: dict[str, object] = {"enable_hierarchical_cache": True, "page_size": PAGE, **args}
+    if storage:
+        settings |= {
+            "hicache_storage_backend": "file",
+            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_storage_backend_extra_config": EXTRA,
+        }
+    return SchedulerRig(model, **settings)  # type: ignore[arg-type]
+
+
+def settle(rig: SchedulerRig) -> None:
+    """Step until nothing is in flight."""
+    deadline = time.monotonic() + 20
+    while not rig.scheduler.is_idle():
+        assert time.monotonic() < deadline, rig.tree.is_busy()
+        rig.step()
+        time.sleep(0.001)
+    rig.assert_clean()
+
+
+def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> RequestOutput:
+    rig.step(rig.request(rid, ids))
+    settle(rig)
+    last = rig.results[rid].last
+    assert last is not None
+    return last
+
+
+def flush(rig: SchedulerRig) -> None:
+    rig.step(FlushCacheReqInput(req_id="flush"))
+    assert rig.answers.pop().success
+
+
+def test_the_same_words_from_every_tier(model: Path) -> None:
+    ids = prompt(1, 100)
+    cold = SchedulerRig(model, disable_radix_cache=True).generate([ids])[0]
+    rig = make_rig(model)
+    try:
+        sources = []
+        for rid in ("cold", "device"):
+            sources.append(ask(rig, rid, ids).cached_tokens_details)
+        # Push the prompt out of L1, not out of L2.
+        for seed in range(10, 15):
+            ask(rig, f"filler-{seed}", prompt(seed, 120))
+        sources.append(ask(rig, "host", ids).cached_tokens_details)
+        flush(rig)
+        sources.append(ask(rig, "storage", ids).cached_tokens_details)
+        assert [(s.device, s.host, s.storage) for s in sources] == [
+            (0, 0, 0),
+            (96, 0, 0),
+            (0, 96, 0),
+            (0, 0, 96),
+        ]
+        assert {s.storage_backend for s in sources} == {"HiCacheFile"}
+        for rid in ("cold", "device", "host", "storage"):
+            assert rig.results[rid].output_ids == cold, rid
+    finally:
+        rig.close()
+
+
+def test_others_overtake_a_request_that_waits_for_storage(model: Path) -> None:
+    rig = make_rig(model)
+    try:
+        ids = prompt(1, 100)
+        ask(rig, "first", ids)
+        flush(rig)
+        rig.step(rig.request("waits", ids), rig.request("goes", prompt(2, 10)))
+        assert rig.scheduler.state.num_running >= 1
+        settle(rig)
+        last = rig.results["waits"].last
+        assert last is not None
+        assert last.cached_tokens_details.storage == 96
+    finally:
+        rig.close()
+
+
+def test_administration_is_refused_while_busy_and_works_when_idle(model: Path) -> None:
+    rig = make_rig(model, storage=False)
+    attach = AttachHiCacheStorageReqInput(
+        req_id="attach",
+        hicache_storage_backend="file",
+        hicache_storage_backend_extra_config_json=EXTRA,
+    )
+    try:
+        rig.step(rig.request("r", prompt(1, 40), greedy(20)), attach)
+        assert not rig.answers[-1].success
+        rig.step(attach, ClearHiCacheReqInput(req_id="clear"))
+        assert [answer.success for answer in rig.answers[-2:]] == [False, False]
+        assert "running 1" in rig.answers[-1].message
+        settle(rig)
+        rig.step(attach, GetHiCacheStorageReqInput(req_id="get"))
+        assert rig.answers[-2].success, rig.answers[-2].message
+        assert rig.answers[-1].data["hicache_storage_backend"] == "file"
+        for _ in range(2):
+            rig.step(DetachHiCacheStorageReqInput(req_id="detach"))
+            assert rig.answers[-1].success
+        rig.step(GetHiCacheStorageReqInput(req_id="get"))
+        assert rig.answers[-1].data["hicache_storage_backend"] is None
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+def test_a_storm_of_aborts_under_tight_memory_loses_nothing(model: Path, write_policy: str) -> None:
+    rng = random.Random(write_policy)
+    rig = make_rig(
+        model,
+        pool_tokens=12 * PAGE,
+        max_requests=4,
+        chunked_prefill_size=2 * PAGE,
+        hicache_ratio=1.5,
+        hicache_write_policy=write_policy,
+        schedule_conservativeness=0.01,
+    )
+    prefixes = [prompt(seed, 64) for seed in range(3)]
+    sent: dict[str, list[int]] = {}
+    try:
+        for number in range(60):
+            ids = rng.choice(prefixes)[: rng.randint(1, 64)] + prompt(number, rng.randint(1, 60))
+            rid = f"r{number}"
+            sent[rid] = ids
+            rig.step(rig.request(rid, ids, greedy(rng.randint(1, 40))))
+            for _ in range(rng.randint(0, 6)):
+                rig.step()
+                rig.check()
+            if rng.random() < 0.6:
+                rig.step(AbortReq(rid=f"r{rng.randint(0, number)}"))
+                rig.check()
+        settle(rig)
+        assert set(rig.results) == set(sent), "everybody was told"
+        finished = [
+            rid
+            for rid, got in rig.results.items()
+            if got.finish_reason is not None and got.finish_reason.type == "length"
+        ]
+        assert 10 < len(finished) < 60
+        reference = SchedulerRig(model, disable_radix_cache=True, pool_tokens=1024)
+        for rid in finished:
+            words = rig.results[rid].output_ids
+            assert reference.generate([sent[rid]], len(words)) == [words], rid
+    finally:
+        rig.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
