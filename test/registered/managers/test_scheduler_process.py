@@ -1,0 +1,153 @@
+"""The scheduler as a process: ready message, sockets, hostile bytes, and how it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from sglang.srt.managers.io_struct import (
+    BatchTokenIDOutput,
+    ControlReqOutput,
+    GetInternalStateReq,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+    ToScheduler,
+    detokenizer_decoder,
+    encode,
+    server_decoder,
+)
+from sglang.srt.managers.ipc import IpcAddresses
+from sglang.srt.managers.ready_message import receive_ready
+from sglang.srt.managers.scheduler_process import run_scheduler_process
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import IpcNames
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+
+_DEADLINE_MS = 60_000
+
+
+class Peer:
+    """The server's and the detokenizer's side of the sockets."""
+
+    def __init__(self, ipc: IpcAddresses) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.sink = self._context.socket(zmq.PUSH)
+        self.sink.connect(ipc.scheduler_input)
+        self._tokens = self._context.socket(zmq.PULL)
+        self._tokens.bind(ipc.detokenizer_input)
+        self._answers = self._context.socket(zmq.PULL)
+        self._answers.bind(ipc.server_input)
+
+    def send(self, message: ToScheduler) -> None:
+        self.sink.send(encode(message))
+
+    def tokens(self) -> BatchTokenIDOutput:
+        assert self._tokens.poll(_DEADLINE_MS), "no tokens"
+        return detokenizer_decoder().decode(self._tokens.recv())
+
+    def answer(self) -> ControlReqOutput:
+        assert self._answers.poll(_DEADLINE_MS), "no answer"
+        message = server_decoder().decode(self._answers.recv())
+        assert isinstance(message, ControlReqOutput)
+        return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def scheduler(**args: Any) -> Iterator[tuple[Peer, Any, dict[str, Any]]]:
+    """A scheduler process: our side of its sockets, its handle, its ready message."""
+    spawn = multiprocessing.get_context("spawn")
+    names = IpcNames.create()
+    ipc = IpcAddresses.from_names(names)
+    with ExitStack() as stack:
+        stack.callback(names.remove)
+        ours, theirs = spawn.Pipe(duplex=False)
+        process = spawn.Process(
+            target=run_scheduler_process,
+            args=(ServerArgs(**args).resolve(), ipc, 0, theirs, os.getpid()),
+        )
+        process.start()
+        stack.callback(process.join, 10)
+        stack.callback(process.kill)
+        theirs.close()
+        peer = Peer(ipc)
+        stack.callback(peer.close)
+        yield peer, process, receive_ready(ours)
+
+
+def generate(rid: str, max_new_tokens: int) -> TokenizedGenerateReqInput:
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_ids=list(range(1, 200)),
+        sampling_params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
+        seed=1,
+        stream=True,
+        created_time=time.time(),
+    )
+
+
+def test_life_of_a_scheduler(tmp_path: Path) -> None:
+    with scheduler(max_total_tokens=4096, page_size=16) as (peer, process, ready):
+        assert ready["status"] == "ready"
+        assert ready["max_total_num_tokens"] == 4096
+        assert ready["max_req_input_len"] == 4095
+        assert "--max-total-tokens 4096" in ready["tiers"][0]
+        # Not a message, a message of another kind, a message with a wrong type.
+        peer.sink.send(b"\x80\x04.hostile")
+        peer.sink.send(encode(ControlReqOutput(req_id="x", success=True)))
+        peer.sink.send(msgspec.msgpack.encode({"type": "ShutdownReq", "timeout": "soon"}))
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGINT)
+        peer.send(generate("a", 5))
+        got: list[int] = []
+        while True:
+            for output in peer.tokens().outputs:
+                got += output.output_ids
+            if output.finish_reason is not None:
+                break
+        assert len(got) == 5
+        assert output.finish_reason.type == "length"
+        assert 0 <= output.queue_time < 30
+        peer.send(GetInternalStateReq(req_id="s"))
+        assert peer.answer().data["counters"]["finished"] == 1
+        peer.send(generate("b", 3))
+        peer.send(ShutdownReq(timeout=30.0))
+        while peer.tokens().outputs[-1].finish_reason is None:
+            pass
+        process.join(30)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"model_path": "/nonexistent"}, "is not a directory"),
+        ({"max_total_tokens": 8, "page_size": 16}, "page"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(args: dict[str, Any], message: str) -> None:
+    with scheduler(**args) as (_, process, ready):
+        assert ready["status"] == "error"
+        assert message in ready["message"]
+        assert "\n" not in ready["message"]
+        process.join(30)
+        assert process.exitcode == 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
