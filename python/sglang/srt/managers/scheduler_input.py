@@ -75,6 +75,10 @@ class InputHandler:
             self._results.end(req, req.to_abort)
 
     def _arrive(self, message: TokenizedGenerateReqInput) -> None:
+        if any(req.rid == message.rid for req in (*self._state.waiting, *self._state.running())):
+            # The server refuses these; an answer would end the stream of the one that runs.
+            logger.error("dropped a request: rid %s is in use", message.rid)
+            return
         refusal = self._why_not(message)
         if refusal is not None:
             output = RequestOutput(
@@ -113,8 +117,6 @@ class InputHandler:
                 "send a shorter prompt",
                 400,
             )
-        if any(req.rid == message.rid for req in (*self._state.waiting, *self._state.running())):
-            return _refusal(f"rid {message.rid!r} is in use: choose another", 400)
         return None
 
     def _start_prefetch(self, req: Req) -> None:
