@@ -194,9 +194,12 @@ class Scheduler:
         works, load = scheduled
         info = state.sampling_info([work.req for work in works])
         batch = make_prefill_batch(works, state.pools, info, load)
+        started = time.monotonic()
         with self._parts.forward_guard():
             logits_output, token_ids = self._parts.worker.forward_batch_generation(batch)
             self._results.on_prefill(works, logits_output, token_ids)
+        computed = sum(work.extend_len for work in works)
+        state.tree.note_prefill(computed, time.monotonic() - started)
         return True
 
     def _run_decode(self) -> bool:
