@@ -200,7 +200,7 @@ def encode(message: Message) -> bytes:
 
 def scheduler_decoder() -> msgspec.msgpack.Decoder[ToScheduler]:
     """Decoder of what the scheduler receives. Raises `msgspec.DecodeError` on hostile bytes."""
-    return msgspec.msgpack.Decoder(ToScheduler)  # type: ignore[arg-type]
+    return msgspec.msgpack.Decoder(ToScheduler)
 
 
 def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:
@@ -210,4 +210,4 @@ def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:
 
 def server_decoder() -> msgspec.msgpack.Decoder[ToServer]:
     """Decoder of what the server process receives."""
-    return msgspec.msgpack.Decoder(ToServer)  # type: ignore[arg-type]
+    return msgspec.msgpack.Decoder(ToServer)
