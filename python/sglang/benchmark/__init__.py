@@ -1,0 +1,1 @@
+"""What the benchmarks are made of: workloads, load generation, figures, cache simulation."""

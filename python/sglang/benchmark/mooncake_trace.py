@@ -1,0 +1,145 @@
+"""Request traces in the format of Mooncake's release: lengths, times and ids of prefix blocks.
+
+One JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one
+for each block of 512 prompt tokens, the last maybe partial; equal ids mean equal tokens, and equal
+tokens before them). There is no text: tokens are made from the ids, so that equal ids give equal
+prefixes in every run and every process.
+
+Source of format and data: Qin et al., "Mooncake: Trading More Storage for Less Computation",
+FAST'25.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace. Lengths are tokens, before any scaling."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceScale:
+    """Makes a trace small enough for the machine at hand.
+
+    Args:
+        length: Tokens of the prompts are multiplied by this, (0, 1].
+        output: The same for the answers.
+        time: Times between requests are multiplied by this; 0 sends all at once.
+
+    Raises:
+        ValueError: A factor is outside its range, or a block has no token left.
+    """
+
+    length: float = 1.0
+    output: float = 1.0
+    time: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.length <= 1 or not 0 < self.output <= 1:
+            raise ValueError(f"scales must be in (0, 1]: {self.length=}, {self.output=}")
+        if self.time < 0:
+            raise ValueError(f"the time factor must be 0 or more: {self.time}")
+        if self.block_tokens < 1:
+            raise ValueError(
+                f"length scale {self.length}: a block of {BLOCK_TOKENS} tokens would have none; "
+                f"use at least {1 / BLOCK_TOKENS}"
+            )
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a whole block."""
+        return int(BLOCK_TOKENS * self.length)
+
+    def prompt_tokens(self, request: TraceRequest) -> int:
+        """Scaled prompt length; at least 1, at most what the blocks hold."""
+        whole, rest = divmod(request.input_length, BLOCK_TOKENS)
+        scaled = whole * self.block_tokens + int(rest * self.length)
+        return max(1, min(scaled, len(request.hash_ids) * self.block_tokens))
+
+    def output_tokens(self, request: TraceRequest) -> int:
+        """Scaled answer length, at least 1."""
+        return max(1, int(request.output_length * self.output))
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of a trace, all without.
+
+    Raises:
+        ValueError: The file or a line of it is not a trace; names the line.
+    """
+    try:
+        with Path(path).open("rb") as lines:
+            return [
+                _parsed(line, f"{path}, line {number}")
+                for number, line in enumerate(itertools.islice(lines, limit), 1)
+                if line.strip()
+            ]
+    except OSError as error:
+        raise ValueError(f"--dataset-path {path}: {error.strerror}") from error
+
+
+def _parsed(line: bytes, where: str) -> TraceRequest:
+    try:
+        raw: dict[str, Any] = orjson.loads(line)
+        request = TraceRequest(
+            timestamp_ms=float(raw["timestamp"]),
+            input_length=int(raw["input_length"]),
+            output_length=int(raw["output_length"]),
+            hash_ids=tuple(int(one) for one in raw["hash_ids"]),
+            priority=int(raw.get("priority", 0)),
+        )
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: not a trace request ({type(error).__name__}: {error}); it needs timestamp, "
+            "input_length, output_length and hash_ids"
+        ) from error
+    blocks = -(-request.input_length // BLOCK_TOKENS)
+    if request.input_length < 1 or blocks != len(request.hash_ids):
+        raise ValueError(
+            f"{where}: input_length {request.input_length} needs {blocks} hash_ids, "
+            f"there are {len(request.hash_ids)}"
+        )
+    return request
+
+
+class TokenMaker:
+    """Makes the tokens of a block from its id.
+
+    Args:
+        vocabulary: Ids of the tokens to draw from.
+        block_tokens: Tokens a block.
+    """
+
+    def __init__(self, vocabulary: npt.NDArray[np.uint32], block_tokens: int) -> None:
+        if len(vocabulary) < 2:
+            raise ValueError("a vocabulary of at least two tokens is needed to tell blocks apart")
+        self._vocabulary = vocabulary
+        self._block_tokens = block_tokens
+
+    def block(self, block_id: int) -> npt.NDArray[np.uint32]:
+        """uint32 `[block_tokens]`; the same for the same id, always."""
+        random = np.random.Generator(np.random.Philox(key=block_id))
+        return self._vocabulary[random.integers(len(self._vocabulary), size=self._block_tokens)]
+
+    def prompt(self, hash_ids: Iterable[int], length: int) -> npt.NDArray[np.uint32]:
+        """uint32 `[length]`: the blocks of `hash_ids` one after the other, cut to `length`."""
+        blocks = [self.block(one) for one in hash_ids]
+        return np.concatenate(blocks)[:length] if blocks else np.empty(0, np.uint32)

@@ -1,0 +1,83 @@
+"""A trace as the prefix cache sees it: requests that are paths of pages in one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale
+
+
+@dataclass(frozen=True, slots=True)
+class PagePath:
+    """One request: its whole pages from the root on."""
+
+    pages: tuple[int, ...]
+    usable: int
+    """How many of them a hit may cover: the last prompt token is always computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageTrace:
+    """Requests in order, over pages numbered from 0."""
+
+    requests: Sequence[PagePath]
+    parents: Sequence[int]
+    """Of each page, the page before it; -1 where there is none."""
+
+    @property
+    def num_pages(self) -> int:
+        """The working set."""
+        return len(self.parents)
+
+    @property
+    def longest_pages(self) -> int:
+        """Pages of the longest request."""
+        return max((len(request.pages) for request in self.requests), default=0)
+
+
+def make_page_trace(paths: Iterable[tuple[Sequence[int], int]]) -> PageTrace:
+    """Number the pages of requests that are given as labels.
+
+    Args:
+        paths: Per request the labels of its whole pages, equal where page and prefix are equal,
+            and the usable number of them. A label counts together with the labels before it.
+    """
+    numbers: dict[tuple[int, int], int] = {}
+    parents: list[int] = []
+    requests = []
+    for labels, usable in paths:
+        pages = []
+        parent = -1
+        for label in labels:
+            page = numbers.setdefault((parent, label), len(parents))
+            if page == len(parents):
+                parents.append(parent)
+            pages.append(page)
+            parent = page
+        requests.append(PagePath(tuple(pages), usable))
+    return PageTrace(requests, parents)
+
+
+def page_trace_of(trace: Sequence[TraceRequest], scale: TraceScale, page_size: int) -> PageTrace:
+    """The pages of a scaled trace. A block must be a whole number of pages.
+
+    Raises:
+        ValueError: It is not; names the scales that would do.
+    """
+    if scale.block_tokens % page_size:
+        raise ValueError(
+            f"a block of {scale.block_tokens} tokens is no whole number of pages of {page_size}: "
+            "lower the page size, or scale the lengths so that it is"
+        )
+    per_block = scale.block_tokens // page_size
+
+    def paths() -> Iterable[tuple[list[int], int]]:
+        for request in trace:
+            tokens = scale.prompt_tokens(request)
+            labels = [
+                block * per_block + page for block in request.hash_ids for page in range(per_block)
+            ]
+            yield labels[: tokens // page_size], (tokens - 1) // page_size
+
+    return make_page_trace(paths())
