@@ -1,6 +1,6 @@
-"""Run the test files of one suite, each in its own process, and summarise.
+"""Run the test files of suites, each in its own process, and summarise.
 
-    python test/run_suite.py --hw cpu --suite base-a-test-cpu
+    python test/run_suite.py --hw cpu --suite base-a-test-cpu [--suite base-b-test-cpu]
 
 Suites are made of the `register_*_ci` calls in `test/registered` (see
 `sglang.test.ci.ci_register`), read from the syntax tree: nothing is imported to collect. The
@@ -164,7 +164,7 @@ def partition(files: Sequence[Registration], index: int, size: int) -> list[Regi
         loads[target] += file.est_time
         if target == index:
             mine.append(file)
-    return sorted(mine, key=lambda f: str(f.path))
+    return [file for file in files if file in mine]
 
 
 def _pump(stream: IO[str], lines: list[str]) -> None:
@@ -225,20 +225,20 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
 
 
 def _plan(suite: str, files: Sequence[Registration]) -> list[tuple[str, list[str]]]:
-    paths = [str(file.path.relative_to(REPO)) if file.path.is_relative_to(REPO) else str(file.path)
-             for file in files]  # fmt: skip
+    """Name and command of each process that the `files` of `suite` take."""
+    paths = [os.path.relpath(file.path, REPO) for file in files if file.suite == suite]
     if suite in UNIT_SUITES and len(paths) > 1:
         pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
-        return [(f"{len(paths)} files", [*pytest, *paths])]
+        return [(f"{suite}, {len(paths)} files", [*pytest, *paths])]
     return [(path, [sys.executable, path]) for path in paths]
 
 
-def run_suite(
-    suite: str, files: Sequence[Registration], timeout: float, keep_going: bool
-) -> list[Outcome]:
-    """Run `files`; stop at the first failing process unless `keep_going`."""
+def run_files(files: Sequence[Registration], timeout: float, keep_going: bool) -> list[Outcome]:
+    """Run `files`, suite by suite; stop at the first failing process unless `keep_going`."""
+    suites = dict.fromkeys(file.suite for file in files)
+    plan = [step for suite in suites for step in _plan(suite, files)]
     outcomes: list[Outcome] = []
-    for name, command in _plan(suite, files):
+    for name, command in plan:
         if not keep_going and any(outcome.failed for outcome in outcomes):
             outcomes.append(Outcome(name=name, status=0, seconds=0, failed=1, note="not run"))
             continue
@@ -260,9 +260,9 @@ def _summarise(outcomes: Sequence[Outcome], disabled: Sequence[Registration]) ->
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run one test suite.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Run test suites.", allow_abbrev=False)
     parser.add_argument("--hw", choices=("cpu", "cuda", "npu"), required=True)
-    parser.add_argument("--suite", required=True)
+    parser.add_argument("--suite", required=True, action="append", help="may be repeated")
     parser.add_argument("--nightly", action="store_true", help="also the nightly files")
     parser.add_argument("--timeout-per-file", type=float, default=1200, help="seconds [1200]")
     parser.add_argument("--continue-on-error", action="store_true")
@@ -277,11 +277,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         registered = collect(args.root)
-        suite = [f for f in registered if f.hw == args.hw and f.suite == args.suite]
-        if not suite:
-            names = sorted({f.suite for f in registered if f.hw == args.hw})
-            raise CollectionError(f"no {args.hw} suite {args.suite!r}; there are {names}")
-        wanted = [f for f in suite if args.nightly or not f.nightly]
+        there = {f.suite for f in registered if f.hw == args.hw}
+        for suite in args.suite:
+            if suite not in there:
+                raise CollectionError(f"no {args.hw} suite {suite!r}; there are {sorted(there)}")
+        wanted = [
+            f
+            for suite in args.suite
+            for f in registered
+            if f.hw == args.hw and f.suite == suite and (args.nightly or not f.nightly)
+        ]
         part = partition(
             [f for f in wanted if f.disabled is None],
             args.auto_partition_id,
@@ -290,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CollectionError, ValueError, SyntaxError) as error:
         print(f"collection failed:\n{error}")
         return 2
-    outcomes = run_suite(args.suite, part, args.timeout_per_file, args.continue_on_error)
+    outcomes = run_files(part, args.timeout_per_file, args.continue_on_error)
     return _summarise(outcomes, [f for f in wanted if f.disabled is not None])
 
 

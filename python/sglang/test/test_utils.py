@@ -7,15 +7,13 @@ import sys
 import tempfile
 import time
 import unittest
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from sglang.srt.environ import child_environment
-from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
 from sglang.srt.utils.process import kill_process_tree
 
 __all__ = [
@@ -137,14 +135,3 @@ def _await_health(
                 f"the last lines of {process.log_path}:\n{process.log_tail()}"
             )
         time.sleep(0.1)
-
-
-def is_healthy(base_url: str, api_key: str | None = None) -> bool:
-    """Whether `GET /health` answers 200 within two seconds."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(f"{base_url}/health", headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=2) as response:
-            return int(response.status) == 200
-    except (OSError, urllib.error.URLError):
-        return False

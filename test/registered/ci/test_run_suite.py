@@ -126,6 +126,15 @@ def test_a_unit_suite_is_one_process(tmp_path: Path) -> None:
     assert len({line for line in lines if line.startswith("pid ")}) == 1
 
 
+def test_suites_run_in_the_order_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): pass")
+    write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", "def test_z(): pass")
+    status, lines = run(tmp_path, "--suite", "t", "--suite", "s")
+    assert (status, lines[-1]) == (0, "2 passed, 0 failed")
+    started = [Path(line).name for line in lines if line.startswith("--- ")]
+    assert started == ["test_2.py", "test_1.py"]
+
+
 def test_a_hanging_file_ends_with_everything_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     body = f"""

@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,17 @@ def can_connect(host: str, port: int, timeout: float = 1.0) -> bool:
     try:
         with socket.create_connection((host, port), timeout=timeout):
             return True
+    except OSError:
+        return False
+
+
+def is_healthy(base_url: str, api_key: str | None = None) -> bool:
+    """Whether `GET /health` of the server at `base_url` answers 200 within two seconds."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(f"{base_url}/health", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=2) as response:
+            return int(response.status) == 200
     except OSError:
         return False
 

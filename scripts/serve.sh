@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# The embedded default: a Mooncake store, and the server with the built-in model on top of it.
+# Arguments go to the server. ONCE=1 ends after one answer.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+exec .venv/bin/python -m sglang.serve_embedded "$@"

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change goes in. The last line is `N passed, N failed`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+if ! scripts/lint.sh; then
+    echo "lint failed; the tests were not run"
+    echo "0 passed, 1 failed"
+    exit 1
+fi
+exec .venv/bin/python test/run_suite.py --hw cpu --continue-on-error \
+    --suite base-a-test-cpu --suite base-b-test-cpu
