@@ -8,6 +8,7 @@ all addresses, on two ports that Mooncake chooses and on its REST port.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -30,8 +31,8 @@ _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
 
 
-class MooncakeStartError(RuntimeError):
-    """A process of the store did not come up; the message is one line with the cause."""
+class ChildStartError(RuntimeError):
+    """A child process did not come up; the message is one line with the cause."""
 
 
 def _die_with_parent() -> None:
@@ -51,7 +52,7 @@ class ManagedProcess:
         command: Sequence[str],
         *,
         ready: Callable[[], bool],
-        log_dir: Path,
+        log_dir: Path | None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Describe the child; `start` starts it.
@@ -60,11 +61,11 @@ class ManagedProcess:
             name: For messages, and the log file's name in `log_dir`.
             command: Program and arguments.
             ready: Whether it serves now; polled until it says so.
-            log_dir: An existing directory.
+            log_dir: An existing directory; None: the child writes where its owner writes.
             env: Put on top of this process's environment.
         """
         self.name = name
-        self.log_path = log_dir / f"{name}.log"
+        self.log_path = log_dir / f"{name}.log" if log_dir is not None else None
         self._command = list(command)
         self._ready = ready
         self._env = dict(env or {})
@@ -84,17 +85,18 @@ class ManagedProcess:
         """Start the child and wait until it serves.
 
         Raises:
-            MooncakeStartError: It ended, or did not serve within `timeout` seconds; it is not
+            ChildStartError: It ended, or did not serve within `timeout` seconds; it is not
                 running then.
         """
         assert not self.is_running(), f"{self.name} runs already"
-        with self.log_path.open("ab") as log:
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self.log_path.open("ab")) if self.log_path else None
             self._process = subprocess.Popen(
                 self._command,
                 env=child_environment(self._env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if log else None,
                 # Ctrl-C is for the owner, who ends its children in order.
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
@@ -104,15 +106,16 @@ class ManagedProcess:
             # First its life, then its port: another process may hold the port.
             status = self._process.poll()
             if status is not None:
-                raise MooncakeStartError(
-                    f"{self.name} ended with status {status}: {self.log_tail(1)}"
+                raise ChildStartError(
+                    f"{self.name} ended with status {status} ({self.log_tail(1) or 'see above'})"
                 )
             if self._ready():
                 return
             if time.monotonic() > deadline:
                 self.kill()
-                raise MooncakeStartError(
-                    f"{self.name} did not serve within {timeout:.0f} s, see {self.log_path}"
+                raise ChildStartError(
+                    f"{self.name} did not serve within {timeout:.0f} s, "
+                    f"see {self.log_path or 'above'}"
                 )
             time.sleep(0.02)
 
@@ -144,7 +147,9 @@ class ManagedProcess:
 
     def log_tail(self, lines: int = 20) -> str:
         """The last non-empty lines that the child wrote."""
-        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        text = self.log_path.read_text(errors="replace")
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
 
@@ -155,7 +160,7 @@ def _master_binary() -> str:
         if binary.exists():
             # Not the `mooncake_master` script beside Python: it would be a process in between.
             return str(binary)
-    raise MooncakeStartError("the mooncake package is not installed; run `make setup`")
+    raise ChildStartError("the mooncake package is not installed; run `make setup`")
 
 
 class MooncakeMaster(ManagedProcess):

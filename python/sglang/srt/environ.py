@@ -217,6 +217,8 @@ class Envs:
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
 
+    ONCE = EnvBool(False, "`make serve` ends after its first answer.")
+
     # Read by Mooncake's C++ code, not by us; `export_default` sets what we want of it.
     MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
         1, "Mooncake's tries to reach the master in `setup` (its own default takes 90 s)."

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang.embedded_mooncake import MooncakeMaster, MooncakeStartError
+from sglang.embedded_mooncake import ChildStartError, MooncakeMaster
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import can_connect, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -91,7 +91,7 @@ def test_nothing_is_left_after_the_block() -> None:
 def test_a_failing_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     with MooncakeCluster(num_nodes=0) as cluster:
         second = MooncakeMaster(tmp_path, rpc_port=cluster.master.rpc_port, flags={"bogus": 1})
-        with pytest.raises(MooncakeStartError, match=r"mooncake_master ended .*bogus"):
+        with pytest.raises(ChildStartError, match=r"mooncake_master ended .*bogus"):
             second.start(timeout=10)
         assert not second.is_running()
 

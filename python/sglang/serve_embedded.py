@@ -1,0 +1,188 @@
+"""`make serve`: a Mooncake store and the server on this machine, with one answer to begin with.
+
+Starts `mooncake_master`, a store node of 512 MB and the server with all three tiers, asks it
+something over HTTP, prints the answer and how to ask the next, and stays until Ctrl-C (`ONCE=1`:
+ends after the answer). Arguments are the server's; without `--model-path` it serves the built-in
+model. Every process is a child and is ended by its handle: the server first, so that it can still
+write to the store.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from sglang.embedded_mooncake import (
+    ChildStartError,
+    ManagedProcess,
+    MooncakeMaster,
+    StoreNode,
+)
+from sglang.srt.constants import MIB
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.utils.network import check_port_available, is_healthy
+
+STORE_BYTES: Final = 512 * MIB
+STORAGE_FLAGS: Final = (
+    "--enable-hierarchical-cache",
+    "--hicache-storage-backend",
+    "mooncake",
+    "--enable-cache-report",
+)
+# Longer than a page, so that the next question finds its start in the cache.
+FACTS: Final = (
+    "The code of heron is 7391. The code of otter is 2846. The code of badger is 5027. "
+    "The code of falcon is 1684. The code of raven is 9310. The code of tiger is 4275."
+)
+QUESTION: Final = f"{FACTS} What is the code of heron?"
+NEXT_QUESTION: Final = f"{FACTS} What is the code of otter?"
+_START_TIMEOUT: Final = 300.0
+_DRAIN_TIMEOUT: Final = 60.0
+
+
+def chat_body(question: str) -> dict[str, Any]:
+    """A chat request for `question`, answered greedily, with cached tokens by tier."""
+    return {
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 32,
+        "return_cached_tokens_details": True,
+    }
+
+
+def curl_line(base_url: str, question: str, has_key: bool) -> str:
+    """A command for a POSIX shell that asks `question`."""
+    body = json.dumps(chat_body(question)).replace("'", "'\\''")
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if has_key else ""
+    return (
+        f"curl -s {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"-d '{body}'"
+    )
+
+
+def describe_answer(answer: dict[str, Any]) -> str:
+    """The words of a chat completion, and how many prompt tokens came from which tier."""
+    text = answer["choices"][0]["message"]["content"]
+    usage = answer["usage"]
+    details = (answer.get("sglext") or {}).get("cached_tokens_details") or {}
+    cached = ", ".join(f"{tier} {count}" for tier, count in details.items())
+    return (
+        f"  {text!r}\n  {usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} "
+        f"answered; cached: {cached or 'none'}"
+    )
+
+
+def ask(base_url: str, question: str, api_key: str | None, timeout: float = 120.0) -> str:
+    """Ask the server; see `describe_answer`.
+
+    Raises:
+        RuntimeError: It refused, or gave no answer; one line with what it said.
+    """
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = urllib.request.Request(
+        f"{base_url}/v1/chat/completions", json.dumps(chat_body(question)).encode(), headers
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return describe_answer(json.load(response))
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode(errors="replace")
+        raise RuntimeError(f"the server answered {error.code}: {said}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise RuntimeError(f"no answer from the server: {error!r}") from None
+
+
+def _server_url(args: ServerArgs) -> str:
+    host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
+    return f"http://[{host}]:{args.port}" if ":" in host else f"http://{host}:{args.port}"
+
+
+def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[ManagedProcess]:
+    """Start master, node and server, in this order; `stack` ends them in the opposite one."""
+    log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-serve-")))
+    master = MooncakeMaster(log_dir)
+    node = StoreNode(master, log_dir, segment_bytes=STORE_BYTES)
+    url = _server_url(args)
+    server = ManagedProcess(
+        "the server",
+        [sys.executable, "-m", "sglang.launch_server", *STORAGE_FLAGS, *argv],
+        ready=lambda: is_healthy(url, args.api_key),
+        log_dir=None,
+        env=master.engine_env(),
+    )
+    started = [master, node, server]
+    for process, timeout, patience in (
+        (master, 30.0, 10.0),
+        (node, 30.0, 10.0),
+        (server, _START_TIMEOUT, _DRAIN_TIMEOUT),
+    ):
+        stack.callback(process.stop, patience)
+        process.start(timeout)
+        print(f"serve: {process.name} runs", flush=True)
+    return started
+
+
+def _stay(processes: Sequence[ManagedProcess]) -> None:
+    """Wait for Ctrl-C.
+
+    Raises:
+        ChildStartError: A child ended by itself.
+    """
+    while all(process.is_running() for process in processes):
+        time.sleep(0.3)
+    gone = next(process for process in processes if not process.is_running())
+    raise ChildStartError(f"{gone.name} ended: {gone.log_tail(1) or 'see above'}")
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Run until Ctrl-C, SIGTERM, or with `ONCE=1` until the first answer.
+
+    Raises:
+        ValueError: Flags or environment do not work; one line.
+        ChildStartError: A process did not come up or ended; one line.
+        RuntimeError: The first question was not answered; one line.
+        KeyboardInterrupt: It was asked to end, and everything has ended.
+    """
+    once = envs.ONCE.get()
+    args = prepare_server_args([*STORAGE_FLAGS, *argv])
+    check_port_available(args.host, args.port)
+    url = _server_url(args)
+    with ExitStack() as stack:
+        processes = _start_all(stack, args, argv)
+        print(f"serve: asking {url}\n  {QUESTION!r}", flush=True)
+        print(ask(url, QUESTION, args.api_key), flush=True)
+        follow_up = curl_line(url, NEXT_QUESTION, args.api_key is not None)
+        print(f"serve: ask the next one, whose start is cached now:\n\n{follow_up}\n", flush=True)
+        if not once:
+            print("serve: Ctrl-C ends it", flush=True)
+            _stay(processes)
+
+
+def main() -> int:
+    """Exit status: 0 after Ctrl-C or the one answer, 1 with one line on what went wrong."""
+    # A supervisor's SIGTERM ends it as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        serve(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("serve: ended", flush=True)
+    except (ValueError, RuntimeError) as error:
+        print(f"serve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""`make serve`: it answers, stays, ends what it started, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang.serve_embedded import QUESTION, curl_line, describe_answer
+from sglang.srt.environ import child_environment
+from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
+from sglang.srt.utils.process import is_alive, kill_process_tree
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+
+COMMAND = [sys.executable, "-m", "sglang.serve_embedded"]
+TIMEOUT = 120
+
+
+def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *argv],
+        env=child_environment(env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def test_once_answers_and_ends() -> None:
+    done = run("--port", str(get_free_port()), ONCE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = done.stdout.split(QUESTION, 1)[1]
+    assert "7391" in answer.split("serve:", 1)[0]
+    assert "curl -s http://127.0.0.1:" in answer
+
+
+def test_it_stays_until_it_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    port = get_free_port()
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([*COMMAND, "--port", str(port)], stdout=out, stderr=out)
+    try:
+        assert wait_until(lambda: "Ctrl-C ends it" in log.read_text(), TIMEOUT), log.read_text()
+        assert is_healthy(url)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3  # master, node, server
+        command = shlex.split(re.findall(r"^curl .*", log.read_text(), re.MULTILINE)[-1])
+        answer = json.loads(subprocess.check_output(command, timeout=60))
+        assert "2846" in answer["choices"][0]["message"]["content"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 0, log.read_text()
+        assert wait_until(lambda: not any(map(is_alive, family)), 10)
+        assert not is_healthy(url)
+    finally:
+        if process.poll() is None:
+            kill_process_tree(process.pid)
+
+
+def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = run("--port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        f"serve: error: cannot listen on 127.0.0.1:{port}"
+    )
+    assert "Traceback" not in done.stderr
+    assert "runs" not in done.stdout
+
+
+def test_a_wrong_flag_is_one_line() -> None:
+    done = run("--pagesize", "4")
+    assert done.returncode == 1
+    assert "did you mean --page-size?" in done.stderr.splitlines()[-1]
+
+
+def test_a_server_that_does_not_start_ends_the_rest() -> None:
+    done = run("--port", str(get_free_port()), "--model-path", "/nonexistent")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("serve: error: the server ended with status")
+
+
+def test_the_curl_line_survives_a_shell() -> None:
+    question = 'What\'s "it"?'
+    words = shlex.split(curl_line("http://h:1", question, has_key=True))
+    assert words[:3] == ["curl", "-s", "http://h:1/v1/chat/completions"]
+    assert json.loads(words[-1])["messages"][0]["content"] == question
+    assert "Authorization: Bearer YOUR_API_KEY" in words
+
+
+def test_an_answer_says_from_which_tier() -> None:
+    answer = {
+        "choices": [{"message": {"content": "7391"}}],
+        "usage": {"prompt_tokens": 80, "completion_tokens": 5},
+        "sglext": {"cached_tokens_details": {"device": 0, "host": 64}},
+    }
+    assert describe_answer(answer) == (
+        "  '7391'\n  80 prompt tokens, 5 answered; cached: device 0, host 64"
+    )
+    del answer["sglext"]
+    assert describe_answer(answer).endswith("cached: none")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
