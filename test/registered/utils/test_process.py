@@ -16,7 +16,7 @@ from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive, kill_process_tree, start_parent_watch, stop_process
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 
 TREE = "sleep 300 & setsid sleep 300 & echo ready; wait"
 STUBBORN = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
