@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Recall accuracy of the built-in model cold and from each tier, with real servers.
+
+    PYTHONPATH=python python benchmark/hicache/recall_by_tier.py [--num-examples 16] [--output FILE]
+
+Multi-turn conversations, all of them asked question r before any is asked question r + 1, so that
+tiers far smaller than the working set have lost a conversation when it comes back. A misplaced or
+damaged page shows as a wrong answer. Expected: the same score in every row, and in each row cached
+tokens from the tier that it names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.benchmark.report import emit, provenance
+from sglang.test.engine_server import EngineServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.run_eval import EvalArgs, run_eval
+
+SMALL_L1 = ("--max-total-tokens", "8192")
+WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server, and which tier its second and later questions should be answered from."""
+
+    name: str
+    flags: tuple[str, ...]
+    env: dict[str, str]
+
+
+def cases(mooncake: dict[str, str], folder: str) -> list[Case]:
+    """Cold, L1, L2, and L3 of both backends under eviction from the tiers above."""
+    large_l2 = ("--enable-hierarchical-cache", *SMALL_L1, "--hicache-ratio", "16")
+    tiny_l2 = (*SMALL_L1, "--hicache-ratio", "1", *WAIT)
+    files = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": folder}
+    return [
+        Case("cold", ("--disable-radix-cache",), {}),
+        Case("L1", (), {}),
+        Case("L1 under eviction", SMALL_L1, {}),
+        Case("L2", large_l2, {}),
+        Case("L2, write_back", (*large_l2, "--hicache-write-policy", "write_back"), {}),
+        Case("L3 file", (*tiny_l2, "--hicache-storage-backend", "file"), files),
+        Case("L3 mooncake", (*tiny_l2, "--hicache-storage-backend", "mooncake"), mooncake),
+        Case(
+            "L3 mooncake, a second server",
+            (*tiny_l2, "--hicache-storage-backend", "mooncake"),
+            mooncake,
+        ),
+    ]
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Score and cached tokens by tier of one case."""
+    with EngineServer("--enable-cache-report", *case.flags, env=case.env) as server:
+        result = run_eval(
+            EvalArgs(
+                base_url=server.url,
+                num_examples=args.num_examples,
+                num_threads=4,
+                num_questions=args.num_questions,
+                context_tokens=args.context_tokens,
+                order="round",
+                cached_tokens_details=True,
+            )
+        )
+    return {
+        "case": case.name,
+        "score": result["score"],
+        "prompt_tokens": result["prompt_tokens"],
+        "cached_tokens_details": result["cached_tokens_details"],
+        "wrong": result["wrong"],
+    }
+
+
+def main() -> None:
+    """Run every case; a JSON line each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-examples", type=int, default=16)
+    parser.add_argument("--num-questions", type=int, default=4)
+    parser.add_argument("--context-tokens", type=int, default=2000)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    emit(provenance(), args.output)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(MooncakeCluster(segment_size="512mb"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for case in cases(cluster.engine_env(), folder):
+            emit(measure(case, args), args.output)
+
+
+if __name__ == "__main__":
+    main()
