@@ -29,7 +29,7 @@ def draw(header: dict[str, Any], records: Sequence[dict[str, Any]], path: str) -
         _draw_panel(panel, mine, header["unlimited_hit_rate"])
         panel.set_title(_TITLES[arrangement], fontsize=10)
     panels[0][0].set_ylabel("hit rate (share of prompt pages)")
-    panels[0][-1].legend(fontsize=7, loc="lower right")
+    panels[0][-1].legend(fontsize=7, loc="upper left")
     figure.suptitle(
         f"{header['trace']}: {header['requests']} requests, working set "
         f"{header['working_set_pages']} pages of {header['page_size']} tokens "

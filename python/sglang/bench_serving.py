@@ -1,0 +1,269 @@
+"""Load test of a running server: `python -m sglang.bench_serving --help`.
+
+Prints the table that users of such tests know and, with `--output-file`, appends one JSON line with
+all figures. Exit status: 0; 1 where a request failed; 2 where the arguments or the server cannot
+work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+from tqdm import tqdm
+
+from sglang.benchmark.api_backends import ApiBackend, RequestOptions, make_backend
+from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
+from sglang.benchmark.mooncake_trace import TraceScale, read_trace
+from sglang.benchmark.report import append, provenance
+from sglang.benchmark.server_facts import Tokens, fetch_model_info, flush_cache, load_tokens
+from sglang.benchmark.serving_metrics import details, error_counts, summarize, table
+from sglang.benchmark.workload import (
+    BenchRequest,
+    RandomShape,
+    SharedPrefixShape,
+    Vocabulary,
+    arrival_times,
+    random_requests,
+    shared_prefix_requests,
+    trace_requests,
+)
+
+_BUSY_CLIENT = 0.8
+_WARMUP_SEED_OFFSET = 1_000_003
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Exits with 2 and a line that says why on bad flags."""
+    parser = argparse.ArgumentParser(prog="python -m sglang.bench_serving", description=__doc__)
+    _add_server_flags(parser)
+    _add_load_flags(parser)
+    _add_dataset_flags(parser)
+    args = parser.parse_args(argv)
+    if args.num_prompts is not None and args.num_prompts < 1:
+        parser.error("--num-prompts: must be 1 or more")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        parser.error("--max-concurrency: must be 1 or more")
+    if args.dataset_name == "mooncake" and not args.dataset_path:
+        parser.error("--dataset-name mooncake: give the trace with --dataset-path")
+    if args.base_url is None:
+        args.base_url = f"http://{args.host}:{args.port}"
+    args.base_url = args.base_url.rstrip("/")
+    return args
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--backend", default="sglang", choices=["sglang", "sglang-oai", "sglang-oai-chat"]
+    )
+    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--port", type=int, default=30000)
+    group.add_argument("--base-url", help="instead of --host and --port")
+    group.add_argument("--model", help="name to ask for; absent: what the server says")
+    group.add_argument("--tokenizer", help="directory; absent: what the server says")
+    group.add_argument("--api-key")
+    group.add_argument("--admin-api-key", help="for --flush-cache, where the server wants one")
+    group.add_argument("--flush-cache", action="store_true", help="before the test")
+
+
+def _add_load_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    group.add_argument("--num-prompts", type=int, help="[1000; a trace: all of it]")
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        help="requests a second, a Poisson process [inf; a trace: its timestamps]",
+    )
+    group.add_argument("--max-concurrency", type=int)
+    group.add_argument("--warmup-requests", type=int, default=1)
+    group.add_argument("--seed", type=int, default=1)
+    group.add_argument("--disable-ignore-eos", action="store_true")
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument(
+        "--extra-request-body", type=orjson.loads, default={}, help="JSON, put on top of each body"
+    )
+    group.add_argument("--output-file", help="append one JSON line here")
+    group.add_argument("--output-details", action="store_true", help="with every request's numbers")
+    group.add_argument("--disable-tqdm", action="store_true")
+    group.add_argument("--tag", help="kept in the JSON line")
+
+
+def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dataset; lengths in tokens")
+    group.add_argument(
+        "--dataset-name",
+        default="random",
+        choices=["random", "generated-shared-prefix", "mooncake"],
+    )
+    group.add_argument("--dataset-path", help="of a trace in Mooncake's format")
+    group.add_argument("--random-input-len", type=int, default=1024)
+    group.add_argument("--random-output-len", type=int, default=128)
+    group.add_argument("--random-range-ratio", type=float, default=0.0)
+    group.add_argument("--gsp-num-groups", type=int, default=64)
+    group.add_argument("--gsp-prompts-per-group", type=int, default=16)
+    group.add_argument("--gsp-system-prompt-len", type=int, default=2048)
+    group.add_argument("--gsp-question-len", type=int, default=128)
+    group.add_argument("--gsp-output-len", type=int, default=256)
+    group.add_argument(
+        "--mooncake-length-scale", type=float, default=1.0, help="multiplies prompt lengths"
+    )
+    group.add_argument(
+        "--mooncake-output-scale", type=float, default=1.0, help="multiplies answer lengths"
+    )
+    group.add_argument(
+        "--mooncake-slowdown-factor", type=float, default=1.0, help="multiplies the timestamps"
+    )
+
+
+def make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
+    """The prompts of the chosen dataset.
+
+    Raises:
+        ValueError: A length, a factor or the trace cannot work; names the flag.
+    """
+    match args.dataset_name:
+        case "random":
+            shape = RandomShape(
+                input_len=args.random_input_len,
+                output_len=args.random_output_len,
+                range_ratio=args.random_range_ratio,
+            )
+            return random_requests(vocabulary, shape, args.num_prompts or 1000, args.seed)
+        case "generated-shared-prefix":
+            groups = SharedPrefixShape(
+                num_groups=args.gsp_num_groups,
+                prompts_per_group=args.gsp_prompts_per_group,
+                system_prompt_len=args.gsp_system_prompt_len,
+                question_len=args.gsp_question_len,
+                output_len=args.gsp_output_len,
+            )
+            return shared_prefix_requests(vocabulary, groups, args.seed)[: args.num_prompts]
+        case _:
+            scale = TraceScale(
+                length=args.mooncake_length_scale,
+                output=args.mooncake_output_scale,
+                time=args.mooncake_slowdown_factor,
+            )
+            trace = read_trace(args.dataset_path, args.num_prompts)
+            return trace_requests(vocabulary, trace, scale)
+
+
+async def run(args: argparse.Namespace) -> tuple[dict[str, Any], LoadResult]:
+    """The whole test: its figures, and what each request gave.
+
+    Raises:
+        ValueError: The server, the tokenizer, a flag or a warm-up request does not work.
+    """
+    backend = make_backend(args.backend)
+    async with open_session(args.api_key) as session:
+        tokens = await _settle_names(args, session)
+        requests = make_requests(args, tokens.vocabulary)
+        times = arrival_times(requests, _request_rate(args), args.seed)
+        texts = [tokens.decode(one.prompt_ids) for one in requests] if backend.wants_text else None
+        options = RequestOptions(
+            base_url=args.base_url,
+            model=args.model,
+            ignore_eos=not args.disable_ignore_eos,
+            temperature=args.temperature,
+            extra_body=args.extra_request_body,
+        )
+        await _warm_up(args, session, backend, options, tokens)
+        if args.flush_cache:
+            await flush_cache(session, args.base_url, args.admin_api_key or args.api_key)
+        with tqdm(total=len(requests), unit="req", disable=args.disable_tqdm) as bar:
+            load = await generate_load(
+                session,
+                backend,
+                requests,
+                options,
+                times=times,
+                texts=texts,
+                max_concurrency=args.max_concurrency,
+                on_done=lambda result: bar.update(),
+            )
+    return {**_describe(args), **summarize(load)}, load
+
+
+async def _settle_names(args: argparse.Namespace, session: aiohttp.ClientSession) -> Tokens:
+    """Fill in model and tokenizer from the server where they were not given."""
+    if args.model is None or args.tokenizer is None:
+        info = await fetch_model_info(session, args.base_url)
+        path = info.get("tokenizer_path") or info.get("model_path")
+        args.tokenizer = args.tokenizer or path
+        args.model = args.model or info.get("served_model_name") or info.get("model_path")
+    if args.tokenizer is None:
+        raise ValueError("--tokenizer: the server does not say where its tokenizer is; give it")
+    args.model = args.model or "default"
+    return load_tokens(args.tokenizer)
+
+
+async def _warm_up(
+    args: argparse.Namespace,
+    session: aiohttp.ClientSession,
+    backend: ApiBackend,
+    options: RequestOptions,
+    tokens: Tokens,
+) -> None:
+    """Prompts of their own, so that they leave nothing of the test's in the cache."""
+    shape = RandomShape(input_len=64, output_len=4, range_ratio=1.0)
+    count = max(0, args.warmup_requests)
+    for one in random_requests(tokens.vocabulary, shape, count, args.seed + _WARMUP_SEED_OFFSET):
+        result = await backend.send(session, one, options, tokens.decode(one.prompt_ids))
+        if not result.success:
+            raise ValueError(f"the warm-up request failed: {result.error}")
+
+
+def _request_rate(args: argparse.Namespace) -> float | None:
+    if args.request_rate is None and args.dataset_name != "mooncake":
+        return float("inf")
+    rate: float | None = args.request_rate
+    return rate
+
+
+def _describe(args: argparse.Namespace) -> dict[str, Any]:
+    rate = _request_rate(args)
+    shown = "trace" if rate is None else rate
+    return {
+        **provenance(),
+        "tag": args.tag,
+        "backend": args.backend,
+        "dataset_name": args.dataset_name,
+        "request_rate": "inf" if rate == float("inf") else shown,
+        "max_concurrency": args.max_concurrency,
+        "random_input_len": args.random_input_len,
+        "random_output_len": args.random_output_len,
+        "random_range_ratio": args.random_range_ratio,
+        "seed": args.seed,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the test of the command line; its exit status."""
+    args = parse_args(argv)
+    try:
+        figures, load = asyncio.run(run(args))
+    except ValueError as error:
+        print(f"bench_serving: {error}", file=sys.stderr)
+        return 2
+    print(table(figures))
+    if figures["client_cpu_share"] > _BUSY_CLIENT:
+        print(
+            f"bench_serving: this client used {figures['client_cpu_share']:.0%} of a core; the "
+            "figures may be its own limit and not the server's",
+            file=sys.stderr,
+        )
+    append(figures | (details(load.results) if args.output_details else {}), args.output_file)
+    errors = error_counts(load.results)
+    for cause, count in errors.items():
+        print(f"bench_serving: {count} requests failed: {cause}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Sends one request to a server, reads its event stream, and notes when what came.
+
+A backend says how a request is put and how an event is read; `send` does the rest. Errors of any
+kind end in the result, never as an exception: a load test goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import aiohttp
+import orjson
+
+from sglang.benchmark.request_result import RequestResult
+from sglang.benchmark.workload import BenchRequest
+
+_ERROR_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What is the same for all requests of a run."""
+
+    base_url: str
+    model: str = "default"
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Put on top of each request's body."""
+
+
+class _Progress:
+    """Turns the moments at which tokens came into TTFT and inter-token times."""
+
+    def __init__(self, result: RequestResult) -> None:
+        self.result = result
+        self._begin = time.perf_counter()
+        self._last = 0.0
+        self._tokens = 0
+
+    def tokens(self, total: int) -> None:
+        """`total` tokens of the answer have come up to now."""
+        now = time.perf_counter()
+        new = total - self._tokens
+        if new <= 0:
+            return
+        if self._tokens == 0:
+            self.result.ttft = now - self._begin
+        else:
+            self.result.itl += [(now - self._last) / new] * new
+        self._last, self._tokens = now, total
+
+    def one_more(self) -> None:
+        """Text has come: at least a token."""
+        self.tokens(self._tokens + 1)
+
+    def end(self) -> None:
+        result = self.result
+        result.latency = time.perf_counter() - self._begin
+        result.completion_tokens = result.completion_tokens or self._tokens
+        if not self._tokens:
+            result.ttft = result.latency
+
+
+class ApiBackend(ABC):
+    """One way to ask for a generation."""
+
+    path: ClassVar[str]
+    wants_text: ClassVar[bool] = False
+
+    @abstractmethod
+    def body(
+        self, request: BenchRequest, text: str | None, options: RequestOptions
+    ) -> dict[str, Any]:
+        """The JSON body. `text` is the prompt's where `wants_text`."""
+
+    @abstractmethod
+    def read(self, event: Mapping[str, Any], progress: _Progress) -> None:
+        """Take one event of the stream."""
+
+    async def send(
+        self,
+        session: aiohttp.ClientSession,
+        request: BenchRequest,
+        options: RequestOptions,
+        text: str | None = None,
+    ) -> RequestResult:
+        """Ask, and read the answer to its end."""
+        body = orjson.dumps({**self.body(request, text, options), **options.extra_body})
+        result = RequestResult(prompt_tokens=len(request.prompt_ids))
+        progress = _Progress(result)
+        try:
+            async with session.post(
+                options.base_url + self.path,
+                data=body,
+                headers={"Content-Type": "application/json"},
+            ) as response:
+                if response.status != 200:
+                    said = (await response.text())[:_ERROR_CHARS]
+                    result.error = f"HTTP {response.status}: {said}"
+                else:
+                    await self._read_stream(response.content, progress)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            result.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
+        progress.end()
+        if result.success and not result.completion_tokens:
+            result.error = "the answer has no tokens"
+        return result
+
+    async def _read_stream(self, content: aiohttp.StreamReader, progress: _Progress) -> None:
+        async for data in _events(content):
+            if data == b"[DONE]":
+                return
+            event = orjson.loads(data)
+            if "error" in event:
+                progress.result.error = str(event["error"])[:_ERROR_CHARS]
+                return
+            self.read(event, progress)
+        if progress.result.success:
+            progress.result.error = "the stream ended before [DONE]"
+
+
+class SglangBackend(ApiBackend):
+    """`POST /generate` with token ids; text and counts in the events are cumulative."""
+
+    path = "/generate"
+
+    def body(
+        self, request: BenchRequest, text: str | None, options: RequestOptions
+    ) -> dict[str, Any]:
+        return {
+            "input_ids": request.prompt_ids,
+            "sampling_params": {
+                "temperature": options.temperature,
+                "max_new_tokens": request.output_len,
+                "ignore_eos": options.ignore_eos,
+            },
+            "stream": True,
+        }
+
+    def read(self, event: Mapping[str, Any], progress: _Progress) -> None:
+        result, meta = progress.result, event["meta_info"]
+        result.text = event.get("text") or result.text
+        result.output_ids = event.get("output_ids") or result.output_ids
+        result.completion_tokens = meta["completion_tokens"]
+        result.prompt_tokens = meta.get("prompt_tokens", result.prompt_tokens)
+        result.note_cached(meta.get("cached_tokens"), meta.get("cached_tokens_details"))
+        progress.tokens(result.completion_tokens)
+        finish = meta.get("finish_reason") or {}
+        if finish.get("type") == "abort":
+            result.error = f"aborted: {finish.get('message', '')}"[:_ERROR_CHARS]
+
+
+class OpenAICompletionsBackend(ApiBackend):
+    """`POST /v1/completions` with token ids."""
+
+    path = "/v1/completions"
+
+    def body(
+        self, request: BenchRequest, text: str | None, options: RequestOptions
+    ) -> dict[str, Any]:
+        return {"prompt": request.prompt_ids, **self._common(request, options)}
+
+    def _common(self, request: BenchRequest, options: RequestOptions) -> dict[str, Any]:
+        return {
+            "model": options.model,
+            "temperature": options.temperature,
+            "max_tokens": request.output_len,
+            "ignore_eos": options.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_cached_tokens_details": True,
+        }
+
+    def read(self, event: Mapping[str, Any], progress: _Progress) -> None:
+        result = progress.result
+        for choice in event.get("choices") or ():
+            piece = self._piece(choice)
+            if piece:
+                result.text += piece
+                progress.one_more()
+        usage = event.get("usage") or {}
+        result.prompt_tokens = usage.get("prompt_tokens", result.prompt_tokens)
+        result.completion_tokens = usage.get("completion_tokens", result.completion_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        by_tier = (event.get("sglext") or {}).get("cached_tokens_details")
+        result.note_cached(details.get("cached_tokens"), by_tier)
+        if by_tier and not result.cached_tokens:
+            result.cached_tokens = sum(result.cached_details.values())
+
+    def _piece(self, choice: Mapping[str, Any]) -> str:
+        return choice.get("text") or ""
+
+
+class OpenAIChatBackend(OpenAICompletionsBackend):
+    """`POST /v1/chat/completions` with the prompt's text as the user's message."""
+
+    path = "/v1/chat/completions"
+    wants_text = True
+
+    def body(
+        self, request: BenchRequest, text: str | None, options: RequestOptions
+    ) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return {"messages": messages, **self._common(request, options)}
+
+    def _piece(self, choice: Mapping[str, Any]) -> str:
+        delta = choice.get("delta") or {}
+        return (delta.get("content") or "") + (delta.get("reasoning_content") or "")
+
+
+def make_backend(name: str) -> ApiBackend:
+    """The backend of that name. Raises ValueError that lists the names."""
+    backends: dict[str, type[ApiBackend]] = {
+        "sglang": SglangBackend,
+        "sglang-oai": OpenAICompletionsBackend,
+        "sglang-oai-chat": OpenAIChatBackend,
+    }
+    if name not in backends:
+        raise ValueError(f"--backend {name!r}: use one of {', '.join(backends)}")
+    return backends[name]()
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()

@@ -1,0 +1,70 @@
+"""What a load test has to know about its server before it starts: name, tokenizer, readiness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from sglang.benchmark.workload import Vocabulary
+from sglang.srt.utils.hf_tokenizer import get_tokenizer, special_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The part of a tokenizer that makes prompts."""
+
+    vocabulary: Vocabulary
+    tokenizer: Any
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`."""
+        text: str = self.tokenizer.decode(ids)
+        return text
+
+
+def load_tokens(path: str) -> Tokens:
+    """The ordinary tokens of the tokenizer at `path`, without special ones.
+
+    Raises:
+        ValueError: There is no tokenizer.
+    """
+    tokenizer = get_tokenizer(path)
+    kept_out = special_token_ids(tokenizer)
+    ids = [index for index in range(len(tokenizer)) if index not in kept_out]
+    return Tokens(np.asarray(ids, dtype=np.uint32), tokenizer)
+
+
+async def fetch_model_info(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any]:
+    """`GET /model_info`.
+
+    Raises:
+        ValueError: The server does not answer it.
+    """
+    try:
+        async with session.get(
+            f"{base_url}/model_info", timeout=aiohttp.ClientTimeout(total=30)
+        ) as response:
+            response.raise_for_status()
+            info: dict[str, Any] = await response.json(content_type=None)
+            return info
+    except (TimeoutError, aiohttp.ClientError, ValueError) as error:
+        raise ValueError(
+            f"no usable server at {base_url} ({type(error).__name__}: {error}); start one, or give "
+            "--base-url, --host and --port, and --model and --tokenizer if it has no /model_info"
+        ) from error
+
+
+async def flush_cache(session: aiohttp.ClientSession, base_url: str, admin_key: str | None) -> None:
+    """Empty L1 and L2 of the server, once it is idle.
+
+    Raises:
+        ValueError: It refused.
+    """
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    async with session.post(f"{base_url}/flush_cache?timeout=30", headers=headers) as response:
+        if response.status != 200:
+            said = (await response.text())[:200]
+            raise ValueError(f"--flush-cache: the server answered {response.status}: {said}")
