@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.constants import VERSION
+
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Engine", "__version__"]
 
 

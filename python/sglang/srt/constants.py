@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+VERSION: Final = "0.1.0"
+"""Of the engine; the package's metadata is made from it."""
+
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 30000
 
