@@ -1,0 +1,154 @@
+"""Conversations of many clients over many rounds: what the prefix cache gives, by round and tier.
+
+    python benchmark/hicache/bench_multiturn.py --port 30000 --num-clients 16 --num-rounds 6 \\
+        --request-length 256 --output-length 32 [--flush-between-rounds] \\
+        [--output-file multiturn.jsonl] [--plot multiturn.png]
+
+Against a running server, whose /generate it uses. Every round's prompt is all that was said before
+and `--request-length` new tokens. One JSON line a round: TTFT, hit rate, cached tokens by tier.
+With `--flush-between-rounds` L1 and L2 are emptied before every round but the first, so that hits
+come from L3. Exits with 1 where a request failed, with 2 where the server or the flags cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from tqdm import tqdm
+
+from sglang.benchmark.api_backends import RequestOptions
+from sglang.benchmark.load_generator import open_session
+from sglang.benchmark.multiturn import Conversations, converse, round_figures
+from sglang.benchmark.report import emit, provenance
+from sglang.benchmark.request_result import TIERS, RequestResult
+from sglang.benchmark.server_facts import fetch_model_info, flush_cache, load_tokens
+from sglang.benchmark.serving_metrics import error_counts
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--base-url", help="instead of --host and --port")
+    parser.add_argument("--api-key")
+    parser.add_argument("--admin-api-key", help="for --flush-between-rounds")
+    parser.add_argument("--tokenizer", help="directory; absent: what the server says")
+    parser.add_argument("--num-clients", type=int, default=16)
+    parser.add_argument("--num-rounds", type=int, default=6)
+    parser.add_argument("--request-length", type=int, default=256, help="new tokens a round")
+    parser.add_argument("--output-length", type=int, default=32)
+    parser.add_argument("--max-parallel", type=int, help="requests under way at most")
+    parser.add_argument("--round-barrier", action="store_true", help="no client runs ahead")
+    parser.add_argument("--flush-between-rounds", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tag", help="kept in the JSON lines")
+    parser.add_argument("--output-file", help="append the JSON lines here too")
+    parser.add_argument("--plot", help="write a PNG here")
+    parser.add_argument("--disable-tqdm", action="store_true")
+    args = parser.parse_args(argv)
+    args.base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    return args
+
+
+async def run(args: argparse.Namespace) -> tuple[list[list[RequestResult]], float]:
+    """All rounds' results, and how many seconds they took. Raises ValueError."""
+    shape = Conversations(
+        clients=args.num_clients,
+        rounds=args.num_rounds,
+        request_len=args.request_length,
+        output_len=args.output_length,
+        parallel=args.max_parallel,
+        seed=args.seed,
+    )
+    async with open_session(args.api_key) as session:
+        if args.tokenizer is None:
+            info = await fetch_model_info(session, args.base_url)
+            args.tokenizer = info.get("tokenizer_path") or info["model_path"]
+        vocabulary = load_tokens(args.tokenizer).vocabulary
+
+        async def between() -> None:
+            if args.flush_between_rounds:
+                await flush_cache(session, args.base_url, args.admin_api_key or args.api_key)
+
+        started = time.perf_counter()
+        total = shape.clients * shape.rounds
+        with tqdm(total=total, unit="req", disable=args.disable_tqdm) as bar:
+            results = await converse(
+                session,
+                vocabulary,
+                shape,
+                RequestOptions(base_url=args.base_url),
+                between_rounds=between if args.round_barrier or args.flush_between_rounds else None,
+                on_done=lambda result: bar.update(),
+            )
+        return results, time.perf_counter() - started
+
+
+def draw(rounds: Sequence[dict[str, Any]], path: str) -> None:
+    """TTFT over the rounds, and where the prompts' tokens came from."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    numbers = [one["round"] for one in rounds]
+    left.plot(numbers, [one["median_ttft_ms"] for one in rounds], "o-", label="median")
+    left.plot(numbers, [one["p99_ttft_ms"] for one in rounds], "o--", label="p99")
+    left.set_ylabel("TTFT (ms)")
+    left.set_ylim(bottom=0)
+    left.legend()
+    below = [0.0] * len(rounds)
+    for tier in TIERS:
+        shares = [
+            one["cached_tokens_details"][tier] / max(1, one["prompt_tokens"]) for one in rounds
+        ]
+        right.bar(numbers, shares, bottom=below, label=tier)
+        below = [low + share for low, share in zip(below, shares, strict=True)]
+    right.set_ylabel("cached share of the prompts")
+    right.set_ylim(0, 1)
+    right.legend()
+    for panel in (left, right):
+        panel.set_xlabel("round")
+        panel.set_xticks(numbers)
+        panel.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        results, seconds = asyncio.run(run(args))
+    except ValueError as error:
+        print(f"bench_multiturn: {error}", file=sys.stderr)
+        return 2
+    setting = {
+        "benchmark": "multiturn",
+        **provenance(),
+        "tag": args.tag,
+        "clients": args.num_clients,
+        "request_length": args.request_length,
+        "output_length": args.output_length,
+        "seconds": round(seconds, 3),
+    }
+    rounds = [round_figures(number, one) for number, one in enumerate(results, 1)]
+    for one in rounds:
+        emit(setting | one, args.output_file)
+    if args.plot:
+        draw(rounds, args.plot)
+    errors = error_counts([one for turn in results for one in turn])
+    for cause, count in errors.items():
+        print(f"bench_multiturn: {count} requests failed: {cause}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

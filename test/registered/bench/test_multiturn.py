@@ -1,0 +1,108 @@
+"""Conversations: prompts grow by the answer and the new tokens; figures of a round by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.benchmark.api_backends import RequestOptions
+from sglang.benchmark.load_generator import open_session
+from sglang.benchmark.multiturn import Conversations, converse, round_figures
+from sglang.benchmark.request_result import RequestResult
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_generate_server import FakeServer
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+SHAPE = Conversations(clients=3, rounds=4, request_len=10, output_len=5, parallel=2)
+VOCABULARY = np.arange(100, 200, dtype=np.uint32)
+
+
+def talk(server: FakeServer, flushes: list[int] | None = None) -> list[list[RequestResult]]:
+    async def run() -> list[list[RequestResult]]:
+        async def between() -> None:
+            assert flushes is not None
+            flushes.append(len(server.bodies))
+
+        async with open_session() as session:
+            return await converse(
+                session,
+                VOCABULARY,
+                SHAPE,
+                RequestOptions(base_url=server.url),
+                between_rounds=None if flushes is None else between,
+            )
+
+    return asyncio.run(run())
+
+
+def by_length(bodies: list[dict[str, Any]]) -> dict[int, list[list[int]]]:
+    prompts: dict[int, list[list[int]]] = {}
+    for body in bodies:
+        prompts.setdefault(len(body["input_ids"]), []).append(body["input_ids"])
+    return prompts
+
+
+def test_each_prompt_continues_the_one_before_it() -> None:
+    with FakeServer(step_s=0.002) as server:
+        results = talk(server)
+    assert [len(one) for one in results] == [3, 3, 3, 3]
+    assert server.most_running == 2
+    prompts = by_length(server.bodies)
+    assert sorted(prompts) == [10, 25, 40, 55]
+    for length in (25, 40, 55):
+        for prompt in prompts[length]:
+            before = prompt[: length - 15]
+            assert before in prompts[length - 15]
+            assert prompt[length - 15 : length - 10] == [0, 1, 2, 3, 4]  # the answer
+            assert all(100 <= token < 200 for token in prompt[length - 10 :])
+    assert len({tuple(prompt) for prompt in prompts[10]}) == 3
+
+
+def test_rounds_wait_for_each_other_where_something_is_done_between_them() -> None:
+    flushes: list[int] = []
+    with FakeServer() as server:
+        talk(server, flushes)
+    assert flushes == [3, 6, 9]
+
+
+def test_a_conversation_that_failed_ends() -> None:
+    with FakeServer(fail_every=2) as server:
+        results = talk(server, [])
+    # Requests 2, 4, ... fail: 1 of 3, then 1 of 2, then the last one goes on alone for a round.
+    assert [len(one) for one in results] == [3, 2, 1, 0]
+    assert [sum(not one.success for one in turn) for turn in results] == [1, 1, 1, 0]
+
+
+def test_figures_of_a_round() -> None:
+    tiers = {"device": 30, "host": 20, "storage": 10}
+    results = [
+        RequestResult(
+            prompt_tokens=100,
+            completion_tokens=5,
+            ttft=0.1,
+            latency=0.2,
+            cached_tokens=60,
+            cached_details=tiers,
+        ),
+        RequestResult(prompt_tokens=50, completion_tokens=5, ttft=0.3, latency=0.4),
+        RequestResult(error="no", prompt_tokens=50, ttft=9.0),
+    ]
+    got = round_figures(2, results)
+    assert (got["round"], got["completed"], got["failed"]) == (2, 2, 1)
+    assert got["hit_rate"] == pytest.approx(0.4)
+    assert got["cached_tokens_details"] == tiers
+    assert got["mean_ttft_ms"] == pytest.approx(200)
+    assert round_figures(1, [])["hit_rate"] == 0.0
+
+
+def test_lengths_are_positive() -> None:
+    with pytest.raises(ValueError, match="--request-length 0"):
+        Conversations(clients=1, rounds=1, request_len=0, output_len=1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
