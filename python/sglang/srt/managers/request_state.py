@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Final
 
 from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest, RequestFailed
 from sglang.srt.managers.io_struct import (
@@ -14,6 +15,9 @@ from sglang.srt.managers.io_struct import (
     TopLogprobs,
 )
 from sglang.srt.managers.stop_trimmer import StopTrimmer
+
+CLIENT_ABORT_STATUS: Final = 499
+"""Of a request that was aborted on demand: it has ended, with what it had, and did not fail."""
 
 
 @dataclass(slots=True)
@@ -120,7 +124,8 @@ class RequestState:
         if self.failure is not None:
             raise EngineUnavailable(str(self.failure)) from self.failure
         reason = self.finish_reason
-        if reason is not None and reason.type == "abort" and reason.status_code is not None:
+        refused = reason is not None and reason.status_code not in (None, CLIENT_ABORT_STATUS)
+        if refused and reason is not None and reason.status_code is not None:
             raise RequestFailed(reason.message or "the engine aborted it", reason.status_code)
 
 

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -78,17 +79,21 @@ class TokenizerManager:
         self._encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._no_stop_trim: set[str] = set()
+        self._leaving: set[str] = set()
+        """Ids whose client has left and whose last output has not come yet: still taken."""
         self._decoder = server_decoder()
         self._limited = RateLimitedLogger(logger)
         self._context: zmq.asyncio.Context | None = None
         self._sink: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._refusal: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---- life ------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Open the sockets on the running loop and begin to read."""
+        self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         source = self._context.socket(zmq.PULL)
         source.set_hwm(0)
@@ -124,6 +129,12 @@ class TokenizerManager:
             state.fail(error)
         self.control.fail_all(error)
 
+    def fail_all_threadsafe(self, reason: str) -> None:
+        """`fail_all` from another thread; nothing where the loop has ended."""
+        self._refusal = self._refusal or reason
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.fail_all, reason)
+
     async def shut_down_scheduler(self, timeout: float) -> None:
         """Ask the scheduler to finish within `timeout` seconds and to exit."""
         await self._send(ShutdownReq(timeout=timeout))
@@ -140,7 +151,7 @@ class TokenizerManager:
 
     # ---- requests --------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestState]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestState, None]:
         """Run one request; yields its state whenever it grew, the last time when it has ended.
 
         Several messages between two looks of the reader are one step. Leaving the iterator
@@ -169,11 +180,15 @@ class TokenizerManager:
 
     async def generate_whole(self, request: GenerateRequest) -> RequestState:
         """Run one request to its end; raises as `generate` does."""
-        updates = self.generate(request)
-        async for state in updates:
-            if state.ended:
-                return state
+        async with aclosing(self.generate(request)) as states:
+            async for state in states:
+                if state.ended:
+                    return state
         raise AssertionError("generate ends with an ended state or an exception")
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`."""
+        return await self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     async def abort(self, rid: str) -> None:
         """End the request `rid`; its reader sees the finish reason `abort`."""
@@ -188,17 +203,13 @@ class TokenizerManager:
             raise EngineUnavailable(self._refusal)
         now = time.time()
         check_fields(request)
-        if request.rid in self._states:
-            raise InvalidRequest(
-                f"rid {request.rid!r} is in use by a running request: choose another", field="rid"
-            )
+        self._check_rid(request.rid)
         check_sampling(request.sampling_params, self.limits, self.tokenizer)
         input_ids = await self._prompt_ids(request)
         check_prompt(input_ids, self.limits, request.prompt_field)
         fit_max_new_tokens(request, len(input_ids), self.limits)
         # Again, for the wait above: two requests of one id may have passed the first look.
-        if request.rid in self._states:
-            raise InvalidRequest(f"rid {request.rid!r} is in use: choose another", field="rid")
+        self._check_rid(request.rid)
         state = RequestState.start(request, len(input_ids), now)
         self._states[request.rid] = state
         if request.no_stop_trim:
@@ -209,6 +220,12 @@ class TokenizerManager:
             self._states.pop(request.rid, None)
             raise
         return state
+
+    def _check_rid(self, rid: str) -> None:
+        if rid in self._states or rid in self._leaving:
+            raise InvalidRequest(
+                f"rid {rid!r} is in use by a running request: choose another", field="rid"
+            )
 
     async def _prompt_ids(self, request: GenerateRequest) -> list[int]:
         if request.input_ids is not None:
@@ -225,6 +242,7 @@ class TokenizerManager:
     def _end(self, state: RequestState) -> None:
         """Book a request that its reader has left; one that still runs is aborted."""
         if not state.ended:
+            self._leaving.add(state.rid)
             self._abort_soon(state.rid)
         probe = state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
         if self.metrics is not None and not probe:
@@ -279,6 +297,8 @@ class TokenizerManager:
             state = self._states.get(update.output.rid)
             # Outputs of a request whose client has left are still on their way for a while.
             if state is None or state.ended:
+                if update.output.finish_reason is not None:
+                    self._leaving.discard(update.output.rid)
                 continue
             fresh = state.apply(update, self._stop_text(update))
             if fresh:

@@ -26,38 +26,32 @@ class ServerMetrics:
     Times are seconds. Event loop thread only.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        labels = {"model_name": model_name}
-        names = tuple(labels)
         self._first_token = Histogram(
             "sglang:time_to_first_token_seconds",
             "From a streaming request's arrival to its first token.",
-            names,
             registry=self.registry,
             buckets=_FIRST_TOKEN_BUCKETS,
-        ).labels(**labels)
+        )
         self._next_token = Histogram(
             "sglang:inter_token_latency_seconds",
             "Between two tokens of a streaming request.",
-            names,
             registry=self.registry,
             buckets=_NEXT_TOKEN_BUCKETS,
-        ).labels(**labels)
+        )
         self._request = Histogram(
             "sglang:e2e_request_latency_seconds",
             "From a request's arrival to its end.",
-            names,
             registry=self.registry,
             buckets=_REQUEST_BUCKETS,
-        ).labels(**labels)
+        )
         self._requests = Counter(
             "sglang:num_requests",
             "Requests that ended, by how.",
-            (*names, "finish_reason"),
+            ("finish_reason",),
             registry=self.registry,
         )
-        self._model_name = model_name
 
     def observe_first_token(self, seconds: float) -> None:
         """A streaming request got its first token."""
@@ -76,7 +70,7 @@ class ServerMetrics:
             outcome = reason.type
         else:
             outcome = "error" if state.failure is not None else "disconnect"
-        self._requests.labels(model_name=self._model_name, finish_reason=outcome).inc()
+        self._requests.labels(finish_reason=outcome).inc()
         if state.finished_time is not None and outcome in ("stop", "length"):
             self._request.observe(max(state.finished_time - state.created_time, 0.0))
 

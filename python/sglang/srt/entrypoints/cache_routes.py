@@ -1,0 +1,92 @@
+"""Administration of L3 at run time: attach, look, detach, clear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_body import read_json
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.sse import json_response
+from sglang.srt.managers.io_struct import ControlReqOutput
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+router = APIRouter()
+
+_PATH = "/hicache/storage-backend"
+
+
+class AttachBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What to attach, or which policies to change."""
+
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+
+@router.get(_PATH)
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def get_backend(request: Request) -> Response:
+    """The attached backend and the policies; no secrets."""
+    answer = await _administered(request).manager.control.get_storage()
+    return json_response(_checked(answer).data)
+
+
+@router.put(_PATH)
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def attach_backend(request: Request) -> Response:
+    """Attach a backend, or update the policies of the one that is attached."""
+    context = _administered(request)
+    body = await read_json(request, AttachBody)
+    if not body.hicache_storage_backend:
+        raise bad_request(
+            "hicache_storage_backend is empty: name a backend", "hicache_storage_backend"
+        )
+    answer = await context.manager.control.attach_storage(
+        body.hicache_storage_backend,
+        body.hicache_storage_backend_extra_config_json,
+        body.hicache_storage_prefetch_policy,
+        body.hicache_write_policy,
+    )
+    return _done(answer)
+
+
+@router.delete(_PATH)
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def detach_backend(request: Request) -> Response:
+    """Detach the backend; its data stays. Idempotent."""
+    return _done(await _administered(request).manager.control.detach_storage())
+
+
+@router.post(f"{_PATH}/clear")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def clear_backend(request: Request) -> Response:
+    """Remove this namespace's objects from the backend."""
+    return _done(await _administered(request).manager.control.clear_storage())
+
+
+def _administered(request: Request) -> ServerContext:
+    """The context, where an operator's key exists; the middleware has compared it."""
+    context = context_of(request)
+    if not context.args.admin_api_key:
+        raise ApiError(
+            400, "cache administration needs an operator's key: start with --admin-api-key"
+        )
+    return context
+
+
+def _checked(answer: ControlReqOutput) -> ControlReqOutput:
+    if not answer.success:
+        raise ApiError(400, answer.message or "the scheduler refused it")
+    return answer
+
+
+def _done(answer: ControlReqOutput) -> Response:
+    body: dict[str, Any] = {**_checked(answer).data, "success": True, "message": answer.message}
+    return json_response(body)

@@ -1,0 +1,130 @@
+"""What server and offline engine share: checked arguments, processes, the way to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.server_context import ServerContext
+from sglang.srt.managers.generate_request import EngineUnavailable
+from sglang.srt.managers.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import get_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS: Final = 30.0
+"""For requests that run when a shutdown begins, and again for what the scheduler owes to L3."""
+_MARGIN_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What the server process itself needs of the model."""
+
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    chat_template: ChatTemplate
+
+
+def load_model_files(args: ServerArgs) -> LoadedModel:
+    """Read config, tokenizer and chat template; no weights.
+
+    Args:
+        args: Resolved.
+
+    Raises:
+        ValueError: One line that names what is missing or broken.
+    """
+    assert args.model_path is not None, "resolved arguments name the model"
+    config = ModelConfig.from_path(
+        args.model_path, dtype=args.dtype, context_length=args.context_length
+    )
+    tokenizer = get_tokenizer(
+        args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
+    )
+    return LoadedModel(config, tokenizer, ChatTemplate(tokenizer, args.chat_template))
+
+
+class EngineFront:
+    """One running engine as its process sees it. Made before the event loop runs."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        """Start the engine's processes; takes as long as loading the model.
+
+        Args:
+            args: Resolved.
+
+        Raises:
+            ValueError: The model's files are missing or broken.
+            StartError: A process could not start.
+        """
+        model = load_model_files(args)
+        self.processes: EngineProcesses = launch_subprocesses(args)
+        details = self.processes.ready_details
+        self.manager = TokenizerManager(
+            ipc=self.processes.ipc,
+            tokenizer=model.tokenizer,
+            limits=RequestLimits(
+                vocab_size=model.config.vocab_size,
+                context_len=model.config.context_len,
+                max_input_len=int(details["max_req_input_len"]),
+            ),
+            metrics=ServerMetrics() if args.enable_metrics else None,
+            log_requests=args.log_requests,
+        )
+        self.context = ServerContext(
+            args=args,
+            manager=self.manager,
+            chat_template=model.chat_template,
+            ready_details=details,
+            model_info=_model_info(args, model.config, details),
+        )
+
+    async def drain(self, timeout: float) -> bool:
+        """End in order: the scheduler finishes what runs and writes back, then all ends.
+
+        Args:
+            timeout: Seconds for the scheduler.
+
+        Returns:
+            Whether the scheduler ended by itself and well.
+        """
+        self.manager.refuse_new("the server is shutting down")
+        self.processes.expect_end()
+        try:
+            await self.manager.shut_down_scheduler(timeout)
+            ended_well = await asyncio.to_thread(
+                self.processes.wait_for_scheduler, timeout + _MARGIN_SECONDS
+            )
+        except EngineUnavailable:
+            ended_well = False
+        await self.manager.close()
+        await asyncio.to_thread(self.processes.kill)
+        return ended_well
+
+
+def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_path": args.model_path,
+        "tokenizer_path": args.tokenizer_path,
+        "served_model_name": args.served_model_name,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "model_type": config.hf_config.model_type,
+        "architectures": [config.architecture],
+        "vocab_size": config.vocab_size,
+        "context_length": config.context_len,
+        "max_req_input_len": details["max_req_input_len"],
+        "max_total_num_tokens": details["max_total_num_tokens"],
+        "eos_token_ids": list(config.eos_token_ids),
+    }

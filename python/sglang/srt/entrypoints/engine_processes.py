@@ -1,0 +1,162 @@
+"""The child processes of one engine: started together, watched, ended together.
+
+Thread `engine-watch` waits for the death of a child; nothing else here has a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Final
+
+from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+from sglang.srt.managers.ipc import IpcAddresses
+from sglang.srt.managers.ready_message import receive_ready
+from sglang.srt.managers.scheduler_process import run_scheduler_process
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import IpcNames
+
+logger = logging.getLogger(__name__)
+
+KILL_WAIT: Final = 5.0
+"""Seconds for a killed child to disappear."""
+
+
+class StartError(RuntimeError):
+    """The engine cannot start; the message is one line with the cause."""
+
+
+class EngineProcesses:
+    """Scheduler and detokenizer of one engine, and the directory of their sockets."""
+
+    def __init__(self, names: IpcNames) -> None:
+        """Prepare for sockets in the directory of `names`, which is removed by `kill`."""
+        self.ipc = IpcAddresses.from_names(names)
+        self.ready_details: dict[str, Any] = {}
+        """What the scheduler said when it was ready."""
+        self._names = names
+        self._children: dict[str, SpawnProcess] = {}
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+
+    def start(self, name: str, target: Callable[..., None], args: tuple[Any, ...]) -> Connection:
+        """Start a child that calls `target(*args, ready_pipe)`; the pipe to read from."""
+        context = multiprocessing.get_context("spawn")
+        reader, writer = context.Pipe(duplex=False)
+        child = context.Process(target=target, args=(*args, writer), name=f"sglang-{name}")
+        child.start()
+        writer.close()
+        self._children[name] = child
+        return reader
+
+    def await_ready(self, name: str, reader: Connection) -> dict[str, Any]:
+        """Wait for the child's message, as long as it lives.
+
+        Raises:
+            StartError: The child said why it cannot start, or ended without a word.
+        """
+        child = self._children[name]
+        while not wait([reader, child.sentinel], timeout=1.0):
+            self._raise_if_another_died(name)
+        try:
+            message = receive_ready(reader)
+        except EOFError:
+            child.join(KILL_WAIT)
+            raise StartError(
+                f"the {name} process ended while it started ({_ending_of(child)}); "
+                "its log lines above have the cause"
+            ) from None
+        finally:
+            reader.close()
+        if message.pop("status") != "ready":
+            raise StartError(message["message"])
+        return message
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death` with a line on the cause, once, when a child dies that should not.
+
+        It is called from the thread `engine-watch`.
+        """
+
+        def run() -> None:
+            wait([child.sentinel for child in self._children.values()])
+            if self._ending.is_set():
+                return
+            # The other may be about to follow; who was first is the cause.
+            dead = [name for name, child in self._children.items() if not child.is_alive()]
+            what = ", ".join(f"{name} ({_ending_of(self._children[name])})" for name in dead)
+            on_death(f"the engine died: process {what}; the log lines above have the cause")
+
+        threading.Thread(target=run, name="engine-watch", daemon=True).start()
+
+    def expect_end(self) -> None:
+        """Children may end from now on."""
+        self._ending.set()
+
+    def wait_for_scheduler(self, timeout: float) -> bool:
+        """Whether the scheduler ended by itself, with status 0, within `timeout` seconds."""
+        child = self._children["scheduler"]
+        child.join(timeout)
+        if child.exitcode is None:
+            logger.warning("the scheduler did not end within %.0f s; killed", timeout)
+        elif child.exitcode != 0:
+            logger.error("the scheduler ended badly: %s", _ending_of(child))
+        return child.exitcode == 0
+
+    def kill(self) -> None:
+        """End every child at once and remove the sockets. Any thread, idempotent."""
+        self.expect_end()
+        with self._lock:
+            for child in self._children.values():
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+            deadline = time.monotonic() + KILL_WAIT
+            for child in self._children.values():
+                child.join(max(deadline - time.monotonic(), 0.0))
+            self._names.remove()
+
+    def _raise_if_another_died(self, name: str) -> None:
+        for other, child in self._children.items():
+            if other != name and not child.is_alive() and child.exitcode:
+                raise StartError(f"the {other} process ended: {_ending_of(child)}")
+
+
+def launch_subprocesses(server_args: ServerArgs) -> EngineProcesses:
+    """Start the engine's processes and wait until they can serve.
+
+    Args:
+        server_args: Resolved.
+
+    Raises:
+        StartError: One line with the cause; nothing is left running.
+    """
+    processes = EngineProcesses(IpcNames.create())
+    try:
+        detokenizer = processes.start(
+            "detokenizer", run_detokenizer_process, (server_args, processes.ipc)
+        )
+        scheduler = processes.start(
+            "scheduler", run_scheduler_process, (server_args, processes.ipc, 0)
+        )
+        processes.await_ready("detokenizer", detokenizer)
+        processes.ready_details = processes.await_ready("scheduler", scheduler)
+    except BaseException:
+        processes.kill()
+        raise
+    return processes
+
+
+def _ending_of(child: SpawnProcess) -> str:
+    """How a dead child ended, in words."""
+    code = child.exitcode
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"pid {child.pid}, killed by {signal.Signals(-code).name}"
+    return f"pid {child.pid}, exit status {code}"

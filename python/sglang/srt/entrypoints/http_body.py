@@ -1,0 +1,126 @@
+"""Request bodies: read within a limit, decoded straight from bytes, errors that name the field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from sglang.srt.constants import MIB
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_BODY_BYTES: Final = 16 * MIB
+"""Several times what the longest contexts need; bounds the memory of a hostile body."""
+
+_MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
+_NAMED_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
+
+
+async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413 as soon as more than `limit` bytes are announced or have come.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced[:20]) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise _too_large(limit)
+    except ClientDisconnect:
+        raise ApiError(499, "the client left before the body was complete") from None
+    return bytes(body)
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """`body` as a `kind`.
+
+    Raises:
+        ApiError: 400 that names the field and what is expected there.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise describe_mismatch(str(error), kind) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not valid UTF-8: {error.reason}") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+
+
+async def read_json(request: Request, kind: type[T]) -> T:
+    """Read and decode the body; raises as `read_body` and `decode_body` do."""
+    return decode_body(await read_body(request), kind)
+
+
+def convert(value: object, kind: type[T], field: str) -> T:
+    """A value that was decoded loosely as a `kind`; errors name it as part of `field`.
+
+    Raises:
+        ApiError: 400 as `decode_body`.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise describe_mismatch(str(error), kind, field) from None
+
+
+def describe_mismatch(message: str, kind: type[msgspec.Struct], inside: str = "") -> ApiError:
+    """msgspec's error as one of ours: the field first, then the problem, then a remedy."""
+    match = _MESSAGE.fullmatch(message)
+    assert match is not None, "the pattern matches everything"
+    path = (match["path"] or "").removeprefix("$").removeprefix(".")
+    field = f"{inside}.{path}" if inside and path else inside or path
+    named = _NAMED_FIELD.match(match["problem"])
+    if named is None:
+        problem = match["problem"].replace("`", "").replace("Expected", "expected")
+        return bad_request(f"{field or 'the body'}: {problem}", field or None)
+    name = f"{field}.{named[2]}" if field else named[2]
+    if named[1] == "missing required":
+        return bad_request(f"{name}: this field is required", name)
+    return bad_request(f"{name}: unknown field{_suggestion(named[2], kind, path)}", name)
+
+
+def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[Any, ...]) -> None:
+    """Refuse fields that are known but not served, unless they say nothing.
+
+    Args:
+        obj: The decoded body.
+        reasons: Field to why, and what to do instead.
+        neutral: Values that ask for nothing.
+
+    Raises:
+        ApiError: 400 that names the first such field.
+    """
+    for field, reason in reasons.items():
+        value = getattr(obj, field)
+        if not any(
+            value is word or (value == word and type(value) is type(word)) for word in neutral
+        ):
+            raise bad_request(f"{field} is not supported: {reason}", field)
+
+
+def _suggestion(name: str, kind: type[msgspec.Struct], path: str) -> str:
+    if path:
+        return ""
+    close = difflib.get_close_matches(
+        name, [f.encode_name for f in msgspec.structs.fields(kind)], 1
+    )
+    return f"; did you mean {close[0]}?" if close else "; leave it out"
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the body has more than {limit} bytes, the most that one request may have: split it"
+    )

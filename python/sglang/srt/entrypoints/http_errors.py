@@ -1,0 +1,90 @@
+"""Errors as clients see them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.managers.generate_request import EngineUnavailable, InvalidRequest, RequestFailed
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """A refusal with an HTTP status."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        """`param` is the field's name; `code` is a word for programs."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """A 400 that names `param`."""
+    return ApiError(400, message, param=param)
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The API's word for what the engine raised; None for what is no client's business."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return ApiError(400, str(error), param=error.field, code=error.code)
+    if isinstance(error, RequestFailed):
+        return ApiError(error.status_code, str(error))
+    if isinstance(error, EngineUnavailable):
+        return ApiError(503, str(error))
+    return None
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code or error.status,
+        }
+    }
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """The answer for an error."""
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give every error that leaves an endpoint the one shape."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        api_error = as_api_error(error)
+        assert api_error is not None, "registered for the types that as_api_error knows"
+        return error_response(api_error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        headers = dict(error.headers) if error.headers else None
+        return error_response(ApiError(error.status_code, message), headers)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(ApiError(500, "internal error; the server's log has the cause"))
+
+    for kind in (ApiError, InvalidRequest, RequestFailed, EngineUnavailable):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unknown)

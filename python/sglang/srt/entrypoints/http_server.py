@@ -1,0 +1,172 @@
+"""The HTTP server: one process with uvicorn in front of the engine's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import FrameType
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
+from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
+from sglang.srt.entrypoints.http_errors import install_error_handlers
+from sglang.srt.entrypoints.openai import routes as openai_routes
+from sglang.srt.entrypoints.server_context import ServerContext
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.auth import add_api_key_middleware
+from sglang.srt.utils.network import check_port_available
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED: Final = 1
+DEATH_GRACE_SECONDS: Final = 5.0
+"""For telling clients that the engine has died, before the server ends in any case."""
+
+
+def create_app(
+    context: ServerContext, stop: Callable[[], AsyncIterator[None]] | None = None
+) -> FastAPI:
+    """The application of one server. It starts `context.manager` on the loop that serves it.
+
+    Bodies are decoded by `http_body`, not by FastAPI, which generates no documentation here.
+
+    Args:
+        context: Shared by all endpoints.
+        stop: Runs around the serving, after the manager has started: up to its `yield` before,
+            the rest after. Absent: the manager is closed at the end.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await context.manager.start()
+        if stop is None:
+            yield
+            await context.manager.close()
+        else:
+            async with contextlib.asynccontextmanager(stop)():
+                yield
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.context = context
+    for module in (native_routes, info_routes, cache_routes, openai_routes):
+        app.routes.extend(module.router.routes)
+    install_error_handlers(app)
+    add_api_key_middleware(
+        app, api_key=context.args.api_key, admin_api_key=context.args.admin_api_key
+    )
+    return app
+
+
+def run_server(args: ServerArgs) -> int:
+    """Serve until a signal or the engine's death; the process's exit status.
+
+    Args:
+        args: Resolved.
+
+    Raises:
+        ValueError: Settings or files are wrong, or the port is taken.
+        StartError: The engine could not start.
+    """
+    check_port_available(args.host, args.port)
+    front = EngineFront(args)
+    try:
+        return HttpServer(front).serve_blocking()
+    finally:
+        front.processes.kill()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with this engine's way of ending.
+
+    The first SIGTERM or SIGINT drains: no new connections, what runs may finish, the scheduler
+    writes back what it owes. A second one kills.
+    """
+
+    def __init__(self, front: EngineFront) -> None:
+        args = front.context.args
+        super().__init__(
+            uvicorn.Config(
+                create_app(front.context, self._around_serving),
+                host=args.host,
+                port=args.port,
+                log_config=None,
+                log_level=None if args.log_level == "debug" else "warning",
+                access_log=args.log_level == "debug",
+                timeout_graceful_shutdown=int(DRAIN_SECONDS),
+                server_header=False,
+            )
+        )
+        self._front = front
+        self._cause: str | None = None
+        """Why the engine died, if it did."""
+        self._ended_well = True
+        self._signalled = False
+
+    def serve_blocking(self) -> int:
+        """Serve to the end; the exit status."""
+        self.run()
+        if self._cause is not None:
+            logger.critical("%s; the server ends", self._cause)
+            return EXIT_FAILED
+        if not self.started:
+            return EXIT_FAILED
+        return 0 if self._ended_well else EXIT_FAILED
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        if self.started:
+            logger.info(
+                "The server is fired up and ready to roll! http://%s:%d",
+                _url_host(self.config.host),
+                self.config.port,
+            )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come: drain, or at the second one end now."""
+        if self._signalled:
+            self._front.processes.kill()
+            os._exit(128 + sig)
+        self._signalled = True
+        self._front.manager.refuse_new("the server is shutting down")
+        self._front.processes.expect_end()
+        self.should_exit = True
+        logger.info(
+            "%s: draining for up to %.0f s, again to kill", signal.Signals(sig).name, DRAIN_SECONDS
+        )
+
+    async def _around_serving(self) -> AsyncIterator[None]:
+        self._front.processes.watch(self._on_death)
+        yield
+        if self._cause is None:
+            self._ended_well = await self._front.drain(DRAIN_SECONDS)
+        else:
+            await self._front.manager.close()
+
+    def _on_death(self, cause: str) -> None:
+        """Thread `engine-watch`: tell the clients, then end."""
+        logger.critical("%s", cause)
+        self._cause = cause
+        self._front.manager.fail_all_threadsafe(cause)
+        self.should_exit = True
+        # Should a client not take its error, the process ends all the same.
+        timer = threading.Timer(DEATH_GRACE_SECONDS, self._end_now)
+        timer.daemon = True
+        timer.start()
+
+    def _end_now(self) -> None:
+        logger.critical("%s; the server ends", self._cause)
+        self._front.processes.kill()
+        os._exit(EXIT_FAILED)
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,106 @@
+"""Health, what is served and with which settings, load, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+import sglang
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.sse import json_response
+from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+router = APIRouter()
+
+HEALTH_TIMEOUT: Final = 20.0
+"""Seconds in which a probe must generate its token."""
+METRICS_TIMEOUT: Final = 3.0
+"""Seconds that a scrape waits for the scheduler, which may be in a long forward pass."""
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while requests are taken: all processes live and no shutdown has begun."""
+    refusal = context_of(request).manager.refusal
+    if refusal is not None:
+        raise ApiError(503, refusal)
+    return Response()
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """200 when a token could be generated."""
+    probe = GenerateRequest(
+        rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
+        input_ids=[0],
+        sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
+    )
+    try:
+        await asyncio.wait_for(context_of(request).manager.generate_whole(probe), HEALTH_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(503, f"no token within {HEALTH_TIMEOUT:g} s") from None
+    return Response()
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(request: Request) -> Response:
+    """What is served."""
+    return json_response(context_of(request).model_info)
+
+
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(request: Request) -> Response:
+    """Arguments without secrets, what the engine said at the start, and its state now."""
+    context = context_of(request)
+    state = await _internal_state(context)
+    body = {
+        **context.args.to_public_dict(),
+        **context.ready_details,
+        "status": "ready",
+        "version": sglang.__version__,
+        "internal_states": [state],
+    }
+    return json_response(body)
+
+
+@router.get("/get_load")
+async def get_load(request: Request) -> Response:
+    """Requests and tokens in the engine, as load balancers read it."""
+    state = await _internal_state(context_of(request))
+    running, waiting = state.get("num_running_reqs", 0), state.get("num_waiting_reqs", 0)
+    load = {
+        "dp_rank": 0,
+        "num_reqs": running + waiting,
+        "num_waiting_reqs": waiting,
+        "num_tokens": state.get("used_tokens", 0),
+    }
+    return json_response([load])
+
+
+@router.get("/metrics")
+@router.get("/metrics/")
+async def metrics(request: Request) -> Response:
+    """Metrics of the server and, when it answers in time, of the scheduler."""
+    manager = context_of(request).manager
+    if manager.metrics is None:
+        raise ApiError(404, "metrics are off: start with --enable-metrics")
+    text = manager.metrics.render()
+    try:
+        text += str((await manager.control.metrics(METRICS_TIMEOUT)).data.get("text", ""))
+    except EngineUnavailable as error:
+        text += f"# the scheduler's metrics are missing: {error}\n"
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _internal_state(context: ServerContext) -> dict[str, Any]:
+    return (await context.manager.control.internal_state()).data

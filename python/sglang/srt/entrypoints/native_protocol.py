@@ -1,0 +1,198 @@
+"""`POST /generate`: its body, and the requests that it means."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from sglang.srt.entrypoints.http_body import convert, refuse_fields
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.managers.generate_request import GenerateRequest, new_rid
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+MAX_BATCH: Final = 1024
+"""Prompts in one body."""
+
+_DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
+
+_UNSUPPORTED: Final = {
+    "input_embeds": "send text or input_ids",
+    "image_data": "this engine serves text models",
+    "video_data": "this engine serves text models",
+    "audio_data": "this engine serves text models",
+    "modalities": "this engine serves text models",
+    "token_ids_logprob": "ask for top_logprobs_num",
+    "return_hidden_states": "leave it out",
+    "return_routed_experts": "leave it out",
+    "return_entropy": "leave it out",
+    "return_bytes": "leave it out",
+    "session_params": "send the whole prompt, its cached prefix is reused",
+    "lora_path": "SGLang has LoRA, this engine does not",
+    "lora_id": "SGLang has LoRA, this engine does not",
+    "custom_logit_processor": "use logit_bias",
+    "data_parallel_rank": "SGLang has data parallelism, this engine does not",
+    "routed_dp_rank": "SGLang has data parallelism, this engine does not",
+    "background": "keep the connection open",
+    "conversation_id": "send the whole prompt, its cached prefix is reused",
+    "bootstrap_host": "prefill and decode are not served apart yet",
+    "bootstrap_port": "prefill and decode are not served apart yet",
+    "bootstrap_room": "prefill and decode are not served apart yet",
+    "bootstrap_pair_key": "prefill and decode are not served apart yet",
+}
+_NEUTRAL: Final[tuple[Any, ...]] = (None, False, [])
+
+
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body as clients send it: one prompt or a batch. `null` means absent."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    rid: str | list[str] | None = None
+    priority: int | None = None
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    no_stop_trim: bool | None = None
+    # Ask for nothing that changes the answer.
+    model: str | None = None
+    log_metrics: bool | None = None
+    no_logs: bool | None = None
+    custom_labels: dict[str, str] | None = None
+    # Refused by name, unless neutral.
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    modalities: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    return_entropy: Any = None
+    return_bytes: Any = None
+    session_params: Any = None
+    lora_path: Any = None
+    lora_id: Any = None
+    custom_logit_processor: Any = None
+    data_parallel_rank: Any = None
+    routed_dp_rank: Any = None
+    background: Any = None
+    conversation_id: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    bootstrap_pair_key: Any = None
+
+
+def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
+    """The requests of `body`, and whether it was a batch (whose answer is a list).
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    refuse_fields(body, _UNSUPPORTED, _NEUTRAL)
+    _refuse_input_logprobs(body.logprob_start_len)
+    prompts, is_batch = _prompts(body)
+    count = len(prompts)
+    columns = {
+        name: _spread(name, getattr(body, name), count, is_batch)
+        for name in (
+            "rid", "sampling_params", "return_logprob", "top_logprobs_num",
+            "extra_key", "cache_salt",
+        )
+    }  # fmt: skip
+    if is_batch and isinstance(body.rid, str):
+        columns["rid"] = [f"{body.rid}-{index}" for index in range(count)]
+    requests = []
+    for index, prompt in enumerate(prompts):
+        field = "text" if isinstance(prompt, str) else "input_ids"
+        place = f"[{index}]" if is_batch else ""
+        params, default = _sampling(columns["sampling_params"][index], body.sampling_params, index)
+        requests.append(
+            GenerateRequest(
+                rid=columns["rid"][index] if columns["rid"][index] is not None else new_rid(),
+                text=prompt if isinstance(prompt, str) else None,
+                input_ids=None if isinstance(prompt, str) else prompt,
+                sampling_params=params,
+                default_max_new_tokens=default,
+                prompt_field=field + place,
+                stream=bool(body.stream),
+                return_logprob=bool(columns["return_logprob"][index]),
+                top_logprobs_num=columns["top_logprobs_num"][index] or 0,
+                no_stop_trim=bool(body.no_stop_trim),
+                extra_key=columns["extra_key"][index],
+                cache_salt=columns["cache_salt"][index],
+                priority=body.priority or 0,
+            )
+        )
+    return requests, is_batch
+
+
+def _prompts(body: GenerateBody) -> tuple[list[str | list[int]], bool]:
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("text, input_ids: give exactly one of them", "text")
+    if isinstance(body.text, str):
+        return [body.text], False
+    if body.text is not None:
+        return list(_batch("text", body.text)), True
+    assert body.input_ids is not None
+    if not body.input_ids or isinstance(body.input_ids[0], int):
+        return [_flat_ids("input_ids", body.input_ids)], False
+    return [
+        _flat_ids(f"input_ids[{i}]", row)
+        for i, row in enumerate(_batch("input_ids", body.input_ids))
+    ], True
+
+
+def _batch(field: str, values: list[Any]) -> list[Any]:
+    if not 1 <= len(values) <= MAX_BATCH:
+        raise bad_request(f"{field} has {len(values)} prompts, 1 to {MAX_BATCH} are allowed", field)
+    return values
+
+
+def _flat_ids(field: str, values: int | list[Any]) -> list[int]:
+    if not isinstance(values, list):
+        raise bad_request(f"{field}: expected a list of token ids, as in the first prompt", field)
+    for value in values:
+        if not isinstance(value, int):
+            raise bad_request(f"{field}: expected token ids, got a list among them", field)
+    return values
+
+
+def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
+    """One value for each prompt."""
+    if not isinstance(value, list):
+        return [value] * count
+    if not is_batch:
+        raise bad_request(f"{field}: a list needs a batch of prompts; give one value", field)
+    if len(value) != count:
+        raise bad_request(f"{field} has {len(value)} values for {count} prompts", field)
+    return value
+
+
+def _sampling(
+    values: dict[str, Any] | None, whole: object, index: int
+) -> tuple[SamplingParams, int | None]:
+    """The parameters, and the default number of tokens where the client named none."""
+    given = {name: value for name, value in (values or {}).items() if value is not None}
+    field = f"sampling_params[{index}]" if isinstance(whole, list) else "sampling_params"
+    no_stop_trim = given.pop("no_stop_trim", False)
+    if no_stop_trim is not False:
+        raise bad_request(f"{field}.no_stop_trim: give it outside of {field}", "no_stop_trim")
+    params = convert(given, SamplingParams, field)
+    return params, None if "max_new_tokens" in given else _DEFAULT_NEW_TOKENS
+
+
+def _refuse_input_logprobs(start: int | list[int] | None) -> None:
+    starts = start if isinstance(start, list) else [start]
+    if any(value is not None and value >= 0 for value in starts):
+        raise bad_request(
+            "logprob_start_len: logprobs of the prompt are not supported yet; leave it out or "
+            "give -1 for those of the output alone",
+            "logprob_start_len",
+        )

@@ -1,0 +1,135 @@
+"""`/generate`, `/abort_request` and `/flush_cache`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_body import read_json
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.native_answers import AnswerWriter
+from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
+from sglang.srt.entrypoints.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
+from sglang.srt.entrypoints.streams import gather_or_cancel, merge
+from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+router = APIRouter()
+
+MAX_FLUSH_TIMEOUT = 3600.0
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Which request to end, or all."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+    abort_message: str | None = None
+    """Taken from upstream's clients; the answer says `aborted by the client` in any case."""
+
+
+@router.post("/generate")
+@router.put("/generate")
+async def generate(request: Request) -> Response:
+    """Complete one prompt or a batch, streaming or not."""
+    context = context_of(request)
+    body = await read_json(request, GenerateBody)
+    requests, is_batch = to_requests(body)
+    with_text = bool(body.return_text_in_logprobs)
+    if body.stream:
+        events = stream_answers(context.manager, requests, is_batch, with_text)
+        return await start_stream(request, events)
+    work = whole_answers(context.manager, requests, with_text)
+    answers = await unless_client_leaves(request, work)
+    return json_response(answers if is_batch else answers[0])
+
+
+async def whole_answers(
+    manager: TokenizerManager, requests: Sequence[GenerateRequest], with_text: bool = False
+) -> list[dict[str, Any]]:
+    """Run all requests to their ends; the first that fails ends the others."""
+
+    async def one(request: GenerateRequest) -> dict[str, Any]:
+        writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
+        return writer.answer(await manager.generate_whole(request))
+
+    return await gather_or_cancel([one(request) for request in requests])
+
+
+async def stream_answers(
+    manager: TokenizerManager,
+    requests: Sequence[GenerateRequest],
+    is_batch: bool,
+    with_text: bool = False,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Cumulative answers as they grow; those of a batch carry their `index`."""
+    if not is_batch:
+        async with aclosing(_stream_one(manager, requests[0], with_text)) as answers:
+            async for answer in answers:
+                yield answer
+        return
+    streams = [_stream_one(manager, request, with_text) for request in requests]
+    async with aclosing(merge(streams)) as merged:
+        async for index, answer in merged:
+            yield {**answer, "index": index}
+
+
+async def _stream_one(
+    manager: TokenizerManager, request: GenerateRequest, with_text: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
+    async with aclosing(manager.generate(request)) as states:
+        async for state in states:
+            yield writer.answer(state)
+
+
+@router.post("/abort_request")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def abort_request(request: Request) -> Response:
+    """End a request, or all of them; unknown ids are fine, they may have just ended."""
+    context = context_of(request)
+    body = await read_json(request, AbortBody)
+    if body.abort_all:
+        await context.manager.abort_all()
+    elif body.rid:
+        await context.manager.abort(body.rid)
+    else:
+        raise bad_request("rid: give the id of a request, or abort_all", "rid")
+    return json_response({"success": True})
+
+
+@router.post("/flush_cache")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def flush_cache(request: Request) -> Response:
+    """Empty L1 and L2, waiting up to `timeout` seconds for idle."""
+    timeout = _flush_timeout(request)
+    context: ServerContext = context_of(request)
+    answer = await context.manager.control.flush_cache(timeout)
+    if not answer.success:
+        raise ApiError(400, f"not flushed: {answer.message}")
+    return json_response({"success": True, "message": answer.message or "flushed"})
+
+
+def _flush_timeout(request: Request) -> float:
+    for name in request.query_params:
+        if name != "timeout":
+            raise bad_request(f"{name}: unknown parameter; timeout is known", name)
+    text = request.query_params.get("timeout", "0")
+    try:
+        timeout = float(text)
+    except ValueError:
+        timeout = math.nan
+    if not 0 <= timeout <= MAX_FLUSH_TIMEOUT:
+        raise bad_request(
+            f"timeout={text[:32]} must be seconds from 0 to {MAX_FLUSH_TIMEOUT:g}", "timeout"
+        )
+    return timeout

@@ -1,0 +1,76 @@
+"""Chat messages to a prompt, by the model's own template or one from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from sglang.srt.entrypoints.http_errors import bad_request
+
+
+class ChatTemplate:
+    """Renders conversations; made once per server."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> None:
+        """Take the template in file `path`, or else the tokenizer's.
+
+        Raises:
+            ValueError: The file cannot be read, or holds no template.
+        """
+        self._tokenizer = tokenizer
+        self._template: str | None = None if path is None else _read_template(path)
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages`; special tokens are part of its text.
+
+        Args:
+            variables: Further names for the template (`chat_template_kwargs`).
+
+        Raises:
+            ApiError: 400: there is no template, or it refuses these messages.
+        """
+        if self._template is None and self._tokenizer.chat_template is None:
+            raise bad_request(
+                "messages: this model has no chat template; start the server with "
+                "--chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
+            )
+        # Templates are programs of the model's authors; what they cannot take is the client's.
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            cause = " ".join(str(error).split())[:300]
+            raise bad_request(
+                f"messages: the chat template refuses them: {cause}", "messages"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+
+def _read_template(path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path}: cannot be read: {error}") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template {path}: line {error.lineno}: {error.message}") from error
+    return text

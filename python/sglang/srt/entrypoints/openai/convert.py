@@ -1,0 +1,119 @@
+"""From OpenAI's fields to the engine's, and back to the parts that all its answers share."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from sglang.srt.entrypoints.http_body import refuse_fields
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody
+from sglang.srt.managers.request_state import RequestState
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+
+MAX_TEMPERATURE: Final = 2.0
+
+_SAME_NAME: Final = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens",
+)  # fmt: skip
+
+
+def check_common(body: CommonBody) -> None:
+    """Refuse what is not served yet.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    refuse_fields(body, NOT_SERVED, NEUTRAL)
+    if body.n not in (None, 1):
+        raise bad_request(f"n={body.n} is not supported yet: send as many requests with n=1", "n")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise bad_request(
+            f"response_format.type={body.response_format.type!r} is not supported yet: structured "
+            "output needs constrained decoding; use text",
+            "response_format",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    if body.temperature is not None and not 0 <= body.temperature <= MAX_TEMPERATURE:
+        raise bad_request(
+            f"temperature={body.temperature} must be from 0 to {MAX_TEMPERATURE:g}", "temperature"
+        )
+    for name in ("seed", "sampling_seed"):
+        seed = getattr(body, name)
+        if seed is not None and not -(2**63) <= seed <= MAX_SEED:
+            raise bad_request(f"{name}={seed} must be a signed 64-bit integer", name)
+
+
+def sampling_params(body: CommonBody, max_tokens: int | None, field: str) -> SamplingParams:
+    """The engine's parameters for `body`.
+
+    Args:
+        max_tokens: What the client asked for, None where it named no number.
+        field: The field that it was in.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    values = {name: getattr(body, name) for name in _SAME_NAME}
+    if max_tokens is not None:
+        if max_tokens < 1:
+            raise bad_request(f"{field}={max_tokens} must be at least 1", field)
+        values["max_new_tokens"] = max_tokens
+    if body.min_tokens is not None:
+        if body.min_tokens < 0 or (max_tokens is not None and body.min_tokens > max_tokens):
+            raise bad_request(
+                f"min_tokens={body.min_tokens} must be from 0 to {field}", "min_tokens"
+            )
+        values["min_new_tokens"] = body.min_tokens
+    seed = body.seed if body.sampling_seed is None else body.sampling_seed
+    if seed is not None:
+        # OpenAI's seeds are signed; two's complement keeps different ones different enough.
+        values["sampling_seed"] = seed & MAX_SEED
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id of an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def created_now() -> int:
+    """Seconds since the epoch, as answers carry them."""
+    return int(time.time())
+
+
+def finish_reason(state: RequestState) -> str | None:
+    """OpenAI's word for why the request ended."""
+    return None if state.finish_reason is None else state.finish_reason.type
+
+
+def matched_stop(state: RequestState) -> int | str | None:
+    """The stop token or string that ended the request."""
+    return None if state.finish_reason is None else state.finish_reason.matched
+
+
+def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, Any]:
+    """Token counts over all prompts of one request."""
+    prompt = sum(state.prompt_tokens for state in states)
+    completion = sum(len(state.output_ids) for state in states)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if cache_report:
+        cached = sum(state.cached_tokens for state in states)
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    return usage
+
+
+def sglext_of(state: RequestState) -> dict[str, Any]:
+    """What `return_cached_tokens_details` adds to an answer."""
+    return {"cached_tokens_details": msgspec.to_builtins(state.cached_tokens_details)}

@@ -1,0 +1,201 @@
+"""Bodies of OpenAI's endpoints, as its clients and `sglang_router` send them.
+
+A field that changes the answer and is not served is refused by name; one that asks for nothing
+(bookkeeping, or the value that says no) is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+Text: TypeAlias = str | None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """Only `text` is served."""
+
+    type: str
+
+
+class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both kinds of completion. `null` means absent."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    n: int | None = None
+    rid: str | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_cached_tokens_details: bool | None = None
+    # Bookkeeping of clients and routers: nothing here depends on it.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    log_metrics: bool | None = None
+    custom_labels: dict[str, str] | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    # Refused by name, unless neutral.
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    structural_tag: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+    custom_params: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    data_parallel_rank: Any = None
+    routed_dp_rank: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. `content` is text, or parts of type `text`."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+
+
+class ChatBody(CommonBody, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    """Handed to the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Any = None
+    tools: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+
+
+class CompletionBody(CommonBody, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/tokenize`."""
+
+    prompt: str | list[str]
+    model: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/detokenize`."""
+
+    tokens: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+_CONSTRAINED: Final = "constrained decoding is not served yet; leave it out"
+_APART: Final = "prefill and decode are not served apart yet; leave it out"
+_TOOLS: Final = "tool calls are not served yet; leave it out"
+_TEXT: Final = "this engine serves text models"
+
+NOT_SERVED: Final = {
+    "regex": _CONSTRAINED,
+    "ebnf": _CONSTRAINED,
+    "json_schema": _CONSTRAINED,
+    "structural_tag": _CONSTRAINED,
+    "lora_path": "SGLang has LoRA, this engine does not",
+    "session_params": "send the whole conversation, its cached prefix is reused",
+    "custom_logit_processor": "use logit_bias",
+    "custom_params": "leave it out",
+    "return_hidden_states": "leave it out",
+    "return_routed_experts": "leave it out",
+    "data_parallel_rank": "SGLang has data parallelism, this engine does not",
+    "routed_dp_rank": "SGLang has data parallelism, this engine does not",
+    "bootstrap_host": _APART,
+    "bootstrap_port": _APART,
+    "bootstrap_room": _APART,
+}
+"""Common fields to why they are refused."""
+
+CHAT_NOT_SERVED: Final = {
+    "tools": _TOOLS,
+    "tool_choice": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "modalities": _TEXT,
+    "audio": _TEXT,
+    "prediction": "leave it out",
+    "web_search_options": "leave it out",
+    "verbosity": "say it in the messages",
+}
+MESSAGE_NOT_SERVED: Final = {
+    "tool_calls": _TOOLS,
+    "tool_call_id": _TOOLS,
+    "function_call": _TOOLS,
+    "audio": _TEXT,
+}
+COMPLETION_NOT_SERVED: Final = {
+    "echo": "the client has the prompt; leave it out",
+    "suffix": "leave it out",
+}
+NEUTRAL: Final[tuple[Any, ...]] = (None, False, [], "none", "", "auto", ["text"])
+"""Values of the fields above that ask for nothing, where their type is right."""

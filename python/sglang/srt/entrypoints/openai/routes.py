@@ -1,0 +1,95 @@
+"""OpenAI's endpoints, models and tokens among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_body import read_json
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.openai.protocol import DetokenizeBody, TokenizeBody
+from sglang.srt.entrypoints.openai.serving_chat import chat_completions
+from sglang.srt.entrypoints.openai.serving_completions import completions
+from sglang.srt.entrypoints.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.sse import json_response
+
+router = APIRouter()
+
+router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+router.add_api_route("/v1/completions", completions, methods=["POST"])
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model."""
+    return json_response({"object": "list", "data": [_model_card(context_of(request))]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """The model called `name`, if it is the one."""
+    context = context_of(request)
+    if name != context.model_name:
+        raise ApiError(
+            404,
+            f"model {name[:128]!r} is not served here; {context.model_name!r} is",
+            param="model",
+            code="model_not_found",
+        )
+    return json_response(_model_card(context))
+
+
+@router.post("/v1/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of several."""
+    context = context_of(request)
+    body = await read_json(request, TokenizeBody)
+    adds = True if body.add_special_tokens is None else body.add_special_tokens
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    rows = [await context.manager.tokenize(text, add_special_tokens=adds) for text in texts]
+    single = isinstance(body.prompt, str)
+    return json_response(
+        {
+            "tokens": rows[0] if single else rows,
+            "count": len(rows[0]) if single else [len(row) for row in rows],
+            "max_model_len": context.manager.limits.context_len,
+        }
+    )
+
+
+@router.post("/v1/detokenize")
+async def detokenize(request: Request) -> Response:
+    """Text of token ids, of one list or of several."""
+    context = context_of(request)
+    body = await read_json(request, DetokenizeBody)
+    numbers = [item for item in body.tokens if isinstance(item, int)]
+    rows = [item for item in body.tokens if not isinstance(item, int)]
+    if numbers and rows:
+        raise bad_request("tokens: expected a list of ids or a list of such lists", "tokens")
+    vocab_size = context.manager.limits.vocab_size
+    for token_id in (*numbers, *(token for row in rows for token in row)):
+        if not 0 <= token_id < vocab_size:
+            raise bad_request(
+                f"tokens has id {token_id}, the vocabulary has ids 0 to {vocab_size - 1}", "tokens"
+            )
+    skips = True if body.skip_special_tokens is None else body.skip_special_tokens
+    texts = [
+        context.manager.tokenizer.decode(row, skip_special_tokens=skips)
+        for row in (rows if rows else [numbers])
+    ]
+    return json_response({"text": texts if rows else texts[0]})
+
+
+def _model_card(context: ServerContext) -> dict[str, Any]:
+    return {
+        "id": context.model_name,
+        "object": "model",
+        "created": int(context.started),
+        "owned_by": "sglang",
+        "root": context.model_name,
+        "parent": None,
+        "max_model_len": context.manager.limits.context_len,
+    }

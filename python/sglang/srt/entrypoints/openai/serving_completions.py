@@ -1,0 +1,190 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_body import read_json, refuse_fields
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.native_protocol import MAX_BATCH
+from sglang.srt.entrypoints.openai.convert import (
+    check_common,
+    created_now,
+    finish_reason,
+    matched_stop,
+    new_id,
+    sampling_params,
+    sglext_of,
+    usage_of,
+)
+from sglang.srt.entrypoints.openai.protocol import (
+    COMPLETION_NOT_SERVED,
+    NEUTRAL,
+    CompletionBody,
+)
+from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, completion_logprobs
+from sglang.srt.entrypoints.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
+from sglang.srt.entrypoints.streams import gather_or_cancel, merge
+from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.request_state import OutputCursor, RequestState
+
+DEFAULT_MAX_TOKENS: Final = 16
+"""OpenAI's."""
+MAX_LOGPROBS: Final = 5
+
+
+async def completions(request: Request) -> Response:
+    """Continue one text or several, streaming or not."""
+    context = context_of(request)
+    body = await read_json(request, CompletionBody)
+    requests = to_requests(body)
+    answers = CompletionAnswers(body, context)
+    if body.stream:
+        return await start_stream(request, answers.stream(requests))
+    work = gather_or_cancel([context.manager.generate_whole(one) for one in requests])
+    return json_response(answers.whole(await unless_client_leaves(request, work)))
+
+
+def to_requests(body: CompletionBody) -> list[GenerateRequest]:
+    """The engine's requests, one for each prompt.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    check_common(body)
+    refuse_fields(body, COMPLETION_NOT_SERVED, NEUTRAL)
+    if body.best_of not in (None, 1):
+        raise bad_request(f"best_of={body.best_of} is not supported: leave it out", "best_of")
+    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
+        raise bad_request(f"logprobs={body.logprobs} must be from 0 to {MAX_LOGPROBS}", "logprobs")
+    prompts = _prompts(body.prompt)
+    return [_request(body, prompt, index, len(prompts)) for index, prompt in enumerate(prompts)]
+
+
+def _request(
+    body: CompletionBody, prompt: str | list[int], index: int, count: int
+) -> GenerateRequest:
+    request = GenerateRequest(
+        text=prompt if isinstance(prompt, str) else None,
+        input_ids=None if isinstance(prompt, str) else prompt,
+        sampling_params=sampling_params(body, body.max_tokens, "max_tokens"),
+        default_max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else None,
+        max_tokens_field="max_tokens",
+        prompt_field="prompt" if count == 1 else f"prompt[{index}]",
+        stream=bool(body.stream),
+        return_logprob=body.logprobs is not None,
+        top_logprobs_num=body.logprobs or 0,
+        no_stop_trim=bool(body.no_stop_trim),
+        extra_key=body.extra_key,
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+    )
+    if body.rid is not None:
+        request.rid = body.rid if count == 1 else f"{body.rid}-{index}"
+    return request
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt is empty: give text or token ids", "prompt")
+    numbers = [item for item in prompt if isinstance(item, int)]
+    if len(numbers) == len(prompt):
+        return [numbers]
+    if numbers:
+        raise bad_request("prompt: token ids and texts are mixed; send one kind", "prompt")
+    if len(prompt) > MAX_BATCH:
+        raise bad_request(f"prompt has {len(prompt)} prompts, at most {MAX_BATCH}", "prompt")
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+class CompletionAnswers:
+    """Writes the answers to one completion request."""
+
+    def __init__(self, body: CompletionBody, context: ServerContext) -> None:
+        self._body = body
+        self._manager = context.manager
+        self._shower = TokenShower(context.manager.tokenizer) if body.logprobs is not None else None
+        self._cache_report = context.args.enable_cache_report
+        self._head: dict[str, Any] = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": created_now(),
+            "model": body.model or context.model_name,
+        }
+
+    def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
+        """The one answer of a request that does not stream."""
+        choices = [
+            self._choice(index, state, state.text, self._logprobs(state, 0, 0), ended=True)
+            for index, state in enumerate(states)
+        ]
+        usage = usage_of(states, self._cache_report)
+        answer = {**self._head, "choices": choices, "usage": usage}
+        if self._body.return_cached_tokens_details:
+            answer["sglext"] = sglext_of(states[0])
+        return answer
+
+    async def stream(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Chunks of all prompts as they grow, and the usage where asked for."""
+        states: dict[int, RequestState] = {}
+        pieces = [self._pieces(index, request, states) for index, request in enumerate(requests)]
+        async with aclosing(merge(pieces)) as merged:
+            async for _, piece in merged:
+                yield piece
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            usage = usage_of(list(states.values()), self._cache_report)
+            yield {**self._head, "choices": [], "usage": usage}
+
+    async def _pieces(
+        self, index: int, request: GenerateRequest, states: dict[int, RequestState]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        cursor: OutputCursor | None = None
+        sent_chars = 0
+        options = self._body.stream_options
+        async with aclosing(self._manager.generate(request)) as updates:
+            async for state in updates:
+                states[index] = state
+                cursor = cursor or OutputCursor(state)
+                text = cursor.advance()
+                logprobs = self._logprobs(state, cursor.first_new_token, sent_chars)
+                sent_chars += len(text)
+                if not (text or state.ended or self._shower is not None):
+                    continue
+                choice = self._choice(index, state, text, logprobs, ended=state.ended)
+                chunk = {**self._head, "choices": [choice]}
+                if state.ended and self._body.return_cached_tokens_details:
+                    chunk["sglext"] = sglext_of(state)
+                if options is not None and options.continuous_usage_stats:
+                    chunk["usage"] = usage_of([state], self._cache_report)
+                yield chunk
+
+    def _choice(
+        self,
+        index: int,
+        state: RequestState,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        *,
+        ended: bool,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
+        choice["finish_reason"] = finish_reason(state) if ended else None
+        if ended:
+            choice["matched_stop"] = matched_stop(state)
+        return choice
+
+    def _logprobs(self, state: RequestState, first: int, offset: int) -> dict[str, Any] | None:
+        if self._shower is None:
+            return None
+        return completion_logprobs(state, first, offset, self._shower)

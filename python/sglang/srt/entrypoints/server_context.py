@@ -1,0 +1,39 @@
+"""What the endpoints of one server share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerContext:
+    """One server: its arguments, the way to its engine, and what the engine said at the start."""
+
+    args: ServerArgs
+    manager: TokenizerManager
+    chat_template: ChatTemplate
+    ready_details: dict[str, Any]
+    model_info: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.time)
+
+    @property
+    def model_name(self) -> str:
+        """The name in `/v1/models`."""
+        name = self.args.served_model_name or self.args.model_path
+        assert name is not None, "resolved arguments name the model"
+        return name
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the server that `request` came to."""
+    context = request.app.state.context
+    assert isinstance(context, ServerContext)
+    return context

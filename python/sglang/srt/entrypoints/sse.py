@@ -1,0 +1,131 @@
+"""Server-sent events, and work that ends when its client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sglang.srt.entrypoints.http_errors import ApiError, as_api_error, error_body
+
+T = TypeVar("T")
+
+DONE: Final = b"data: [DONE]\n\n"
+_encoder: Final = msgspec.json.Encoder()
+
+
+def json_bytes(value: object) -> bytes:
+    """`value` as compact JSON."""
+    return _encoder.encode(value)
+
+
+def json_response(value: object, status_code: int = 200) -> Response:
+    """A JSON answer, encoded by msgspec."""
+    return Response(json_bytes(value), status_code=status_code, media_type="application/json")
+
+
+class EventStream(Response):
+    """Sends each object of `events` as one event, then `[DONE]`.
+
+    When the client leaves, the generator is closed, whatever it waits for. An error after the
+    first event becomes an event of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[object, None]) -> None:
+        super().__init__()
+        self._events = events
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.create_task(self._pump(send))
+        gone = asyncio.create_task(_wait_until_gone(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, gone):
+                task.cancel()
+            await asyncio.wait({pump, gone})
+            await self._events.aclose()
+        if not pump.cancelled():
+            pump.result()
+
+    async def _pump(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for event in _with_errors(self._events):
+            await _send_part(send, b"data: " + json_bytes(event) + b"\n\n")
+        await _send_part(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def start_stream(request: Request, events: AsyncGenerator[object, None]) -> EventStream:
+    """The stream, once its first event is there: what fails before it is a plain HTTP error."""
+    first = await unless_client_leaves(request, anext(events), events)
+    return EventStream(_chain(first, events))
+
+
+async def unless_client_leaves(
+    request: Request,
+    work: Coroutine[Any, Any, T],
+    events: AsyncGenerator[object, None] | None = None,
+) -> T:
+    """The result of `work`, which is cancelled when the client leaves. The body has been read.
+
+    Raises:
+        ApiError: 499, which nobody will read.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_wait_until_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "the client has left")
+    finally:
+        unfinished = not task.done()
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait({task, gone})
+        if unfinished and events is not None:
+            await events.aclose()
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _chain(first: object, rest: AsyncGenerator[object, None]) -> AsyncGenerator[object, None]:
+    try:
+        yield first
+        async for event in rest:
+            yield event
+    finally:
+        await rest.aclose()
+
+
+async def _with_errors(events: AsyncIterator[object]) -> AsyncIterator[object]:
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:
+        api_error = as_api_error(error)
+        if api_error is None:
+            raise
+        yield error_body(api_error)
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    # A client that has left is noticed by the other task; the write itself may fail first.
+    with contextlib.suppress(OSError):
+        await send({"type": "http.response.body", "body": body, "more_body": True})

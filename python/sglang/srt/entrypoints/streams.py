@@ -1,0 +1,47 @@
+"""Several things at once: all results, or items as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:
+    """All results in order; the first exception cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of all streams as they come, with the index of theirs. Ends with the last stream."""
+    pending: dict[asyncio.Future[T], int] = {
+        asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)
+    }
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for future in sorted(done, key=pending.__getitem__):
+                index = pending.pop(future)
+                try:
+                    item = future.result()
+                except StopAsyncIteration:
+                    continue
+                pending[asyncio.ensure_future(anext(streams[index]))] = index
+                yield index, item
+    finally:
+        for future in pending:
+            future.cancel()
+        if pending:
+            await asyncio.wait(pending)
+        for stream in streams:
+            await stream.aclose()
