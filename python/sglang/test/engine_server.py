@@ -20,6 +20,7 @@ from sglang.test.test_utils import (
 )
 
 ADMIN_KEY: Final = "test-admin-key"
+DEFAULT_TOTAL_TOKENS: Final = 32768
 _TIMEOUT_S: Final = 120.0
 
 
@@ -59,6 +60,9 @@ class EngineServer:
         self, *args: str, env: Mapping[str, str] | None = None, model: str | None = None
     ) -> None:
         self._args = ["--admin-api-key", ADMIN_KEY, *args]
+        if "--max-total-tokens" not in args:
+            # Memory for a test, not for a machine: it is touched once at every start.
+            self._args += ["--max-total-tokens", str(DEFAULT_TOTAL_TOKENS)]
         self._env = env
         self._model = model
         self.url = f"http://127.0.0.1:{get_free_port()}"
