@@ -163,9 +163,10 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], LoadResult]:
     backend = make_backend(args.backend)
     async with open_session(args.api_key) as session:
         tokens = await _settle_names(args, session)
-        requests = make_requests(args, tokens.vocabulary)
+        vocabulary = tokens.printable() if backend.wants_text else tokens.vocabulary
+        requests = make_requests(args, vocabulary)
         times = arrival_times(requests, _request_rate(args), args.seed)
-        texts = [tokens.decode(one.prompt_ids) for one in requests] if backend.wants_text else None
+        texts = [tokens.as_text(one.prompt_ids) for one in requests] if backend.wants_text else None
         options = RequestOptions(
             base_url=args.base_url,
             model=args.model,

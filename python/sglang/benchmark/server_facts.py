@@ -19,10 +19,29 @@ class Tokens:
     vocabulary: Vocabulary
     tokenizer: Any
 
+    def printable(self) -> Vocabulary:
+        """The tokens that are text by themselves: pieces of characters would come back as others
+        when a prompt of them is sent as text, and as many more tokens."""
+        kept = [index for index in self.vocabulary.tolist() if _is_text(self.decode([index]))]
+        return np.asarray(kept, dtype=np.uint32)
+
+    def as_text(self, ids: list[int]) -> str:
+        """The text of `ids`, cut so that it has about as many tokens when it is read again.
+
+        Random neighbours seldom are what the tokenizer would have made of their text. Equal fronts
+        stay equal fronts.
+        """
+        again = self.tokenizer.encode(self.decode(ids), add_special_tokens=False)
+        return self.decode(again[: len(ids)])
+
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`."""
         text: str = self.tokenizer.decode(ids)
         return text
+
+
+def _is_text(piece: str) -> bool:
+    return bool(piece) and "\ufffd" not in piece and piece.isprintable()
 
 
 def load_tokens(path: str) -> Tokens:

@@ -12,6 +12,7 @@ import pytest
 from sglang.bench_serving import main, make_requests, parse_args
 from sglang.benchmark.load_generator import LoadResult
 from sglang.benchmark.request_result import RequestResult
+from sglang.benchmark.server_facts import load_tokens
 from sglang.benchmark.serving_metrics import summarize, table
 from sglang.benchmark.workload import BenchRequest, arrival_times
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -218,6 +219,17 @@ def test_what_cannot_work_is_one_line(
         assert main(["--base-url", server.url, "--disable-tqdm", *flags]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_text_prompts_are_about_as_long_as_asked_for() -> None:
+    tokens = load_tokens(MODEL)
+    printable = tokens.printable()
+    assert len(printable) > 1000 and set(printable) < set(tokens.vocabulary)
+    flags = ["--num-prompts", "20", "--random-range-ratio", "0.5", "--random-input-len", "200"]
+    for one in make_requests(parse_args(flags), printable):
+        text = tokens.as_text(one.prompt_ids)
+        assert 0.9 < len(tokens.tokenizer.encode(text)) / len(one.prompt_ids) < 1.1
+        assert text.startswith(tokens.as_text(one.prompt_ids[:50])[:-10])
 
 
 def test_a_trace_needs_its_path(capsys: pytest.CaptureFixture[str]) -> None:
