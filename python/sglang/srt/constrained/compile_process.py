@@ -1,0 +1,123 @@
+"""The engine's end of a compile process: start it, ask it, kill it when it takes too long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import IO
+
+import psutil
+
+from sglang.srt.constrained.constraint import Constraint
+from sglang.srt.constrained.frames import (
+    FrameTimeout,
+    Hello,
+    Task,
+    Verdict,
+    read_frame,
+    write_frame,
+)
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.ticket import GrammarError
+from sglang.srt.constrained.vocabulary import Vocabulary
+
+
+class CompileProcessError(RuntimeError):
+    """The process could not be started; says nothing about a grammar."""
+
+
+class CompileProcessDied(GrammarError):
+    """It ended under a grammar, or was ended by somebody: another try may do better."""
+
+
+class CompileProcess:
+    """One process, for one thread at a time; `kill` may come from any thread.
+
+    Raises (from the constructor):
+        CompileProcessError: It did not come up within `limits.start_timeout`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
+        self._limits = limits
+        command = [sys.executable, "-m", "sglang.srt.constrained.compile_worker", str(os.getpid())]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._stdin, self._stdout = _pipe(self._process.stdin), _pipe(self._process.stdout)
+        try:
+            write_frame(self._stdin.fileno(), Hello(vocabulary, limits))
+            deadline = time.monotonic() + limits.start_timeout
+            read_frame(self._stdout.fileno(), Verdict, deadline)
+        except (OSError, EOFError, FrameTimeout) as error:
+            self.close()
+            raise CompileProcessError(
+                f"the grammar compile process did not start ({type(error).__name__}, exit status "
+                f"{self._process.returncode}); its error output has the cause"
+            ) from error
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether it can be asked again: it runs, and memory has not stuck to it."""
+        if not self.is_running:
+            return False
+        try:
+            resident = psutil.Process(self.pid).memory_info().rss
+        except psutil.NoSuchProcess:
+            return False
+        return bool(resident <= self._limits.idle_process_memory)
+
+    def check(self, constraint: Constraint) -> None:
+        """Return once the constraint compiled there.
+
+        Raises:
+            GrammarError: It did not, within the limits. Where it had to be killed for that,
+                `is_running` is False afterwards.
+        """
+        kind = constraint.kind.value
+        limits = self._limits
+        try:
+            write_frame(self._stdin.fileno(), Task(constraint.kind, constraint.text))
+            deadline = time.monotonic() + limits.compile_timeout
+            verdict = read_frame(self._stdout.fileno(), Verdict, deadline)
+        except FrameTimeout:
+            self.close()
+            raise GrammarError(
+                f"{kind}: compiling it took more than {limits.compile_timeout:g} s: simplify it"
+            ) from None
+        except (OSError, EOFError):
+            self.close()
+            raise CompileProcessDied(
+                f"{kind}: compiling it ended the compile process, most likely for lack of memory "
+                f"({limits.compile_memory >> 20} MiB): simplify it"
+            ) from None
+        if verdict.error is not None:
+            error = verdict.error
+            raise GrammarError(error if error.startswith(kind) else f"{kind}: {error}")
+
+    def kill(self) -> None:
+        """End it; whoever asks it something gets `CompileProcessDied`. Not reaped, see `close`."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill it and reap it. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._stdin.close()
+        self._stdout.close()
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream

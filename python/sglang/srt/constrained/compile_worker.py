@@ -1,0 +1,115 @@
+"""The compile process: tries a grammar where too much time or memory harms nobody.
+
+A grammar library is native code that cannot be interrupted, and a few hundred bytes can make it
+run for hours or fill the machine. So each constraint is first compiled here, under a limit of
+memory, by a process that may be killed; only what passed is compiled in the engine. The result
+is not sent over: its serialized form can be a thousand times its size in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import sys
+import threading
+from typing import Final
+
+import numpy as np
+import psutil
+import xgrammar
+
+from sglang.srt.constrained.bitmask import allocate_bitmask
+from sglang.srt.constrained.constraint import Constraint
+from sglang.srt.constrained.frames import Hello, Task, Verdict, read_frame, write_frame
+from sglang.srt.constrained.ticket import GrammarError
+from sglang.srt.constrained.xgrammar_grammar import (
+    XGrammarGrammar,
+    cause_of,
+    compile_constraint,
+    make_compiler,
+)
+from sglang.srt.utils.process import start_parent_watch
+
+_PROBE_STEPS: Final = 32
+_NICENESS: Final = 5
+
+
+def probe(grammar: XGrammarGrammar, vocab_size: int) -> None:
+    """Walk the grammar for some tokens: once at random, once repeating a token while it may.
+
+    Ambiguity shows in repetition. Grammars that get slow later end their own request instead.
+
+    Raises:
+        GrammarError: The walk took more time than a matcher is allowed.
+    """
+    rng = random.Random(0)
+    bitmask = allocate_bitmask(1, vocab_size)
+    for repeat in (False, True):
+        matcher = grammar.matcher()
+        last = -1
+        for _ in range(_PROBE_STEPS):
+            matcher.fill_next_token_bitmask(bitmask, 0)
+            bits = np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits[:vocab_size])
+            if allowed.size == 0:
+                raise GrammarError("the grammar allows no text at all, or leads where none follows")
+            if not (repeat and last >= 0 and bits[last]):
+                last = int(allowed[0] if repeat else rng.choice(allowed))
+            matcher.accept_token(last)
+            if matcher.failure is not None:
+                raise GrammarError(matcher.failure)
+            if matcher.is_terminated():
+                break
+
+
+def serve(read_fd: int, write_fd: int) -> None:
+    """Answer tasks until the pipe closes."""
+    hello = read_frame(read_fd, Hello)
+    limits = hello.limits
+    compiler = make_compiler(hello.vocabulary)
+    in_use = psutil.Process().memory_info().vms
+    ceiling = in_use + limits.compile_memory
+    resource.setrlimit(resource.RLIMIT_AS, (ceiling, ceiling))
+    write_frame(write_fd, Verdict())
+    while True:
+        task = read_frame(read_fd, Task)
+        write_frame(write_fd, _try(compiler, task, hello))
+
+
+def _try(compiler: xgrammar.GrammarCompiler, task: Task, hello: Hello) -> Verdict:
+    limits, vocabulary = hello.limits, hello.vocabulary
+    try:
+        compiled = compile_constraint(compiler, Constraint(task.kind, task.text))
+        grammar = XGrammarGrammar(compiled, task.kind, vocabulary, limits)
+        if grammar.size_bytes > limits.max_grammar_bytes:
+            size, most = grammar.size_bytes >> 20, limits.max_grammar_bytes >> 20
+            return Verdict(f"it compiles to {size} MiB, more than the {most} allowed: simplify it")
+        probe(grammar, len(vocabulary.tokens))
+    except (GrammarError, RuntimeError, MemoryError) as error:
+        return Verdict(cause_of(error))
+    return Verdict()
+
+
+def main() -> None:
+    """Started by `CompileProcess` with its own process id as the only argument."""
+    # Whatever a library prints must not end up between two messages.
+    write_fd = os.dup(1)
+    os.dup2(2, 1)
+    os.nice(_NICENESS)
+    start_parent_watch(int(sys.argv[1]), lambda: os._exit(0))
+    # A thread, for a stack like that on which the engine will compile the same.
+    thread = threading.Thread(target=_serve_until_closed, args=(0, write_fd), name="compile")
+    thread.start()
+    thread.join()
+
+
+def _serve_until_closed(read_fd: int, write_fd: int) -> None:
+    try:
+        serve(read_fd, write_fd)
+    except (EOFError, BrokenPipeError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a request may ask of its output's form: one kind and one text, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+JSON_OBJECT_SCHEMA: Final = '{"type":"object"}'
+"""Any JSON object: what OpenAI's `response_format` of type `json_object` stands for."""
+
+
+class ConstraintKind(str, Enum):
+    """The sampling parameter that carries the text; errors name it."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+
+
+class Constraint(NamedTuple):
+    """One constraint; hashable, so it is the key under which its grammar is cached."""
+
+    kind: ConstraintKind
+    text: str
+
+
+def constraint_of(
+    json_schema: str | None, regex: str | None, ebnf: str | None
+) -> Constraint | None:
+    """The one constraint among a request's sampling parameters, None where there is none.
+
+    Raises:
+        ValueError: More than one is given.
+    """
+    texts = (json_schema, regex, ebnf)
+    given = [
+        Constraint(kind, text)
+        for kind, text in zip(ConstraintKind, texts, strict=True)
+        if text is not None
+    ]
+    if len(given) > 1:
+        names = " and ".join(constraint.kind.value for constraint in given)
+        raise ValueError(f"{names} are given together: keep one of them")
+    return given[0] if given else None
+
+
+def schema_of_response_format(response_format: Mapping[str, Any] | None) -> str | None:
+    """OpenAI's `response_format` as the text of `json_schema`; None where output is free.
+
+    `strict` and `name` change nothing: a schema is always enforced.
+
+    Raises:
+        ValueError: Names the field of `response_format` and what it takes.
+    """
+    if response_format is None:
+        return None
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return JSON_OBJECT_SCHEMA
+    if kind != "json_schema":
+        raise ValueError(
+            f"response_format.type={kind!r} is not known: use text, json_object or json_schema"
+        )
+    outer = response_format.get("json_schema")
+    if not isinstance(outer, Mapping):
+        raise ValueError("response_format.json_schema is missing: give it as an object with schema")
+    schema = outer.get("schema")
+    if not isinstance(schema, (Mapping, bool)):
+        raise ValueError("response_format.json_schema.schema is missing: give a JSON schema")
+    return orjson.dumps(schema).decode()

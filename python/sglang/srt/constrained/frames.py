@@ -1,0 +1,87 @@
+"""Messages between the engine and its compile process: a length, then msgpack, over two pipes."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+from typing import Final, TypeVar
+
+import msgspec
+
+from sglang.srt.constrained.constraint import ConstraintKind
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.vocabulary import Vocabulary
+
+_LENGTH: Final = struct.Struct("<I")
+
+T = TypeVar("T")
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """First message to the process."""
+
+    vocabulary: Vocabulary
+    limits: GrammarLimits
+
+
+class Task(msgspec.Struct, frozen=True):
+    """Further messages to the process: try this."""
+
+    kind: ConstraintKind
+    text: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """An answer, to `Hello` as well. `error` is None where all went well."""
+
+    error: str | None = None
+
+
+class FrameTimeout(Exception):
+    """The deadline passed before a whole message came."""
+
+
+def write_frame(fd: int, message: msgspec.Struct) -> None:
+    """Send one message; blocks while the pipe is full.
+
+    Raises:
+        OSError: The other end is gone.
+    """
+    body = msgspec.msgpack.encode(message)
+    rest = memoryview(_LENGTH.pack(len(body)) + body)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def read_frame(fd: int, kind: type[T], deadline: float | None = None) -> T:
+    """Receive one message.
+
+    Args:
+        fd: The reading end of a pipe.
+        kind: What the message is.
+        deadline: On `time.monotonic`; None waits for ever.
+
+    Raises:
+        EOFError: The other end is gone.
+        FrameTimeout: The deadline passed.
+    """
+    (length,) = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size, deadline))
+    return msgspec.msgpack.decode(_read_exactly(fd, length, deadline), type=kind)
+
+
+def _read_exactly(fd: int, count: int, deadline: float | None) -> bytes:
+    parts = bytearray()
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    while len(parts) < count:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poller.poll(left * 1000):
+                raise FrameTimeout
+        chunk = os.read(fd, min(count - len(parts), 1 << 20))
+        if not chunk:
+            raise EOFError("the other end of the pipe is closed")
+        parts += chunk
+    return bytes(parts)

@@ -1,0 +1,48 @@
+"""The grammar backend by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from transformers import PreTrainedTokenizerBase
+
+from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend, GrammarMatcher
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
+
+__all__ = [
+    "GRAMMAR_BACKENDS",
+    "Grammar",
+    "GrammarBackend",
+    "GrammarMatcher",
+    "create_grammar_backend",
+]
+
+GRAMMAR_BACKENDS: Final = ("xgrammar",)
+
+
+def create_grammar_backend(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    limits: GrammarLimits | None = None,
+) -> GrammarBackend:
+    """The backend called `name`.
+
+    Args:
+        name: One of `GRAMMAR_BACKENDS`.
+        tokenizer: The model's.
+        vocab_size: Columns of the model's logits; ids that the tokenizer lacks are never allowed.
+        eos_token_ids: What ends a completed grammar.
+        limits: None takes the defaults.
+
+    Raises:
+        ValueError: The name is not known, or there is no end token.
+    """
+    if name not in GRAMMAR_BACKENDS:
+        raise ValueError(
+            f"--grammar-backend {name} is not known: use one of {', '.join(GRAMMAR_BACKENDS)}"
+        )
+    return XGrammarBackend(tokenizer, vocab_size, eos_token_ids, limits or GrammarLimits())

@@ -1,0 +1,161 @@
+"""A JSON schema before it is compiled: what the grammar library would ignore is refused.
+
+The library drops keywords that it does not know, and the answer then breaks the schema without a
+word. `oneOf` is taken as `anyOf`: the answer fits at least one branch, perhaps more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import orjson
+
+from sglang.srt.constrained.ticket import GrammarError
+
+_UNSUPPORTED: Final = (
+    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
+    "contains", "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+_ANNOTATIONS: Final = frozenset(
+    (
+        "$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description",
+        "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable",
+        "discriminator",
+    )
+)  # fmt: skip
+_NEEDS_TYPE: Final = {
+    "minLength": "string", "maxLength": "string", "pattern": "string", "format": "string",
+    "minimum": "number", "maximum": "number", "exclusiveMinimum": "number",
+    "exclusiveMaximum": "number", "multipleOf": "number", "required": "object",
+    "minProperties": "object", "maxProperties": "object", "propertyNames": "object",
+    "minItems": "array", "maxItems": "array",
+}  # fmt: skip
+_ALONE: Final[dict[str, frozenset[str]]] = {
+    "$ref": frozenset(), "anyOf": frozenset(), "oneOf": frozenset(), "allOf": frozenset(),
+    "enum": frozenset({"type"}), "const": frozenset({"type"}),
+}  # fmt: skip
+"""Keywords that win over their neighbours, and the neighbours that do no harm."""
+_FORMATS: Final = frozenset(
+    (
+        "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid",
+        "uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
+    )
+)  # fmt: skip
+
+
+def prepare_json_schema(text: str) -> str:
+    """The schema to compile for the schema `text`.
+
+    An array that says nothing of its items may hold anything, which the library has to be told.
+
+    Raises:
+        GrammarError: It is not JSON, not a schema, or asks for what cannot be enforced.
+    """
+    try:
+        schema = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise GrammarError(f"json_schema is not JSON: {error}") from None
+    stack: list[tuple[str, Any]] = [("#", schema)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise GrammarError(f"json_schema: {path} must be an object or a boolean")
+        _check_node(path, node)
+        stack.extend(_subschemas(path, node))
+    try:
+        return orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError:
+        raise GrammarError("json_schema is nested too deeply: flatten it") from None
+
+
+def _check_node(path: str, node: dict[str, Any]) -> None:
+    for keyword in _UNSUPPORTED:
+        # `"uniqueItems": false` asks for nothing.
+        if keyword in node and node[keyword] is not False:
+            raise GrammarError(f"json_schema: {path}/{keyword} is not supported: leave it out")
+    if "$ref" in node:
+        ref = node["$ref"]
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+            raise GrammarError(
+                f"json_schema: {path}/$ref must point into the schema itself, as #/$defs/name"
+            )
+    if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
+        raise GrammarError(
+            f"json_schema: {path}/allOf of several schemas is not supported: merge them"
+        )
+    for keyword, may_stand_beside in _ALONE.items():
+        if keyword in node:
+            beside = sorted(set(node) - _ANNOTATIONS - may_stand_beside - {keyword})
+            if beside:
+                raise GrammarError(
+                    f"json_schema: {path}/{beside[0]} beside {keyword} is not supported: move it "
+                    f"into the schema under {keyword}, or leave it out"
+                )
+            return
+    _check_keywords(path, node)
+    _check_type(path, node)
+
+
+def _check_keywords(path: str, node: dict[str, Any]) -> None:
+    """What can be enforced on its own, but not in this combination."""
+    required, properties = node.get("required", []), node.get("properties", {})
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise GrammarError(f"json_schema: {path}/required must be a list of names")
+    if not isinstance(properties, dict):
+        raise GrammarError(f"json_schema: {path}/properties must be an object")
+    missing = set(required) - set(properties)
+    if missing:
+        name = min(missing)[:100]
+        raise GrammarError(
+            f"json_schema: {path}/required names {name!r}, which {path}/properties lacks: add it"
+        )
+    if "multipleOf" in node and node.get("type") != "integer":
+        raise GrammarError(f'json_schema: {path}/multipleOf is only supported for type "integer"')
+    if "pattern" in node and ("minLength" in node or "maxLength" in node):
+        raise GrammarError(
+            f"json_schema: {path}/pattern with minLength or maxLength is not supported: write "
+            "the length into the pattern"
+        )
+    if "format" in node and str(node["format"]) not in _FORMATS:
+        raise GrammarError(
+            f"json_schema: {path}/format {str(node['format'])[:40]!r} is not supported: use one "
+            f"of {', '.join(sorted(_FORMATS))}, or a pattern"
+        )
+
+
+def _check_type(path: str, node: dict[str, Any]) -> None:
+    if "type" not in node:
+        for keyword, kind in _NEEDS_TYPE.items():
+            implied = (kind == "object" and "properties" in node) or (
+                kind == "array" and node.keys() & {"items", "prefixItems"}
+            )
+            if keyword in node and not implied:
+                raise GrammarError(
+                    f'json_schema: {path}/{keyword} needs a type beside it: add "type": "{kind}"'
+                )
+    types = node.get("type")
+    is_array = types == "array" or (isinstance(types, list) and "array" in types)
+    if is_array and not node.keys() & {"items", "prefixItems", "unevaluatedItems"}:
+        node["items"] = True
+
+
+def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
+        named = node.get(keyword)
+        if isinstance(named, dict):
+            for name, child in named.items():
+                yield f"{path}/{keyword}/{name}"[:200], child
+    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        listed = node.get(keyword)
+        if isinstance(listed, list):
+            for index, child in enumerate(listed):
+                yield f"{path}/{keyword}/{index}"[:200], child
+    for keyword in (
+        "items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
+        "propertyNames",
+    ):  # fmt: skip
+        if keyword in node:
+            yield f"{path}/{keyword}"[:200], node[keyword]

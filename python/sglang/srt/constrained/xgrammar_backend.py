@@ -1,0 +1,192 @@
+"""The grammar backend on the `xgrammar` library."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from transformers import PreTrainedTokenizerBase
+
+from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+from sglang.srt.constrained.compile_process import (
+    CompileProcess,
+    CompileProcessDied,
+    CompileProcessError,
+)
+from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA, Constraint, ConstraintKind
+from sglang.srt.constrained.grammar_cache import GrammarCache
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.schema_check import prepare_json_schema
+from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
+from sglang.srt.constrained.vocabulary import Vocabulary
+from sglang.srt.constrained.xgrammar_grammar import (
+    XGrammarGrammar,
+    compile_constraint,
+    make_compiler,
+)
+
+logger = logging.getLogger(__name__)
+
+_TRUSTED: Final = frozenset({Constraint(ConstraintKind.JSON_SCHEMA, JSON_OBJECT_SCHEMA)})
+"""Our own texts; they need no trial in a compile process."""
+
+
+class XGrammarBackend(GrammarBackend):
+    """See `GrammarBackend`.
+
+    Owns up to `limits.compile_threads` threads `grammar-*`, each of which asks a compile process
+    of its own first (started when needed, replaced when it had to be killed) and then compiles
+    here, without holding the interpreter lock. `_lock` guards the cache, the idle processes and
+    the flag `_closed`.
+
+    Args:
+        tokenizer, vocab_size, eos_token_ids: As in `create_grammar_backend`.
+        limits: What a grammar may cost.
+
+    Raises:
+        ValueError: No end token, or one outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: GrammarLimits,
+    ) -> None:
+        self._limits = limits
+        self._vocabulary = Vocabulary.from_tokenizer(tokenizer, vocab_size, eos_token_ids)
+        self._compiler = make_compiler(self._vocabulary)
+        self._lock = threading.Lock()
+        self._cache = GrammarCache(limits.max_grammars, limits.max_cache_bytes)
+        self._idle: list[CompileProcess] = []
+        self._busy: set[CompileProcess] = set()
+        self._closed = False
+        self._pool = ThreadPoolExecutor(limits.compile_threads, thread_name_prefix="grammar")
+
+    def get(self, kind: ConstraintKind | str, text: str) -> GrammarTicket:
+        if kind not in ConstraintKind.__members__.values():
+            known = ", ".join(member.value for member in ConstraintKind)
+            raise ValueError(f"constraint kind {kind!r} is not known: use one of {known}")
+        constraint = Constraint(ConstraintKind(kind), text)
+        ticket = GrammarTicket(constraint)
+        refused = self._refuse_text(text)
+        if refused is not None:
+            ticket.fail(f"{constraint.kind.value}: {refused}")
+            return ticket
+        with self._lock:
+            known_ticket = self._cache.find(constraint)
+            if known_ticket is not None:
+                return known_ticket
+            if self._closed or self._cache.num_compiling >= self._limits.max_compiling:
+                why = "the server is stopping" if self._closed else "too many are compiling"
+                ticket.fail(f"{constraint.kind.value}: cannot be compiled now, {why}: retry later")
+                return ticket
+            self._cache.add_compiling(ticket)
+            self._pool.submit(self._run, ticket, time.monotonic())
+        return ticket
+
+    def _refuse_text(self, text: str) -> str | None:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            return "it has a lone surrogate, which no text can have: remove it"
+        if size > self._limits.max_text_bytes:
+            return f"{size} bytes are more than the {self._limits.max_text_bytes} allowed: shorten"
+        return None
+
+    def warm_up(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._pool.submit(self._start_idle)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, busy = self._idle, list(self._busy)
+            self._idle = []
+        for process in busy:
+            # Its thread closes it, whose pipes these are.
+            process.kill()
+        for process in idle:
+            process.close()
+        # Queued tickets run, and fail at once: nobody is left waiting for one.
+        self._pool.shutdown(wait=True)
+
+    def _run(self, ticket: GrammarTicket, asked_at: float) -> None:
+        """Thread `grammar-*`: one compilation, from start to a ticket that is done."""
+        kind = ticket.constraint.kind.value
+        message, keep, grammar = "", True, None
+        try:
+            waited = time.monotonic() - asked_at
+            if self._closed or waited > self._limits.queue_timeout:
+                keep = False
+                raise GrammarError(f"{kind}: waited {waited:.0f} s for a compile thread: retry")
+            grammar = self._compile(ticket.constraint)
+        except GrammarError as error:
+            message = f"{kind}: the server is stopping" if self._closed else str(error)
+            keep = keep and not isinstance(error, CompileProcessDied)
+        except CompileProcessError as error:
+            message, keep = f"{kind}: {error}", False
+            logger.error("%s", error)
+        except Exception:
+            logger.exception("compiling a %s failed", kind)
+            message, keep = f"{kind}: compiling it failed inside the server; see its log", False
+        if grammar is not None:
+            ticket.resolve(grammar)
+        else:
+            ticket.fail(message)
+        with self._lock:
+            self._cache.finish(ticket, keep=keep)
+
+    def _compile(self, constraint: Constraint) -> XGrammarGrammar:
+        kind, text = constraint
+        if kind is ConstraintKind.JSON_SCHEMA:
+            text = prepare_json_schema(text)
+        prepared = Constraint(kind, text)
+        if constraint not in _TRUSTED:
+            self._check_elsewhere(prepared)
+        compiled = compile_constraint(self._compiler, prepared)
+        return XGrammarGrammar(compiled, kind, self._vocabulary, self._limits)
+
+    def _check_elsewhere(self, constraint: Constraint) -> None:
+        process = self._take_process()
+        try:
+            process.check(constraint)
+        finally:
+            self._return_process(process)
+
+    def _take_process(self) -> CompileProcess:
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_running:
+                    self._busy.add(process)
+                    return process
+                process.close()
+        process = CompileProcess(self._vocabulary, self._limits)
+        with self._lock:
+            self._busy.add(process)
+            closed = self._closed
+        if closed:
+            process.kill()
+        return process
+
+    def _return_process(self, process: CompileProcess) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            if not self._closed and process.is_worth_keeping:
+                self._idle.append(process)
+                return
+        process.close()
+
+    def _start_idle(self) -> None:
+        """Thread `grammar-*`: have a compile process before somebody waits for it."""
+        try:
+            self._return_process(self._take_process())
+        except CompileProcessError as error:
+            logger.error("%s", error)

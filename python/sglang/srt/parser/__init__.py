@@ -1,0 +1,1 @@
+"""Parsers of a model's output that belong to no tool-call format."""

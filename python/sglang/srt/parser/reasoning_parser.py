@@ -1,0 +1,117 @@
+"""Splits an output into what the model thought and what it says: `<think>...</think>`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+_START: Final = "<think>"
+_END: Final = "</think>"
+
+REASONING_PARSERS: Final[Mapping[str, bool]] = MappingProxyType(
+    {"qwen3": False, "deepseek-r1": True}
+)
+"""Name to whether an output begins inside its reasoning, the prompt having opened it."""
+
+
+@dataclass
+class ReasoningParseResult:
+    """What one increment of a stream added to each part."""
+
+    reasoning_text: str = ""
+    normal_text: str = ""
+
+
+class _Part(Enum):
+    START = "start"
+    REASONING = "reasoning"
+    BETWEEN = "between"
+    NORMAL = "normal"
+
+
+class ReasoningParser:
+    """One object an output. Blanks around the reasoning belong to neither part.
+
+    Reasoning that never ends is reasoning to the last word; a marker in the middle of the answer
+    is the answer's.
+
+    Args:
+        name: One of `REASONING_PARSERS`.
+
+    Raises:
+        ValueError: The name is not known.
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in REASONING_PARSERS:
+            raise ValueError(
+                f"--reasoning-parser {name} is not known: use one of {', '.join(REASONING_PARSERS)}"
+            )
+        self._name = name
+        self._part = _Part.START
+        self._buffer = ""
+        self._reasoned = False
+
+    def parse_non_stream(self, text: str) -> tuple[str, str]:
+        """The reasoning and the normal text of a whole output."""
+        parser = ReasoningParser(self._name)
+        first, last = parser.parse_stream_increment(text), parser.finish()
+        return (
+            first.reasoning_text + last.reasoning_text,
+            first.normal_text + last.normal_text,
+        )
+
+    def parse_stream_increment(self, new_text: str) -> ReasoningParseResult:
+        """What `new_text` adds. Text that may yet be a marker is held back."""
+        self._buffer += new_text
+        return self._advance(ended=False)
+
+    def finish(self) -> ReasoningParseResult:
+        """What was held back, once the stream has ended."""
+        return self._advance(ended=True)
+
+    def _advance(self, *, ended: bool) -> ReasoningParseResult:
+        result = ReasoningParseResult()
+        if self._part is _Part.START:
+            self._read_start(ended=ended)
+        if self._part is _Part.REASONING:
+            result.reasoning_text = self._read_reasoning(ended=ended)
+        if self._part is _Part.BETWEEN:
+            self._buffer = self._buffer.lstrip()
+            if self._buffer:
+                self._part = _Part.NORMAL
+        if self._part is _Part.NORMAL:
+            result.normal_text, self._buffer = self._buffer, ""
+        return result
+
+    def _read_start(self, *, ended: bool) -> None:
+        stripped = self._buffer.lstrip()
+        if stripped.startswith(_START):
+            self._buffer = stripped[len(_START) :]
+            self._part = _Part.REASONING
+        elif ended or not _START.startswith(stripped):
+            begins_inside = REASONING_PARSERS[self._name]
+            self._part = _Part.REASONING if begins_inside else _Part.NORMAL
+
+    def _read_reasoning(self, *, ended: bool) -> str:
+        """The reasoning up to its end marker or to what may become one, blanks before it apart."""
+        if not self._reasoned:
+            self._buffer = self._buffer.lstrip()
+        found = self._buffer.find(_END)
+        if found >= 0:
+            text, self._buffer = self._buffer[:found].rstrip(), self._buffer[found + len(_END) :]
+            self._part = _Part.BETWEEN
+            return text
+        end = len(self._buffer)
+        if not ended:
+            partial = (
+                n for n in range(min(len(_END) - 1, end), 0, -1) if self._buffer.endswith(_END[:n])
+            )
+            end -= next(partial, 0)
+        text = self._buffer[:end].rstrip()
+        self._buffer = "" if ended else self._buffer[len(text) :]
+        self._reasoned = self._reasoned or bool(text)
+        return text

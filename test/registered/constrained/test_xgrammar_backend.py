@@ -1,0 +1,166 @@
+"""The backend with its compile processes: hostile constraints fail, in time, and harm no other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import sglang
+from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA
+from sglang.srt.constrained.grammar_backend import GrammarBackend, create_grammar_backend
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.ticket import GrammarError, GrammarTicket, TicketState
+from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+
+TIMEOUT = 2.0
+ENDLESS_REGEX = "(a*)*" * 2000
+HUGE_SCHEMA = json.dumps(
+    {
+        "anyOf": [
+            {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(60)}}
+            for _ in range(30)
+        ]
+    }
+)
+
+
+def make(limits: GrammarLimits) -> GrammarBackend:
+    tokenizer = get_tokenizer(str(Path(sglang.__file__).parent / "builtin_model"))
+    return create_grammar_backend("xgrammar", tokenizer, 2200, (2, 0), limits)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[GrammarBackend]:
+    made = make(GrammarLimits(compile_timeout=TIMEOUT, compile_memory=512 << 20))
+    yield made
+    made.close()
+    assert compile_processes() == []
+
+
+def compile_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "compile_worker" in " ".join(child.cmdline())]
+
+
+def outcome(ticket: GrammarTicket) -> str:
+    assert ticket.wait(90), "neither compiled nor failed"
+    if ticket.state is TicketState.READY:
+        assert ticket.grammar.matcher().failure is None
+        return "ready"
+    with pytest.raises(GrammarError):
+        _ = ticket.grammar
+    return ticket.message
+
+
+def test_a_constraint_compiles_once(backend: GrammarBackend) -> None:
+    first = backend.get("regex", "[ab]+")
+    assert backend.get("regex", "[ab]+") is first
+    assert outcome(first) == "ready"
+    assert backend.get("regex", "[ab]+") is first
+    assert backend.get("ebnf", "[ab]+") is not first
+    assert outcome(backend.get("json_schema", JSON_OBJECT_SCHEMA)) == "ready"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("regex", "(a", "parenthesis is not closed"),
+        ("regex", "(" * 5000 + "a" + ")" * 5000, "Nest layer exceeded"),
+        ("regex", "a" * 70_000, "more than the 65536 allowed"),
+        ("regex", "\ud800", "lone surrogate"),
+        ("ebnf", "root ::= root", "allows no text"),
+        ("ebnf", "", "root rule"),
+        ("json_schema", "{", "not JSON"),
+        ("json_schema", '{"not": {}}', "#/not"),
+        ("json_schema", '{"type":"array","items":' * 240 + "{}" + "}" * 240, ""),
+    ],
+)
+def test_bad_texts_fail_with_their_field(
+    backend: GrammarBackend, kind: str, text: str, says: str
+) -> None:
+    ticket = backend.get(kind, text)
+    assert outcome(ticket) == "ready" or (
+        ticket.message.startswith(kind) and says in ticket.message and "\n" not in ticket.message
+    )
+    if says:
+        assert ticket.state is TicketState.FAILED
+
+
+def test_an_endless_compilation_is_killed_and_remembered(backend: GrammarBackend) -> None:
+    assert outcome(backend.get("regex", "warm")) == "ready"
+    start = time.monotonic()
+    ticket = backend.get("regex", ENDLESS_REGEX)
+    assert time.monotonic() - start < 0.5
+    assert ticket.state is TicketState.COMPILING
+    with pytest.raises(RuntimeError, match="still compiling"):
+        _ = ticket.grammar
+    # The other compile thread serves meanwhile.
+    assert outcome(backend.get("regex", "other+")) == "ready"
+    assert outcome(ticket) == "regex: compiling it took more than 2 s: simplify it"
+    again = backend.get("regex", ENDLESS_REGEX)
+    assert again.state is TicketState.FAILED
+    assert outcome(backend.get("regex", "after+")) == "ready"
+
+
+def test_a_schema_that_fills_the_memory_is_refused_or_compiled_in_time(
+    backend: GrammarBackend,
+) -> None:
+    start = time.monotonic()
+    result = outcome(backend.get("json_schema", HUGE_SCHEMA))
+    assert result == "ready" or result.startswith("json_schema: ")
+    assert time.monotonic() - start < 60
+    assert outcome(backend.get("regex", "well+")) == "ready"
+
+
+def test_a_killed_compile_process_is_replaced(backend: GrammarBackend) -> None:
+    assert outcome(backend.get("regex", "before")) == "ready"
+    for process in compile_processes():
+        process.kill()
+        process.wait(10)
+    assert outcome(backend.get("regex", "behind")) == "ready"
+
+
+def test_unknown_kinds_are_refused(backend: GrammarBackend) -> None:
+    with pytest.raises(ValueError, match=r"'xml' is not known: use one of json_schema"):
+        backend.get("xml", "a")
+
+
+def test_limits_of_memory_and_of_the_queue() -> None:
+    backend = make(GrammarLimits(compile_memory=1 << 20, max_compiling=1, compile_threads=1))
+    try:
+        first = backend.get("json_schema", HUGE_SCHEMA)
+        refused = backend.get("regex", "a")
+        assert (
+            refused.message == "regex: cannot be compiled now, too many are compiling: retry later"
+        )
+        assert "memory" in outcome(first)
+        # A refusal for lack of room is not remembered.
+        assert backend.get("regex", "a") is not refused
+    finally:
+        backend.close()
+
+
+def test_close_fails_what_is_compiling_and_leaves_no_process() -> None:
+    before = compile_processes()
+    backend = make(GrammarLimits(compile_timeout=60))
+    backend.warm_up()
+    tickets = [backend.get("regex", ENDLESS_REGEX + "b" * i) for i in range(4)]
+    start = time.monotonic()
+    backend.close()
+    backend.close()
+    assert time.monotonic() - start < 30
+    assert all(ticket.state is TicketState.FAILED for ticket in tickets)
+    assert compile_processes() == before
+    assert backend.get("regex", "late").message.startswith("regex: cannot be compiled now")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

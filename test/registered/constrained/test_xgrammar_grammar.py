@@ -1,0 +1,294 @@
+"""Grammars and masks without processes: what is sampled under a grammar is of that grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import sglang
+from sglang.srt.constrained.bitmask import allocate_bitmask, apply_bitmask
+from sglang.srt.constrained.constraint import (
+    JSON_OBJECT_SCHEMA,
+    Constraint,
+    ConstraintKind,
+    constraint_of,
+    schema_of_response_format,
+)
+from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.constrained.grammar_cache import GrammarCache
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.schema_check import prepare_json_schema
+from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
+from sglang.srt.constrained.vocabulary import Vocabulary
+from sglang.srt.constrained.xgrammar_grammar import (
+    XGrammarGrammar,
+    compile_constraint,
+    make_compiler,
+)
+from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+
+VOCAB = 2200
+"""More than the tokenizer's 2176 ids, and no multiple of 32."""
+EOS = (2, 0)
+MAX_TOKENS = 400
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", None]}, "maxItems": 3},
+        "home": {"$ref": "#/$defs/home"},
+    },
+    "required": ["name", "age", "home"],
+    "$defs": {
+        "home": {"type": "object", "properties": {"zip": {"type": "boolean"}}, "required": ["zip"]}
+    },
+}
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> PreTrainedTokenizerBase:
+    return get_tokenizer(str(Path(sglang.__file__).parent / "builtin_model"))
+
+
+@lru_cache(maxsize=1)
+def vocabulary() -> Vocabulary:
+    return Vocabulary.from_tokenizer(tokenizer(), VOCAB, EOS)
+
+
+def grammar(kind: str, text: str, limits: GrammarLimits | None = None) -> XGrammarGrammar:
+    constraint = Constraint(ConstraintKind(kind), text)
+    compiled = compile_constraint(make_compiler(vocabulary()), constraint)
+    return XGrammarGrammar(compiled, constraint.kind, vocabulary(), limits or GrammarLimits())
+
+
+def sample(of: XGrammarGrammar, seed: int, bias: dict[int, float] | None = None) -> str:
+    """What a model of random logits says under a grammar."""
+    generator = torch.Generator().manual_seed(seed)
+    matcher, bitmask = of.matcher(), allocate_bitmask(1, VOCAB)
+    said: list[int] = []
+    for _ in range(MAX_TOKENS):
+        logits = torch.randn(1, VOCAB, generator=generator) * 3
+        for token_id, extra in (bias or {}).items():
+            logits[0, token_id] += extra
+        matcher.fill_next_token_bitmask(bitmask, 0)
+        apply_bitmask(logits, bitmask, [0])
+        token_id = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+        assert matcher.accept_token(token_id)
+        if matcher.is_terminated():
+            assert token_id in EOS
+            return bytes.decode(b"".join(vocabulary().tokens[i] for i in said))
+        said.append(token_id)
+    raise AssertionError("the grammar did not end")
+
+
+def ids(text: str) -> list[int]:
+    return list(tokenizer().encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_logits_under_a_schema_give_an_instance_of_it(seed: int) -> None:
+    text = prepare_json_schema(json.dumps(PERSON))
+    # A model that likes quotes: strings of random tokens would be long else.
+    value: dict[str, Any] = json.loads(sample(grammar("json_schema", text), seed, {4: 6.0}))
+    assert set(value) <= {"name", "age", "tags", "home"}
+    assert 1 <= len(value["name"]) <= 12
+    assert type(value["age"]) is int and 0 <= value["age"] <= 150
+    assert len(value.get("tags", [])) <= 3 and set(value.get("tags", [])) <= {"a", "b", None}
+    assert type(value["home"]["zip"]) is bool and len(value["home"]) == 1
+
+
+@pytest.mark.parametrize("pattern", [r"[a-f]{3}-\d{2,4}", r"(yes|no|[^x\n]{2})!", r"\d{4}(é|ü)"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_logits_under_a_regex_match_it_whole(pattern: str, seed: int) -> None:
+    assert re.fullmatch(pattern, sample(grammar("regex", pattern), seed))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_logits_under_an_ebnf_are_of_its_language(seed: int) -> None:
+    ebnf = 'root ::= sum\nsum ::= digit ("+" digit){1,3}\ndigit ::= [0-9]'
+    assert re.fullmatch(r"\d(\+\d){1,3}", sample(grammar("ebnf", ebnf), seed))
+
+
+def test_special_tokens_and_padding_are_never_text() -> None:
+    tokens = vocabulary().tokens
+    assert tokens[:3] == [b"", b"", b""] and set(tokens[2176:]) == {b""}
+    bitmask = allocate_bitmask(1, VOCAB)
+    matcher = grammar("regex", ".{1,5}").matcher()
+    matcher.fill_next_token_bitmask(bitmask, 0)
+    logits = torch.zeros(1, VOCAB)
+    apply_bitmask(logits, bitmask, [0])
+    assert torch.isinf(logits[0, [0, 1, 2, *range(2176, VOCAB)]]).all()
+    assert not matcher.accept_token(1)
+    assert not matcher.accept_token(VOCAB - 1)
+
+
+def test_the_end_allows_only_end_tokens() -> None:
+    (letter,) = ids("a")
+    # 1 is a special token and may end; the letter is text and may not.
+    matcher = grammar("regex", "a").matcher(stop_token_ids=[1, letter])
+    assert matcher.accept_token(letter)
+    bitmask = allocate_bitmask(1, VOCAB)
+    matcher.fill_next_token_bitmask(bitmask, 0)
+    logits = torch.zeros(1, VOCAB)
+    apply_bitmask(logits, bitmask, [0])
+    assert torch.isfinite(logits[0]).nonzero().flatten().tolist() == [0, 1, 2]
+    assert not matcher.is_terminated()
+    assert matcher.accept_token(1)
+    assert matcher.is_terminated()
+    assert not matcher.accept_token(1)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    (a,), (b,) = ids("a"), ids("b")
+    first = grammar("regex", "a(a|b)").matcher()
+    assert first.accept_token(a)
+    second = first.copy()
+    assert first.accept_token(a) and not first.accept_token(b)
+    assert second.accept_token(b)
+
+
+def test_masks_touch_only_their_rows() -> None:
+    matcher = grammar("regex", "a").matcher()
+    bitmask = allocate_bitmask(3, VOCAB)
+    matcher.fill_next_token_bitmask(bitmask, 1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = torch.zeros(3, VOCAB, dtype=dtype)
+        apply_bitmask(logits, bitmask, [1])
+        assert torch.isfinite(logits).sum(-1).tolist() == [VOCAB, 1, VOCAB]
+    with pytest.raises(ValueError, match="does not belong to logits"):
+        apply_bitmask(torch.zeros(3, VOCAB + 64), bitmask, [1])
+
+
+def test_a_grammar_that_takes_too_long_a_token_says_so() -> None:
+    limits = GrammarLimits(step_burst=0.02, step_cost=0.0)
+    matcher = grammar("ebnf", 'root ::= root root root | "a" | ""', limits).matcher()
+    (letter,) = ids("a")
+    assert matcher.failure is None
+    steps = 0
+    while matcher.failure is None and steps < 400:
+        assert matcher.accept_token(letter)
+        steps += 1
+    assert matcher.failure is not None
+    assert matcher.failure.startswith("ebnf: matching it took")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("regex", "(a", r"^regex: .*parenthesis is not closed"),
+        ("regex", r"(a)\1", r"^regex: .*Backreference"),
+        ("ebnf", 'root ::= "a" b', r'^ebnf: .*Rule "b" is not defined'),
+        ("json_schema", '{"type": "frob"}', r'^json_schema: Unsupported type "frob"'),
+        ("json_schema", '{"$ref": "#/$defs/a"}', r"^json_schema: .*\$defs"),
+    ],
+)
+def test_errors_name_the_field_and_the_cause_in_one_line(kind: str, text: str, says: str) -> None:
+    with pytest.raises(GrammarError, match=says) as raised:
+        grammar(kind, text)
+    assert "\n" not in str(raised.value) and "cpp" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"not": {}}, "#/not"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "#/uniqueItems"),
+        ({"properties": {"a": {"minimum": 3}}}, '#/properties/a/minimum needs a type .*"number"'),
+        ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
+        ({"type": "object", "required": ["a"]}, "required names 'a'"),
+        ({"type": "object", "required": 3}, "required must be a list"),
+        ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {}}, r"minimum beside \$ref"),
+        ({"$ref": "http://example.com/s"}, r"\$ref must point into the schema itself"),
+        ({"allOf": [{}, {}]}, "allOf of several"),
+        ({"anyOf": [{"type": "integer"}], "minimum": 3}, "minimum beside anyOf"),
+        ({"type": "string", "format": "frob"}, "format 'frob'"),
+        ({"type": "string", "pattern": "a", "maxLength": 2}, "pattern with"),
+        ({"anyOf": [3]}, "#/anyOf/0 must be an object"),
+        ([], "# must be an object"),
+    ],
+)
+def test_what_would_be_ignored_in_a_schema_is_refused(schema: object, says: str) -> None:
+    with pytest.raises(GrammarError, match=says):
+        prepare_json_schema(json.dumps(schema))
+
+
+def test_schemas_that_nest_deeply_are_refused() -> None:
+    for depth in (300, 900, 5000):
+        with pytest.raises(GrammarError, match=r"nested too deeply|not JSON"):
+            prepare_json_schema('{"type":"array","items":' * depth + "{}" + "}" * depth)
+
+
+def test_an_array_of_unnamed_items_may_hold_anything() -> None:
+    of = grammar("json_schema", prepare_json_schema('{"type": "array"}'))
+    matcher = of.matcher()
+    assert all(matcher.accept_token(token_id) for token_id in ids('[1, {"a": null}]'))
+
+
+def test_response_format_maps_to_a_schema() -> None:
+    assert schema_of_response_format(None) is None
+    assert schema_of_response_format({"type": "text"}) is None
+    assert schema_of_response_format({"type": "json_object"}) == JSON_OBJECT_SCHEMA
+    wrapped = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "null"}}}
+    assert schema_of_response_format(wrapped) == '{"type":"null"}'
+    for bad, field in (
+        ({"type": "xml"}, r"response_format\.type='xml'"),
+        ({"type": "json_schema"}, r"response_format\.json_schema is missing"),
+        ({"type": "json_schema", "json_schema": {}}, r"json_schema\.schema is missing"),
+    ):
+        with pytest.raises(ValueError, match=field):
+            schema_of_response_format(bad)
+
+
+def test_one_constraint_a_request() -> None:
+    assert constraint_of(None, None, None) is None
+    assert constraint_of(None, "a", None) == (ConstraintKind.REGEX, "a")
+    with pytest.raises(ValueError, match="json_schema and ebnf are given together"):
+        constraint_of("{}", None, "x")
+
+
+def test_set_ups_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"--grammar-backend outlines.*xgrammar"):
+        create_grammar_backend("outlines", tokenizer(), VOCAB, EOS)
+    with pytest.raises(ValueError, match="end-of-sequence"):
+        Vocabulary.from_tokenizer(tokenizer(), VOCAB, ())
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        Vocabulary.from_tokenizer(tokenizer(), VOCAB, (VOCAB,))
+
+
+def test_the_cache_drops_the_least_recently_used() -> None:
+    cache = GrammarCache(max_tickets=2, max_bytes=10)
+    tickets = {}
+    for text in ("aaa", "bbb"):
+        tickets[text] = GrammarTicket(Constraint(ConstraintKind.REGEX, text))
+        cache.add_compiling(tickets[text])
+    assert cache.find(tickets["aaa"].constraint) is tickets["aaa"]
+    for ticket in tickets.values():
+        ticket.fail("no")
+        cache.finish(ticket, keep=True)
+    assert cache.find(tickets["aaa"].constraint) is tickets["aaa"]
+    third = GrammarTicket(Constraint(ConstraintKind.REGEX, "c" * 6))
+    cache.add_compiling(third)
+    third.fail("no")
+    cache.finish(third, keep=True)
+    assert cache.find(tickets["bbb"].constraint) is None
+    assert (cache.num_done, cache.num_bytes, cache.num_compiling) == (2, 9, 0)
+    large = GrammarTicket(Constraint(ConstraintKind.REGEX, "d" * 8))
+    cache.add_compiling(large)
+    large.fail("no")
+    cache.finish(large, keep=True)
+    assert (cache.num_done, cache.num_bytes) == (1, 8)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

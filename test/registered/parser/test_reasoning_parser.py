@@ -1,0 +1,75 @@
+"""Reasoning parser: where thinking ends, and that a stream adds up to the whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+FRAGMENTS = ("<think>", "</think>", "<thi", "</th", "<", " ", "\n", "\n\n", "so", "answer")
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+NAMES = pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])
+
+
+def stream(name: str, pieces: list[str]) -> tuple[str, str]:
+    parser = ReasoningParser(name)
+    results = [parser.parse_stream_increment(piece) for piece in pieces]
+    results.append(parser.finish())
+    return (
+        "".join(result.reasoning_text for result in results),
+        "".join(result.normal_text for result in results),
+    )
+
+
+@NAMES
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, points=st.lists(st.integers(0, 100), max_size=6))
+def test_any_split_gives_the_same(name: str, text: str, points: list[int]) -> None:
+    whole = ReasoningParser(name).parse_non_stream(text)
+    bounds = [0, *sorted(point % (len(text) + 1) for point in points), len(text)]
+    assert stream(name, [text[a:b] for a, b in pairwise(bounds)]) == whole
+    assert stream(name, list(text)) == whole
+
+
+@NAMES
+@pytest.mark.parametrize(
+    ("text", "reasoning", "normal"),
+    [
+        ("<think>\nso it is\n</think>\n\nyes", "so it is", "yes"),
+        ("<think></think>yes", "", "yes"),
+        ("\n<think>a</think>b<think>c</think>", "a", "b<think>c</think>"),
+        ("<think>cut off </thin", "cut off </thin", ""),
+        ("<think>1 < 2</think>", "1 < 2", ""),
+    ],
+)
+def test_marked_reasoning(name: str, text: str, reasoning: str, normal: str) -> None:
+    assert ReasoningParser(name).parse_non_stream(text) == (reasoning, normal)
+
+
+def test_unmarked_start_depends_on_the_model() -> None:
+    text = "so it is</think>yes"
+    assert ReasoningParser("qwen3").parse_non_stream(text) == ("", text)
+    assert ReasoningParser("deepseek-r1").parse_non_stream(text) == ("so it is", "yes")
+
+
+def test_reasoning_is_streamed_as_it_comes() -> None:
+    parser = ReasoningParser("qwen3")
+    assert parser.parse_stream_increment("<think>one").reasoning_text == "one"
+    assert parser.parse_stream_increment(" two </thi").reasoning_text == " two"
+    assert parser.parse_stream_increment("nk>three").normal_text == "three"
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--reasoning-parser nope.*qwen3"):
+        ReasoningParser("nope")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
