@@ -84,8 +84,8 @@ class WindowDecoder(TextDecoder):
     """For any other tokenizer: decodes a sliding window of the last tokens.
 
     What a token looks like may depend on its neighbours (spaces, byte fallback), so new text is
-    the difference between the window decoded with and without the new tokens. A U+FFFD at the
-    end may be an unfinished character and is held back; everything before it is certain.
+    the difference between the window decoded with and without the new tokens. All U+FFFD at the
+    end are held back: byte fallback shows one for each byte of a run that is not complete yet.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skipped: frozenset[int]) -> None:
@@ -98,12 +98,19 @@ class WindowDecoder(TextDecoder):
         """Characters of the decoded window that went out."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        self._window.extend(i for i in token_ids if i not in self._skipped)
+        shown = [i for i in token_ids if i not in self._skipped]
+        if not shown:
+            return ""
+        self._window += shown
         text = self._decode(self._window)
-        certain = len(text) - 1 if text.endswith(REPLACEMENT) else len(text)
+        certain = len(text.rstrip(REPLACEMENT))
+        whole = certain == len(text)
+        if len(self._window) > _WINDOW_TOKENS:
+            # Bytes that are no text at all: only the last few can still become a character.
+            certain = max(certain, len(text) - _CHARACTER_TOKENS)
         fresh = text[self._sent : certain]
         self._sent = max(self._sent, certain)
-        self._slide(whole=certain == len(text))
+        self._slide(whole)
         return fresh
 
     def finish(self) -> str:
@@ -115,14 +122,13 @@ class WindowDecoder(TextDecoder):
             self._drop(self._context)
             self._context = len(self._window)
         elif len(self._window) > _WINDOW_TOKENS:
-            # Bytes that are no text at all: only the last few can still become a character.
             self._drop(len(self._window) - 2 * _CHARACTER_TOKENS)
             self._context = 0
 
     def _drop(self, count: int) -> None:
         unsent = len(self._decode(self._window)) - self._sent
         del self._window[:count]
-        self._sent = len(self._decode(self._window)) - unsent
+        self._sent = max(len(self._decode(self._window)) - unsent, 0)
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(

@@ -1,0 +1,139 @@
+"""Keys: the whole matrix of levels, configured keys and presented keys."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from sglang.srt.utils.auth import (
+    AuthDecision,
+    AuthLevel,
+    add_api_key_middleware,
+    app_has_admin_force_endpoints,
+    auth_level,
+    decide_request_auth,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+NORMAL, OPTIONAL, FORCE = AuthLevel.NORMAL, AuthLevel.ADMIN_OPTIONAL, AuthLevel.ADMIN_FORCE
+OPEN = {"none", "user", "admin"}
+USER, ADMIN, NOBODY = {"user"}, {"admin"}, set[str]()
+
+
+def decide(
+    level: AuthLevel,
+    header: str | None,
+    *,
+    api_key: str | None = "user",
+    admin_api_key: str | None = "admin",
+    method: str = "POST",
+    path: str = "/generate",
+) -> AuthDecision:
+    return decide_request_auth(
+        method=method,
+        path=path,
+        authorization_header=header,
+        api_key=api_key,
+        admin_api_key=admin_api_key,
+        auth_level=level,
+    )
+
+
+@pytest.mark.parametrize(
+    ("api_key", "admin_api_key", "normal", "optional", "force"),
+    [
+        (None, None, OPEN, OPEN, NOBODY),
+        ("user", None, USER, USER, NOBODY),
+        (None, "admin", OPEN, ADMIN, ADMIN),
+        ("user", "admin", USER, ADMIN, ADMIN),
+        ("", "", OPEN, OPEN, NOBODY),
+    ],
+)
+def test_who_passes(
+    api_key: str | None,
+    admin_api_key: str | None,
+    normal: set[str],
+    optional: set[str],
+    force: set[str],
+) -> None:
+    for level, passing in ((NORMAL, normal), (OPTIONAL, optional), (FORCE, force)):
+        for who in OPEN:
+            header = None if who == "none" else f"Bearer {who}"
+            decision = decide(level, header, api_key=api_key, admin_api_key=admin_api_key)
+            assert decision.allowed == (who in passing), (level, who)
+
+
+def test_refusals_are_401_but_403_where_no_key_could_help() -> None:
+    assert decide(NORMAL, "Bearer wrong") == AuthDecision(False, 401)
+    assert decide(FORCE, "Bearer user", admin_api_key=None) == AuthDecision(False, 403)
+
+
+@pytest.mark.parametrize(
+    "header", ["user", "Basic user", "Bearer", "Bearer ", "Bearer userx", "Bearer use", "Bearer ü"]
+)
+def test_malformed_headers_do_not_pass(header: str) -> None:
+    assert not decide(NORMAL, header).allowed
+
+
+def test_the_scheme_is_case_insensitive() -> None:
+    assert decide(NORMAL, "bearer user").allowed
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate", "/metrics"])
+def test_probes_need_no_key(path: str) -> None:
+    assert decide(NORMAL, None, method="GET", path=path).allowed
+    assert not decide(NORMAL, None, method="GET", path=path + "x").allowed
+
+
+def test_preflights_need_no_key() -> None:
+    assert decide(FORCE, None, method="OPTIONS").allowed
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/open")
+    async def normal() -> str:
+        return "ok"
+
+    @app.post("/admin")
+    @auth_level(OPTIONAL)
+    async def admin() -> str:
+        return "ok"
+
+    return app
+
+
+def test_middleware_applies_the_level_of_the_route(app: FastAPI) -> None:
+    add_api_key_middleware(app, api_key="user", admin_api_key="admin")
+    client = TestClient(app)
+    user, admin = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
+    assert client.get("/open").status_code == 401
+    assert client.get("/open", headers=user).status_code == 200
+    assert client.post("/admin", headers=user).status_code == 401
+    assert client.post("/admin", headers=admin).status_code == 200
+    # A wrong method counts as the route, not as an open path.
+    assert client.get("/admin").status_code == 401
+    assert client.get("/nowhere").status_code == 401
+    refused = client.get("/open")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert "Authorization: Bearer" in refused.json()["error"]["message"]
+
+
+def test_admin_force_endpoints_are_found(app: FastAPI) -> None:
+    assert not app_has_admin_force_endpoints(app)
+
+    @app.post("/force")
+    @auth_level(FORCE)
+    async def force() -> str:
+        return "ok"
+
+    assert app_has_admin_force_endpoints(app)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,46 @@
+"""combine_extra_key: no two different pairs give one key (fault row C6)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.utils.cache_key import combine_extra_key
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+PART = st.none() | st.text(alphabet="se0123:;a\x00é", max_size=12)
+
+
+@given(PART, PART, PART, PART)
+@settings(max_examples=500, deadline=None)
+def test_equal_keys_mean_equal_parts(
+    a: str | None, b: str | None, c: str | None, d: str | None
+) -> None:
+    same = combine_extra_key(a, b) == combine_extra_key(c, d)
+    assert same == ((a, b) == (c, d))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (("a", "b"), ("as1:b", None)),
+        (("a", None), (None, "a")),
+        (("", None), (None, None)),
+        (("1:a", "b"), ("1", "a1:b")),
+    ],
+)
+def test_crafted_parts_do_not_collide(
+    left: tuple[str | None, str | None], right: tuple[str | None, str | None]
+) -> None:
+    assert combine_extra_key(*left) != combine_extra_key(*right)
+
+
+def test_neither_part_is_the_plain_namespace() -> None:
+    assert combine_extra_key(None, None) is None
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
