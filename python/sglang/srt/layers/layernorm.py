@@ -20,7 +20,33 @@ class RMSNorm(WeightedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
+        if x.is_cuda:
+            from sglang.srt.layers.triton_ops import norm
+
+            return norm.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)
+
+    def add_(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `x` to the residual, and normalise the sum.
+
+        Args:
+            x: `[num_tokens, size]`; its memory is used for what is returned.
+            residual: Likewise; None: `x` is the whole of it.
+
+        Returns:
+            The normalised sum, and the sum.
+        """
+        if residual is None:
+            return self.forward(x), x
+        if x.is_cuda:
+            from sglang.srt.layers.triton_ops import norm
+
+            norm.add_rms_norm_(x, residual, self.weight, self.eps)
+            return x, residual
+        residual = x.add_(residual)
+        return self.forward(residual), residual
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot(self.weight, tuple(self.weight.shape))

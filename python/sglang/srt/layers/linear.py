@@ -15,6 +15,43 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 
+def apply_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, by what the device has for so many rows.
+
+    Args:
+        x: `[num_tokens, input_size]`.
+        weight: `[output_size, input_size]`.
+        out: Takes the result, `[num_tokens, output_size]` of `out_dtype`; needs that dtype.
+        out_dtype: Of the result; None: that of `x`. On CUDA the sums are not rounded to the
+            dtype of `x` first.
+    """
+    if x.is_cuda:
+        from sglang.srt.layers.triton_ops import gemv
+
+        config = gemv.plan(*weight.shape) if x.shape[0] == 1 else None
+        if config is not None:
+            if out is None:
+                shape = (1, weight.shape[0])
+                out = torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
+            gemv.gemv(x, weight, bias, out, config)
+            return out
+        if out_dtype not in (None, x.dtype) and bias is None:
+            if out is not None:
+                return torch.mm(x, weight.t(), out_dtype=out_dtype, out=out)
+            return torch.mm(x, weight.t(), out_dtype=out_dtype)
+    result = F.linear(x, weight, bias)
+    if out_dtype is not None:
+        result = result.to(out_dtype)
+    return result if out is None else out.copy_(result)
+
+
 class MergedColumnParallelLinear(WeightedLayer):
     """Several projections of one input as a single matmul, outputs side by side."""
 
@@ -40,7 +77,7 @@ class MergedColumnParallelLinear(WeightedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, input_size]` to `[num_tokens, sum of the parts]`."""
-        return F.linear(x, self.weight, self.bias)
+        return apply_linear(x, self.weight, self.bias)
 
     def weight_slots(self) -> NamedSlots:
         begin = 0
@@ -72,7 +109,7 @@ class RowParallelLinear(WeightedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, input_size]` to `[num_tokens, output_size]`."""
-        return F.linear(x, self.weight, self.bias)
+        return apply_linear(x, self.weight, self.bias)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot(self.weight, tuple(self.weight.shape))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from sglang.srt.layers.linear import apply_linear
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -37,5 +37,7 @@ class LogitsProcessor(torch.nn.Module):
             assert forward_batch.extend_seq_lens_cpu is not None
             lens = torch.tensor(forward_batch.extend_seq_lens_cpu, device=hidden_states.device)
             hidden_states = hidden_states.index_select(0, lens.cumsum(0) - 1)
-        logits = F.linear(hidden_states, head_weight)
-        return LogitsProcessorOutput(next_token_logits=logits.float())
+        logits = apply_linear(
+            hidden_states, head_weight, out=forward_batch.logits_out, out_dtype=torch.float32
+        )
+        return LogitsProcessorOutput(next_token_logits=logits)

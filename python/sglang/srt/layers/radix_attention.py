@@ -31,15 +31,17 @@ class RadixAttention(torch.nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store the new keys and values, then attend.
 
         Args:
             q: `[num_tokens, num_heads, head_dim]`, any strides with dense heads.
             k: `[num_tokens, num_kv_heads, head_dim]`; `v` likewise.
+            save_kv_cache: False: `k` and `v` have been stored.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`.
         """
         assert forward_batch.attn_backend is not None, "the runner sets it before the model runs"
-        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)
+        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch, save_kv_cache)

@@ -68,6 +68,8 @@ class ForwardBatch:
     top_logprobs_nums: list[int] | None = None
     extend_logprob_start_lens_cpu: list[int] | None = None
     """Reserved for logprobs of prompt tokens."""
+    logits_out: torch.Tensor | None = None
+    """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
 

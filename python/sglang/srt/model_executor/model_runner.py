@@ -7,14 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
-from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.attention_registry import (
+    create_attention_backend,
+    default_attention_backend,
+)
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, graph_batch_sizes
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.loader import LoadConfig, get_model
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+CUDA_KV_CACHE_DTYPES = (*KV_CACHE_DTYPES, "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +29,19 @@ class ModelRunnerConfig:
     model_config: ModelConfig
     device: str = "cpu"
     kv_cache_dtype: str = "auto"
-    """One of `KV_CACHE_DTYPES`; "auto" is the model's own."""
+    """One of `KV_CACHE_DTYPES`, on CUDA of `CUDA_KV_CACHE_DTYPES`; "auto" is the model's own."""
     page_size: int = 1
-    attention_backend: str = "torch_native"
+    attention_backend: str | None = None
+    """None: the best of the device."""
     load_format: str = "auto"
     random_seed: int = 0
     """Of `dummy` weights."""
     tp_rank: int = 0
     tp_size: int = 1
     show_progress: bool = True
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int | None = None
+    """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
 
 
 class ModelRunner:
@@ -61,12 +70,19 @@ class ModelRunner:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
         self.config = config
         self.model_config = config.model_config
-        self.kv_cache_dtype = _resolve_kv_dtype(config.kv_cache_dtype, config.model_config.dtype)
+        self.kv_cache_dtype = _resolve_kv_dtype(
+            config.kv_cache_dtype, config.model_config.dtype, config.device
+        )
+        self._graphs: CudaGraphRunner | None = None
         self.attn_backend = create_attention_backend(
-            config.attention_backend,
+            config.attention_backend or default_attention_backend(config.device),
             kv_bytes_per_layer=self.kv_bytes_per_token() // self.model_config.num_hidden_layers,
             page_size=config.page_size,
             dtype=self.model_config.dtype,
+            device=config.device,
+            num_heads=self.model_config.num_attention_heads,
+            num_kv_heads=self.model_config.num_key_value_heads,
+            head_dim=self.model_config.head_dim,
         )
         self.model = get_model(
             config.model_config,
@@ -91,7 +107,7 @@ class ModelRunner:
         return per_layer * model.num_hidden_layers
 
     def init_memory_pool(self, max_total_tokens: int, max_running_requests: int) -> None:
-        """Make the pools and the allocator.
+        """Make the pools and the allocator, and capture decoding where that is possible.
 
         Args:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
@@ -120,20 +136,42 @@ class ModelRunner:
             self.config.device,
         )
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
+        if self._wants_graphs():
+            self._graphs = CudaGraphRunner(
+                self.model.forward,
+                self.attn_backend,
+                self.req_to_token_pool,
+                self.token_to_kv_pool,
+                batch_sizes=graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests),
+                vocab_size=model.vocab_size,
+            )
+
+    def _wants_graphs(self) -> bool:
+        on_cuda = torch.device(self.config.device).type == "cuda"
+        return on_cuda and not self.config.disable_cuda_graph and self.attn_backend.can_be_captured
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run one step: stores the new tokens' keys and values, gives the last tokens' logits."""
+        """Run one step: stores the new tokens' keys and values, gives the last tokens' logits.
+
+        On CUDA this queues the work and returns. The logits of a captured decode step are
+        overwritten by the next: whatever reads them must be queued before that.
+        """
         assert not forward_batch.forward_mode.is_idle(), "a single rank has no idle batches"
+        if self._graphs is not None and self._graphs.can_run(forward_batch):
+            return self._graphs.replay(forward_batch)
         forward_batch.attn_backend = self.attn_backend
         self.attn_backend.init_forward_metadata(forward_batch)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
 
 
-def _resolve_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    if name not in KV_CACHE_DTYPES:
+def _resolve_kv_dtype(name: str, model_dtype: torch.dtype, device: str) -> torch.dtype:
+    on_cuda = torch.device(device).type == "cuda"
+    supported = CUDA_KV_CACHE_DTYPES if on_cuda else KV_CACHE_DTYPES
+    if name not in supported:
         raise ValueError(
-            f"kv_cache_dtype {name!r} is not supported here: "
-            f"supported are {', '.join(KV_CACHE_DTYPES)}"
+            f"kv_cache_dtype {name!r} is not supported here: supported are {', '.join(supported)}"
         )
+    if name == "fp8_e4m3":
+        return torch.float8_e4m3fn
     return model_dtype if name == "auto" else DTYPES[name]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.model_loader.dummy_weights import dummy_tensor
 from sglang.srt.model_loader.weight_utils import CheckpointTensor, iterate_tensors, weight_files
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
@@ -93,20 +93,11 @@ def get_model(model_config: ModelConfig, load_config: LoadConfig) -> LlamaForCau
 def dummy_tensors(slots: dict[str, WeightSlot], seed: int) -> Iterator[CheckpointTensor]:
     """Random weights, each determined by (`seed`, its name) alone and generated whole.
 
-    So every way to split a model agrees on them. Scaled so that activations keep their size
-    and outputs depend on the whole context: norms near 1, biases small, matrices by fan-in.
+    See `dummy_weights`. They are made where their places are, in their dtype.
     """
     for name, slot in slots.items():
-        generator = torch.Generator()
-        generator.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) >> 1)
-        tensor = torch.empty(slot.shape, dtype=torch.float32)
-        if len(slot.shape) > 1:
-            bound = (3.0 / slot.shape[-1]) ** 0.5
-            tensor.uniform_(-bound, bound, generator=generator)
-        else:
-            tensor.uniform_(-0.1, 0.1, generator=generator)
-            if name.endswith("norm.weight"):
-                tensor += 1.0
+        dest = slot.dest
+        tensor = dummy_tensor(name, slot.shape, seed, dtype=dest.dtype, device=dest.device)
         yield CheckpointTensor(Path("dummy"), name, tensor)
 
 

@@ -12,8 +12,9 @@ from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.qkv import prepare_qkv
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation, apply_rotary
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -106,15 +107,10 @@ class LlamaAttention(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        num_rotated = self.num_heads + self.num_kv_heads
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
-        # Queries and keys lie side by side: both are normalised and rotated in one pass.
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if self.qk_norm is not None:
-            qk = self.qk_norm.forward(qk)
-        qk = apply_rotary(qk, rotation)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return self.o_proj.forward(self.attn.forward(q, k, v, forward_batch))
+        q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
+        attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=False)
+        return self.o_proj.forward(attended)
 
 
 class LlamaDecoderLayer(torch.nn.Module):
@@ -148,11 +144,17 @@ class LlamaDecoderLayer(torch.nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        attended = self.self_attn.forward(self.input_layernorm.forward(x), rotation, forward_batch)
-        x = attended.add_(x)
-        return self.mlp.forward(self.post_attention_layernorm.forward(x)).add_(x)
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is to be added to the residual, and the residual: whoever is next adds them."""
+        x, residual = self.input_layernorm.add_(x, residual)
+        x = self.self_attn.forward(x, rotation, forward_batch)
+        x, residual = self.post_attention_layernorm.add_(x, residual)
+        return self.mlp.forward(x), residual
 
 
 class LlamaModel(torch.nn.Module):
@@ -183,9 +185,10 @@ class LlamaModel(torch.nn.Module):
     ) -> torch.Tensor:
         rotation = self.rotary_emb.forward(positions)
         x = self.embed_tokens.forward(input_ids)
+        residual: torch.Tensor | None = None
         for layer in self.decoder_layers:
-            x = layer.forward(x, rotation, forward_batch)
-        return self.norm.forward(x)
+            x, residual = layer.forward(x, residual, rotation, forward_batch)
+        return self.norm.add_(x, residual)[0]
 
 
 class LlamaForCausalLM(torch.nn.Module):

@@ -7,11 +7,24 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-ATTENTION_BACKENDS = ("torch_native",)
+ATTENTION_BACKENDS = ("torch_native", "triton")
+
+
+def default_attention_backend(device: str) -> str:
+    """The name of the backend that is best on `device`, e.g. "cpu" or "cuda:0"."""
+    return "triton" if torch.device(device).type == "cuda" else "torch_native"
 
 
 def create_attention_backend(
-    name: str, *, kv_bytes_per_layer: int, page_size: int, dtype: torch.dtype
+    name: str,
+    *,
+    kv_bytes_per_layer: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
+    head_dim: int = 1,
 ) -> AttentionBackend:
     """Make the backend called `name`.
 
@@ -19,13 +32,28 @@ def create_attention_backend(
         kv_bytes_per_layer: Bytes of one token's keys and values in one layer of the pool.
         page_size: Tokens per page.
         dtype: Of the model's activations.
+        device: Of the model.
+        num_heads: Query heads of this rank; `num_kv_heads` likewise.
+        head_dim: Elements of one head.
 
     Raises:
-        ValueError: There is none of that name; lists those that there are.
+        ValueError: There is none of that name, which lists those that there are, or it does not
+            run on the device.
     """
     if name == "torch_native":
         return TorchNativeAttnBackend(
             kv_bytes_per_layer=kv_bytes_per_layer, page_size=page_size, dtype=dtype
+        )
+    if name == "triton":
+        if torch.device(device).type != "cuda":
+            raise ValueError(
+                f"attention backend 'triton' needs a CUDA device, not {device!r}: use torch_native"
+            )
+        # Triton is not installed where there is no CUDA.
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        return TritonAttnBackend(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
         )
     raise ValueError(
         f"attention backend {name!r} is not supported: "

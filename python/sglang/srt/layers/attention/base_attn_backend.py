@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 class AttentionBackend(ABC):
     """Attention of one model runner, used by the thread that runs the model, batch after batch."""
 
+    can_be_captured = False
+    """Decoding makes no plan on the CPU: it may be captured in a graph and replayed."""
+
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Compute, once for all layers, what this batch's attention needs (runs, masks)."""
@@ -48,13 +51,15 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Store K and V, then attend; shapes as in `RadixAttention.forward`.
 
         Storing comes first and writes other slots than any load in flight; reading the pool
         is what waits for this layer's load, so that copying hides behind the layers before.
         """
-        forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        if save_kv_cache:
+            forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         if forward_batch.forward_mode.is_decode():
             return self.forward_decode(q, k, v, layer, forward_batch)
         return self.forward_extend(q, k, v, layer, forward_batch)

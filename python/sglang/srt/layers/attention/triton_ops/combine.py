@@ -1,0 +1,106 @@
+"""Joining attention over parts of a context by their log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr: Any,
+    lse_ptr: Any,
+    out_ptr: Any,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    cols = tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + row * SPLITS + splits)
+    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    # What was not written has no weight and is not read.
+    inside = (weight > 0.0)[:, None] & (cols < HEAD_DIM)[None, :]
+    at = (row * SPLITS + splits)[:, None] * HEAD_DIM + cols[None, :]
+    parts = tl.load(parts_ptr + at, mask=inside, other=0.0)
+    out = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * HEAD_DIM + cols, out, mask=cols < HEAD_DIM)
+
+
+def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:
+    """Join the splits of every row.
+
+    Args:
+        parts: fp32 `[rows, splits, head_dim]`, each normalised by itself.
+        lse: fp32 `[rows, splits]`: base-2 logarithms of their masses, -inf where there is none.
+        out: Contiguous `[rows, head_dim]`.
+    """
+    rows, splits, head_dim = parts.shape
+    _combine_kernel[(rows,)](
+        parts,
+        lse,
+        out,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        SPLITS=splits,
+        num_warps=4 if splits > 8 else 1,
+    )
+
+
+@triton.jit
+def _merge_kernel(
+    a_ptr: Any,
+    a_lse_ptr: Any,
+    b_ptr: Any,
+    b_lse_ptr: Any,
+    num_tokens: Any,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    is_head = heads < NUM_HEADS
+    a_lse = tl.load(a_lse_ptr + heads * num_tokens + token, mask=is_head, other=0.0)
+    b_lse = tl.load(b_lse_ptr + heads * num_tokens + token, mask=is_head, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(b_lse - a_lse))
+    inside = is_head[:, None] & (cols < HEAD_DIM)[None, :]
+    at = token * NUM_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + cols[None, :]
+    a = tl.load(a_ptr + at, mask=inside, other=0.0)
+    b = tl.load(b_ptr + at, mask=inside, other=0.0)
+    merged = a.to(tl.float32) * share[:, None] + b.to(tl.float32) * (1.0 - share)[:, None]
+    tl.store(a_ptr + at, merged.to(a.dtype), mask=inside)
+
+
+def merge_into_(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    """Join attention over two parts of a context, into `out`.
+
+    Args:
+        out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.
+        lse: Contiguous fp32 `[num_heads, num_tokens]`, natural logarithms; likewise.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    assert out.is_contiguous() and other.is_contiguous()
+    assert lse.is_contiguous() and other_lse.is_contiguous()
+    rows = min(32, triton.next_power_of_2(num_heads))
+    _merge_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+        out,
+        lse,
+        other,
+        other_lse,
+        num_tokens,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        ROWS=rows,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )

@@ -1,0 +1,195 @@
+"""Attention of new tokens over a paged context that holds them already.
+
+A block is a run of one request's new tokens times the query heads of one KV head. Contexts are
+split over programs where there are few blocks: a short question after a long prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.attention.triton_ops.combine import combine_splits
+from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
+
+PROGRAMS = 264
+MAX_SPLITS = 64
+MIN_SPLIT_TOKENS = 256
+
+
+@triton.jit
+def _extend_kernel(
+    q_ptr: Any,
+    k_ptr: Any,
+    v_ptr: Any,
+    table_ptr: Any,
+    blocks_ptr: Any,
+    out_ptr: Any,
+    lse_ptr: Any,
+    q_stride: Any,
+    table_stride: Any,
+    scale: Any,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> None:
+    block = blocks_ptr + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    table_row = tl.load(block).to(tl.int64)
+    first_token = tl.load(block + 1).to(tl.int64)
+    first_pos = tl.load(block + 2)
+    num_tokens = tl.load(block + 3)
+    rows = tl.arange(0, ROWS)
+    offset = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = offset < num_tokens
+    q_pos = first_pos + offset
+    out_row = (first_token + offset) * NUM_KV_HEADS * GROUP + heads
+    last = first_pos + num_tokens
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(first_pos + 1 - WINDOW, 0)
+    begin, end = split_range(first, last, split, SPLITS, BLOCK_N)
+    if SPLITS > 1:  # noqa: SIM102 - known when this is compiled
+        if begin >= end:
+            tl.store(lse_ptr + out_row * SPLITS + split, float("-inf"), mask=is_row)
+            return
+    dims = tl.arange(0, BLOCK_D)
+    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q_at = (first_token + offset)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
+    slots = table_ptr + table_row * table_stride
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    k_head = k_ptr + kv_head * HEAD_DIM
+    v_head = v_ptr + kv_head * HEAD_DIM
+    whole = begin
+    if WINDOW == 0:
+        # Blocks that even the first row sees all of need no mask.
+        common = tl.maximum(tl.minimum(end, first_pos + 1) - begin, 0)
+        whole = begin + common // BLOCK_N * BLOCK_N
+        peak, mass, acc = attend_range(
+            q, peak, mass, acc, k_head, v_head, slots, begin, whole, q_pos, scale,
+            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, 0, True,
+        )  # fmt: skip
+    peak, mass, acc = attend_range(
+        q, peak, mass, acc, k_head, v_head, slots, whole, end, q_pos, scale,
+        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, False,
+    )  # fmt: skip
+    # A row may see nothing of its split.
+    acc = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    if SPLITS > 1:
+        out_row = out_row * SPLITS + split
+        tl.store(lse_ptr + out_row, peak + tl.log2(mass), mask=is_row)
+    out_at = out_row[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendWork:
+    """How an extend step is cut into blocks: the same for all layers.
+
+    Made by `plan_blocks`.
+    """
+
+    blocks: torch.Tensor
+    """int32 `[num_blocks, 4]`: table row, first token in the batch, its position, tokens."""
+    rows: int
+    """Query rows of a block, a power of 2."""
+    splits: int
+
+
+def plan_blocks(
+    segments: list[tuple[int, int, int, int]], *, group: int, num_kv_heads: int, window: int = 0
+) -> tuple[list[tuple[int, int, int, int]], int, int]:
+    """Cut requests into blocks: `ExtendWork`'s fields, the first as a list.
+
+    Args:
+        segments: Of each request: table row, first token in the batch, prefix, new tokens.
+        group: Query heads of a KV head.
+    """
+    longest = max(count for _, _, _, count in segments)
+    rows = max(16, 1 << (min(128, longest * group) - 1).bit_length())
+    rows = max(rows, 1 << (group - 1).bit_length())
+    per_block = rows // group
+    blocks = [
+        (row, token + begin, prefix + begin, min(per_block, count - begin))
+        for row, token, prefix, count in segments
+        for begin in range(0, count, per_block)
+    ]
+    context = max(position + count for _, _, position, count in blocks)
+    if window:
+        context = min(context, window + per_block)
+    wanted = min(PROGRAMS // (len(blocks) * num_kv_heads), context // MIN_SPLIT_TOKENS, MAX_SPLITS)
+    return blocks, rows, 1 << max(0, wanted.bit_length() - 1)
+
+
+def extend_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    req_to_token: torch.Tensor,
+    work: ExtendWork,
+    scaling: float,
+    out: torch.Tensor,
+    *,
+    window: int = 0,
+    launch: tuple[int, int, int] | None = None,
+) -> None:
+    """Attend, for the tokens that `work` names; other rows of `out` are left as they are.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`, dense but for the first stride.
+        k_pool: As in `decode_attention`, the new tokens' included.
+        out: Contiguous `[num_tokens, num_heads * head_dim]`.
+        window: Tokens that a token sees, itself included; 0: all before it.
+        launch: Tokens a block, warps, stages; None: by the number of rows.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k_pool.shape[1]
+    assert q.stride()[1:] == (head_dim, 1) and k_pool.is_contiguous() and v_pool.is_contiguous()
+    splits = work.splits
+    parts, lse = out, out
+    if splits > 1:
+        shape = (num_tokens * num_heads, splits)
+        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if launch is None:
+        launch = (64, 8, 3) if work.rows >= 128 else (64, 4, 3)
+    block_n, num_warps, num_stages = launch
+    _extend_kernel[(work.blocks.shape[0], num_kv_heads, splits)](
+        q,
+        k_pool,
+        v_pool,
+        req_to_token,
+        work.blocks,
+        parts,
+        lse,
+        q.stride(0),
+        req_to_token.stride(0),
+        scaling * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROWS=work.rows,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_N=block_n,
+        SPLITS=splits,
+        WINDOW=window,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if splits > 1:
+        combine_splits(parts, lse, out.view(-1, head_dim))

@@ -1,0 +1,83 @@
+"""The loop that decode and extend share: a block of query rows over a range of a paged context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split_range(first: Any, last: Any, split: Any, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """Tokens `[begin, end)` of `[first, last)` that split number `split` of SPLITS takes."""
+    per_split = tl.cdiv(tl.cdiv(last - first, SPLITS), BLOCK_N) * BLOCK_N
+    begin = first + split * per_split
+    return begin, tl.minimum(begin + per_split, last)
+
+
+@triton.jit
+def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    q: Any,
+    peak: Any,
+    mass: Any,
+    acc: Any,
+    k_ptr: Any,
+    v_ptr: Any,
+    slots_ptr: Any,
+    begin: Any,
+    end: Any,
+    q_pos: Any,
+    scale: Any,
+    slot_stride: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """One pass of online softmax (Milakov and Gimelshein, 2018), base 2.
+
+    Slots of the context are looked up token by token, so that any page size is the same code.
+    EVEN: the range is whole blocks, and every row sees all of it.
+    """
+    tokens = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        pos = start + tokens
+        if EVEN:
+            slot = tl.load(slots_ptr + pos).to(tl.int64)
+        else:
+            # Past the end: slot 0, the padding page, whose values are finite.
+            slot = tl.load(slots_ptr + pos, mask=pos < end, other=0).to(tl.int64)
+        at = slot[:, None] * slot_stride + dims[None, :]
+        if HEAD_DIM == BLOCK_D:
+            k = tl.load(k_ptr + at)
+        else:
+            k = tl.load(k_ptr + at, mask=dims[None, :] < HEAD_DIM, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if not EVEN:
+            seen = pos[None, :] < end
+            if CAUSAL:
+                seen = seen & (pos[None, :] <= q_pos[:, None])
+            if WINDOW > 0:
+                seen = seen & (pos[None, :] > q_pos[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        if EVEN:
+            base = new_peak
+        else:
+            # A row that has seen nothing yet: -inf less -inf would be NaN.
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink = tl.exp2(peak - base)
+        p = tl.exp2(scores - base[:, None])
+        mass = mass * shrink + tl.sum(p, axis=1)
+        if HEAD_DIM == BLOCK_D:
+            v = tl.load(v_ptr + at)
+        else:
+            v = tl.load(v_ptr + at, mask=dims[None, :] < HEAD_DIM, other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        peak = new_peak
+    return peak, mass, acc

@@ -1,0 +1,68 @@
+"""From the projection of queries, keys and values to attention: norms, rotation, the pool."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.layers.layernorm import QKNorm
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def prepare_qkv(
+    qkv: torch.Tensor,
+    qk_norm: QKNorm | None,
+    rotation: Rotation,
+    attn: RadixAttention,
+    forward_batch: ForwardBatch,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise and rotate queries and keys, and store keys and values in the layer's pool.
+
+    Args:
+        qkv: Contiguous `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. Changed in place
+            on CUDA.
+
+    Returns:
+        Queries, keys and values as `RadixAttention.forward` takes them.
+    """
+    num_rotated = attn.num_heads + attn.num_kv_heads
+    if qkv.is_cuda:
+        _fused(qkv, qk_norm, rotation, attn, forward_batch)
+        return qkv[:, : attn.num_heads], qkv[:, attn.num_heads : num_rotated], qkv[:, num_rotated:]
+    # Queries and keys lie side by side: both are normalised and rotated in one pass.
+    qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+    if qk_norm is not None:
+        qk = qk_norm.forward(qk)
+    qk = apply_rotary(qk, rotation)
+    q, k = qk[:, : attn.num_heads], qk[:, attn.num_heads :]
+    forward_batch.token_to_kv_pool.set_kv_buffer(attn, forward_batch.out_cache_loc, k, v)
+    return q, k, v
+
+
+def _fused(
+    qkv: torch.Tensor,
+    qk_norm: QKNorm | None,
+    rotation: Rotation,
+    attn: RadixAttention,
+    forward_batch: ForwardBatch,
+) -> None:
+    from sglang.srt.layers.triton_ops import qkv as kernels
+
+    k_pool, v_pool = _buffers(forward_batch.token_to_kv_pool, attn.layer_id)
+    kernels.normalise_rotate_store_(
+        qkv,
+        None if qk_norm is None else (qk_norm.weight, qk_norm.eps),
+        (rotation.cos, rotation.signed_sin),
+        forward_batch.out_cache_loc,
+        k_pool,
+        v_pool,
+    )
+
+
+def _buffers(pool: KVCache, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's buffers, without waiting for a load: it fills other slots than are written."""
+    assert isinstance(pool, MHATokenToKVPool)
+    index = layer_id - pool.start_layer
+    return pool.k_buffer[index].view(pool.dtype), pool.v_buffer[index].view(pool.dtype)

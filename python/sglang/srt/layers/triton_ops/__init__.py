@@ -1,0 +1,1 @@
+"""Triton kernels of the layers. Imported only where a tensor is on a CUDA device."""

@@ -1,0 +1,73 @@
+"""One row times a weight matrix: bound by reading the weights once, so no matrix unit is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr: Any,
+    weight_ptr: Any,
+    bias_ptr: Any,
+    out_ptr: Any,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_K)
+    weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        w = tl.load(weights + begin)
+        x = tl.load(x_ptr + begin + cols)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    total = tl.sum(acc, axis=1)
+    if BIAS:
+        total += tl.load(bias_ptr + rows).to(tl.float32)
+    tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty))
+
+
+def plan(n: int, k: int) -> tuple[int, int, int] | None:
+    """Rows, columns and warps of a program for a weight `[n, k]`; None: its shape does not fit."""
+    block_k = next((size for size in (1024, 512, 256) if k % size == 0), None)
+    if block_k is None or n % 8:
+        return None
+    return (4 if n < 16384 else 8), block_k, 4
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: tuple[int, int, int],
+) -> None:
+    """`out[0] = weight @ x[0] + bias`, summed in fp32.
+
+    Args:
+        x: `[1, k]`, dense.
+        weight: Contiguous `[n, k]`.
+        out: `[1, n]`, any float dtype.
+        config: Of `plan`.
+    """
+    n, k = weight.shape
+    block_n, block_k, num_warps = config
+    assert weight.is_contiguous() and x.stride(-1) == 1
+    _gemv_kernel[(n // block_n,)](
+        x,
+        weight,
+        bias if bias is not None else weight,
+        out,
+        K=k,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        BIAS=bias is not None,
+        num_warps=num_warps,
+    )

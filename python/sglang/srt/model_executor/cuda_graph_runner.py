@@ -1,0 +1,165 @@
+"""Decode steps as CUDA graphs, one for each of a few batch sizes.
+
+Launching the kernels of a small decode step takes the CPU longer than running them takes the
+GPU; a graph launches them all at once. A batch is padded to the next captured size with requests
+of one token, row 0 of the table and slot 0, which is the padding page and nobody's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH_SIZE = 256
+_WARM_UP_STEPS = 2
+
+Forward = Callable[[torch.Tensor, torch.Tensor, ForwardBatch], LogitsProcessorOutput]
+
+
+def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> list[int]:
+    """Batch sizes to capture, ascending: padding costs at most an eighth or 7 rows.
+
+    Args:
+        max_batch_size: The largest, as the user asked for; None: `max_running_requests`, at most
+            `MAX_BATCH_SIZE`.
+
+    Raises:
+        ValueError: `max_batch_size` is less than 1.
+    """
+    if max_batch_size is not None and max_batch_size < 1:
+        raise ValueError(
+            f"--cuda-graph-max-bs {max_batch_size} must be at least 1: "
+            "give --disable-cuda-graph to do without graphs"
+        )
+    largest = min(max_batch_size or MAX_BATCH_SIZE, max_running_requests)
+    sizes = [1, 2, 4]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] // 8 * 8 + max(8, (sizes[-1] // 8) // 8 * 8))
+    return sorted({min(size, largest) for size in sizes})
+
+
+class CudaGraphRunner:
+    """Captures when it is made, replays afterwards; one thread uses it, the model's.
+
+    The graphs share one memory pool, for they never run at the same time.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        attn_backend: AttentionBackend,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: KVCache,
+        *,
+        batch_sizes: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        """Args:
+        forward: The model's.
+        batch_sizes: Ascending.
+        """
+        assert token_to_kv_pool.layer_transfer_counter is None, "waits cannot be captured"
+        self._forward = forward
+        self._attn_backend = attn_backend
+        self._req_to_token_pool = req_to_token_pool
+        self._token_to_kv_pool = token_to_kv_pool
+        self._batch_sizes = list(batch_sizes)
+        largest, device = self._batch_sizes[-1], req_to_token_pool.device
+        with torch.inference_mode():
+            # Rows: input_ids, positions, req_pool_indices, seq_lens, out_cache_loc.
+            self._padding = torch.tensor([[0], [0], [0], [1], [0]], device=device)
+            self._inputs = self._padding.repeat(1, largest)
+            self._logits = torch.empty((largest, vocab_size), dtype=torch.float32, device=device)
+            self._graphs = self._capture_all()
+
+    def can_run(self, forward_batch: ForwardBatch) -> bool:
+        """Whether there is a graph for this batch."""
+        is_small = forward_batch.batch_size <= self._batch_sizes[-1]
+        return forward_batch.forward_mode.is_decode() and is_small
+
+    def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run a decode step.
+
+        Returns:
+            Logits that the next replay overwrites.
+        """
+        count = forward_batch.batch_size
+        size = self._batch_sizes[bisect.bisect_left(self._batch_sizes, count)]
+        pool = self._token_to_kv_pool
+        if pool.layer_transfer_counter is not None:
+            # Layers are loaded in their order: the last comes after all others.
+            pool.layer_transfer_counter.wait_until(pool.layer_num - 1)
+        if count < size:
+            self._inputs[:, count:size] = self._padding
+        torch._foreach_copy_(
+            list(self._inputs[:, :count].unbind()),
+            [
+                forward_batch.input_ids,
+                forward_batch.positions,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                forward_batch.out_cache_loc,
+            ],
+        )
+        self._graphs[size].replay()
+        return LogitsProcessorOutput(next_token_logits=self._logits[:count])
+
+    def _capture_all(self) -> dict[int, torch.cuda.CUDAGraph]:
+        started = time.monotonic()
+        graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        pool = torch.cuda.graph_pool_handle()
+        # The largest first: the others fit into what it took.
+        for size in reversed(self._batch_sizes):
+            graphs[size] = self._capture(size, pool)
+        logger.info(
+            "Captured decoding of %s requests, %.2f s",
+            ", ".join(map(str, self._batch_sizes)),
+            time.monotonic() - started,
+        )
+        return graphs
+
+    def _capture(self, size: int, pool: Any) -> torch.cuda.CUDAGraph:
+        batch = self._static_batch(size)
+        stream = torch.cuda.Stream(self._inputs.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Compiles kernels and makes library handles, which cannot be captured.
+            for _ in range(_WARM_UP_STEPS):
+                self._run(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._run(batch)
+        return graph
+
+    def _run(self, batch: ForwardBatch) -> None:
+        self._attn_backend.init_forward_metadata(batch)
+        self._forward(batch.input_ids, batch.positions, batch)
+
+    def _static_batch(self, size: int) -> ForwardBatch:
+        inputs = self._inputs[:, :size]
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            input_ids=inputs[0],
+            positions=inputs[1],
+            req_pool_indices=inputs[2],
+            seq_lens=inputs[3],
+            seq_lens_cpu=[1] * size,
+            out_cache_loc=inputs[4],
+            req_to_token_pool=self._req_to_token_pool,
+            token_to_kv_pool=self._token_to_kv_pool,
+            logits_out=self._logits[:size],
+            attn_backend=self._attn_backend,
+        )

@@ -1,0 +1,25 @@
+"""Where tests of Triton kernels run: on a GPU; without one, in Triton's interpreter if it is on.
+
+`TRITON_INTERPRET=1 pytest test/registered/layers/test_triton_ops.py` runs them on a CPU, slowly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from sglang.srt.utils.device import detect_device
+
+
+def triton_device() -> str:
+    """`cuda`, or `cpu` where kernels are interpreted. Skips the calling module otherwise."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed", allow_module_level=True)
+    if detect_device() == "cuda":
+        return "cuda"
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+    return "cpu"

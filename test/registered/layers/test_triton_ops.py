@@ -1,0 +1,118 @@
+"""Fused kernels against fp32 references and against the layers of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.triton_device import triton_device
+
+register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
+
+DEVICE = triton_device()
+# The interpreter's bf16 is no real one.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+from sglang.srt.layers.triton_ops import activation, gemv, norm, qkv  # noqa: E402
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("size", [96, 1024, 4096])
+def test_norm_and_residual(size: int, dtype: torch.dtype) -> None:
+    x, residual = random(5, size, seed=1, dtype=dtype), random(5, size, seed=2, dtype=dtype)
+    weight = random(size, seed=3, dtype=dtype)
+    plain = F.rms_norm(x.float(), (size,), None, 1e-5) * weight.float()
+    total = (x.float() + residual.float()).to(dtype)
+    want = F.rms_norm(total.float(), (size,), None, 1e-5) * weight.float()
+    bound = 1e-6 if dtype is torch.float32 else 5e-3
+    assert relative_error(norm.rms_norm(x, weight, 1e-5), plain) < bound
+    norm.add_rms_norm_(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert relative_error(x, want) < bound
+
+
+@pytest.mark.parametrize("size", [128, 1000, 12288])
+def test_silu_and_mul(size: int) -> None:
+    x = random(3, 2 * size, seed=4)
+    gate, up = x.float().chunk(2, dim=-1)
+    assert relative_error(activation.silu_and_mul(x), F.silu(gate) * up) < 5e-3
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (4096, 1024), (16400, 256), (152, 3072)])
+@pytest.mark.parametrize("out_dtype", [HALF, torch.float32])
+def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
+    x, weight, bias = random(1, k, seed=5), random(n, k, seed=6), random(n, seed=7)
+    config = gemv.plan(n, k)
+    assert config is not None
+    out = torch.full((1, n), float("nan"), dtype=out_dtype, device=DEVICE)
+    gemv.gemv(x, weight, bias, out, config)
+    want = F.linear(x.double(), weight.double(), bias.double())
+    assert relative_error(out, want) < (1e-5 if out_dtype is torch.float32 else 5e-3)
+    gemv.gemv(x, weight, None, out, config)
+    assert relative_error(out, want - bias.double()) < 5e-3
+
+
+def test_gemv_leaves_odd_shapes_to_others() -> None:
+    assert gemv.plan(4096, 96) is None
+    assert gemv.plan(4097, 4096) is None
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 128), (6, 2, 16), (7, 1, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_norm_rotation_and_store(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, with_norm: bool
+) -> None:
+    """The same as the layers of the CPU one by one, bit for bit but for the norm's sums."""
+    tokens = 5
+    both = heads + kv_heads
+    x = random(tokens, both + kv_heads, head_dim, seed=8, dtype=dtype)
+    weight = random(both, head_dim, seed=9, dtype=dtype)
+    angles = random(tokens, 1, head_dim, seed=10, dtype=torch.float32).cos().to(dtype)
+    sines = random(tokens, 1, head_dim, seed=11, dtype=torch.float32).sin().to(dtype)
+    loc = torch.tensor([3, 9, 4, 0, 11], device=DEVICE)
+    pools = [random(12, kv_heads, head_dim, seed=12 + i, dtype=dtype) for i in range(2)]
+    before = [pool.clone() for pool in pools]
+
+    qk, v = x[:, :both].clone(), x[:, both:].clone()
+    if with_norm:
+        qk = F.rms_norm(qk, (head_dim,), None, 1e-6).mul_(weight)
+    want = apply_rotary(qk, Rotation(angles, sines))
+    packed = (weight, 1e-6) if with_norm else None
+    qkv.normalise_rotate_store_(x, packed, (angles, sines), loc, *pools)
+    bound = 1e-6 if dtype is torch.float32 else 5e-3
+    assert relative_error(x[:, :both], want) < bound
+    assert torch.equal(x[:, both:], v)
+    assert torch.equal(pools[0][loc], x[:, heads:both])
+    assert torch.equal(pools[1][loc], v)
+    others = [i for i in range(12) if i not in loc.tolist()]
+    for pool, old in zip(pools, before, strict=True):
+        assert torch.equal(pool[others], old[others])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no fp8")
+def test_store_as_fp8() -> None:
+    x = random(4, 8 + 4, 128, seed=20)
+    loc = torch.arange(4, device=DEVICE)
+    angles = torch.ones(4, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    sines = torch.zeros_like(angles)
+    pools = [torch.zeros(8, 2, 128, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
+    qkv.normalise_rotate_store_(x, None, (angles, sines), loc, *pools)
+    assert torch.equal(pools[0][:4].float(), x[:, 8:10].to(torch.float8_e4m3fn).float())
+    assert torch.equal(pools[1][:4].float(), x[:, 10:].to(torch.float8_e4m3fn).float())
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
