@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.ready_message import send_error, send_ready
@@ -134,6 +136,9 @@ def run_scheduler_process(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logger(server_args.log_level, f"scheduler {tp_rank}")
+    # Bars share a lock between processes unless told otherwise: a semaphore that a killed process
+    # leaves behind, with a warning as the last line of the log.
+    tqdm.set_lock(threading.RLock())
     start_parent_watch(os.getppid() if parent_pid is None else parent_pid, _exit_now)
     watchdog = ForwardWatchdog(server_args.watchdog_timeout)
     try:
