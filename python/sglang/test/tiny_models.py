@@ -88,6 +88,7 @@ class StepDriver:
                 model_config=model_config, page_size=page_size, show_progress=False, **config
             )
         )
+        self.device = self.runner.config.device
         self.runner.init_memory_pool(pool_tokens, max_requests)
         self.lens = [0] * max_requests
         """Tokens of each row that the pool holds."""
@@ -99,9 +100,9 @@ class StepDriver:
         new = [len(tokens) for _, tokens in work]
         total = [before + count for before, count in zip(prefix, new, strict=True)]
         loc = self.runner.token_to_kv_pool_allocator.alloc_extend(
-            torch.tensor(prefix),
+            self._tensor(prefix),
             prefix,
-            torch.tensor(total),
+            self._tensor(total),
             total,
             self._last_loc(rows),
             sum(new),
@@ -112,7 +113,7 @@ class StepDriver:
             pool.req_to_token[row, before : before + len(slots)] = slots.to(torch.int32)
         flat = [token for _, tokens in work for token in tokens]
         batch = self._batch(ForwardMode.EXTEND, rows, total, flat, loc)
-        batch.positions = compute_extend_positions(prefix, new, "cpu")
+        batch.positions = compute_extend_positions(prefix, new, self.device)
         batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = prefix, new
         return self._run(batch, rows, total)
 
@@ -121,11 +122,11 @@ class StepDriver:
         rows = [row for row, _ in work]
         total = [self.lens[row] + 1 for row in rows]
         loc = self.runner.token_to_kv_pool_allocator.alloc_decode(
-            torch.tensor(total), total, self._last_loc(rows)
+            self._tensor(total), total, self._last_loc(rows)
         )
         assert loc is not None, "the test's pool is too small"
         pool = self.runner.req_to_token_pool
-        pool.req_to_token[torch.tensor(rows), torch.tensor(total) - 1] = loc.to(torch.int32)
+        pool.req_to_token[self._tensor(rows), self._tensor(total) - 1] = loc.to(torch.int32)
         tokens = [token for _, token in work]
         return self._run(self._batch(ForwardMode.DECODE, rows, total, tokens, loc), rows, total)
 
@@ -139,10 +140,10 @@ class StepDriver:
     ) -> ForwardBatch:
         return ForwardBatch(
             forward_mode=mode,
-            input_ids=torch.tensor(tokens),
-            positions=torch.tensor(total) - 1,
-            req_pool_indices=torch.tensor(rows),
-            seq_lens=torch.tensor(total),
+            input_ids=self._tensor(tokens),
+            positions=self._tensor(total) - 1,
+            req_pool_indices=self._tensor(rows),
+            seq_lens=self._tensor(total),
             seq_lens_cpu=total,
             out_cache_loc=loc,
             req_to_token_pool=self.runner.req_to_token_pool,
@@ -157,4 +158,7 @@ class StepDriver:
     def _last_loc(self, rows: list[int]) -> torch.Tensor:
         table = self.runner.req_to_token_pool.req_to_token
         slots = [int(table[row, self.lens[row] - 1]) if self.lens[row] else -1 for row in rows]
-        return torch.tensor(slots)
+        return self._tensor(slots)
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,0 +1,268 @@
+"""The forward pass of Qwen3-8B's shape on a GPU, through ModelRunner, against the limits.
+
+    python benchmark/gpu_forward.py [--json FILE] [--profile DIR]
+
+Weights are dummies (`--load-format dummy`), prompts and contexts random. Each figure is printed
+beside what the limits measured in the same run allow: matrix products at the rate of a large
+one, memory at the speed of a large copy. Nothing is sampled but the largest logit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    compute_extend_positions,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.utils.device import device_memory
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+"""config.json of Qwen3-8B, but for what serving does not read."""
+
+LAYER_WEIGHTS = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
+HEAD_WEIGHTS = 151936 * 4096
+KV_BYTES = 36 * 2 * 8 * 128 * 2
+
+
+class Rig:
+    """A runner with pages handed out once, and batches over them."""
+
+    def __init__(self, page_size: int, pool_tokens: int, **config: Any) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
+            model_config = ModelConfig.from_path(directory)
+        begun = time.monotonic()
+        self.runner = ModelRunner(
+            ModelRunnerConfig(
+                model_config=model_config,
+                device="cuda",
+                load_format="dummy",
+                page_size=page_size,
+                show_progress=False,
+                **config,
+            )
+        )
+        torch.cuda.synchronize()
+        self.load_s = time.monotonic() - begun
+        begun = time.monotonic()
+        self.runner.init_memory_pool(pool_tokens, 256)
+        torch.cuda.synchronize()
+        self.init_s = time.monotonic() - begun
+        pool = self.runner.token_to_kv_pool
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            values = torch.randn(buffer.shape, dtype=torch.bfloat16, device="cuda")
+            buffer.view(pool.dtype).copy_(values)
+        held = self.runner.token_to_kv_pool_allocator.alloc(pool_tokens)
+        assert held is not None
+        pages = held.view(-1, page_size)
+        # In no order, as in a server that has run for a while.
+        order = torch.randperm(len(pages), device="cuda")
+        self.slots = pages[order].view(-1)
+
+    def lay_out(self, count: int, context: int) -> None:
+        """Give rows 0 to `count` their contexts, of at most `context` tokens."""
+        page = self.runner.config.page_size
+        room = -(-context // page) * page
+        table = self.runner.req_to_token_pool.req_to_token
+        table[:count, :room] = self.slots[: count * room].view(count, room).to(torch.int32)
+
+    def extend(self, prefix: int, new: int) -> ForwardBatch:
+        """One request: `new` tokens after `prefix`."""
+        table = self.runner.req_to_token_pool.req_to_token
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=torch.randint(0, 151936, (new,), device="cuda"),
+            positions=compute_extend_positions([prefix], [new], "cuda"),
+            req_pool_indices=torch.tensor([0], device="cuda"),
+            seq_lens=torch.tensor([prefix + new], device="cuda"),
+            seq_lens_cpu=[prefix + new],
+            out_cache_loc=table[0, prefix : prefix + new].long(),
+            req_to_token_pool=self.runner.req_to_token_pool,
+            token_to_kv_pool=self.runner.token_to_kv_pool,
+            extend_prefix_lens_cpu=[prefix],
+            extend_seq_lens_cpu=[new],
+        )
+
+    def decode_steps(self, count: int, context: int, steps: int) -> tuple[float, float]:
+        """Milliseconds a step from `context` tokens on: whole, and of the CPU alone."""
+        table = self.runner.req_to_token_pool.req_to_token
+        rows = torch.arange(count, device="cuda")
+        tokens = torch.randint(0, 151936, (count,), device="cuda")
+        lens = torch.full((count,), context, device="cuda")
+
+        def step(length: int) -> None:
+            lens.add_(1)
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                input_ids=tokens,
+                positions=lens - 1,
+                req_pool_indices=rows,
+                seq_lens=lens,
+                seq_lens_cpu=[length] * count,
+                out_cache_loc=table[:count, length - 1].long(),
+                req_to_token_pool=self.runner.req_to_token_pool,
+                token_to_kv_pool=self.runner.token_to_kv_pool,
+            )
+            output = self.runner.forward(batch)
+            tokens.copy_(output.next_token_logits.argmax(dim=-1))
+
+        for _ in range(3):
+            step(context + 1)
+        lens.fill_(context)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        on_cpu = 0.0
+        for i in range(steps):
+            before = time.perf_counter()
+            step(context + 1 + i)
+            on_cpu += time.perf_counter() - before
+            if i % 4 == 3:  # or the queue fills up, and launching waits
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / steps * 1e3, on_cpu / steps * 1e3
+
+
+def measure_limits() -> tuple[float, float]:
+    """Bytes a second of a large copy, read and written; FLOP/s of a large product."""
+    a = torch.randn(2 << 30, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty_like(a)
+    copy = 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode="median") * 1e3
+    del a, b
+    x, y = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = 2 * 8192**3 / do_bench(lambda: x @ y, rep=200, return_mode="median") * 1e3
+    return float(copy), float(product)
+
+
+def least_seconds(
+    new: int, pairs: float, kv_tokens: int, heads: int, limits: tuple[float, float]
+) -> float:
+    """The larger of what arithmetic and what memory take at the measured limits.
+
+    Args:
+        new: Tokens computed, in all requests.
+        pairs: Query and key pairs, in all requests.
+        kv_tokens: Tokens whose keys and values are read.
+        heads: Tokens that go through the output head.
+    """
+    copy, product = limits
+    flops = 2 * 36 * LAYER_WEIGHTS * new + 36 * 4 * 4096 * pairs + 2 * HEAD_WEIGHTS * heads
+    moved = 2 * (36 * LAYER_WEIGHTS + HEAD_WEIGHTS) + KV_BYTES * kv_tokens
+    return max(flops / product, moved / copy)
+
+
+def profiled(name: str, work: Callable[[], object], directory: Path | None) -> None:
+    """Where the GPU's time goes, to a file."""
+    if directory is None:
+        return
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
+        work()
+        torch.cuda.synchronize()
+    table = profile.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60
+    )
+    (directory / f"{name}.txt").write_text(table, encoding="utf-8")
+
+
+def report(rows: list[dict[str, Any]], what: str, **figures: float) -> None:
+    row = {"what": what, **{key: round(value, 4) for key, value in figures.items()}}
+    rows.append(row)
+    print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    limits = measure_limits()
+    report(rows, "limits", copy_tb_s=limits[0] / 1e12, matmul_tflop_s=limits[1] / 1e12)
+    rig = Rig(
+        args.page_size,
+        163840,
+        disable_cuda_graph=args.disable_cuda_graph,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
+    free, total = device_memory("cuda")
+    report(
+        rows, "start", load_s=rig.load_s, pools_and_graphs_s=rig.init_s,
+        free_gib=free / 2**30, total_gib=total / 2**30,
+    )  # fmt: skip
+    expected = {(0, 8192): 0.20, (0, 32768): 1.25, (24576, 8192): 0.39, (8192, 64): 0.010}
+    for prefix, new in ((0, 8192), (0, 32768), (24576, 8192), (8192, 64), (0, 512)):
+        rig.lay_out(1, prefix + new)
+        batch = rig.extend(prefix, new)
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            rig.runner.forward(batch)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+        least = least_seconds(new, new * prefix + new * (new + 1) / 2, prefix, 1, limits)
+        report(
+            rows, f"prefill {new} after {prefix}", first_s=seconds[0], s=sorted(seconds[1:])[1],
+            target_or_expected_s=expected.get((prefix, new), 0.0), limit_s=least,
+            of_limit=least / sorted(seconds[1:])[1],
+        )  # fmt: skip
+        profiled(
+            f"prefill_{new}_after_{prefix}", lambda b=batch: rig.runner.forward(b), args.profile
+        )
+    wanted = {(1, 1024): 4.88, (64, 2048): 10.0, (256, 256): 11.5}
+    for count, context in wanted:
+        rig.lay_out(count, context + args.steps)
+        step_ms, cpu_ms = rig.decode_steps(count, context, args.steps)
+        middle = count * (context + args.steps // 2)
+        least = least_seconds(count, middle, middle, count, limits) * 1e3
+        report(
+            rows, f"decode {count} x {context}", ms=step_ms, cpu_ms=cpu_ms,
+            target_ms=wanted[count, context], limit_ms=least, of_limit=least / step_ms,
+            tokens_per_s=count / step_ms * 1e3,
+        )  # fmt: skip
+        profiled(
+            f"decode_{count}_x_{context}",
+            lambda c=count, n=context: rig.decode_steps(c, n, 4),
+            args.profile,
+        )
+    if args.json:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

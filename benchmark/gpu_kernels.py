@@ -1,0 +1,272 @@
+"""Which kernel is fastest for what on this GPU: the measurements behind the choices in `layers/`.
+
+    python benchmark/gpu_kernels.py [--json FILE] [--only prefill decode gemv plan]
+
+Shapes are Qwen3-8B's (32 query and 8 KV heads of 128), inputs random, times medians of CUDA
+events. Limits (copy bandwidth, matrix product rate) are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from triton.testing import do_bench
+
+from sglang.srt.layers.attention.dense_attention import dense_attention
+from sglang.srt.layers.attention.triton_ops.decode import decode_attention
+from sglang.srt.layers.attention.triton_ops.extend import (
+    ExtendWork,
+    extend_attention,
+    plan_blocks,
+)
+from sglang.srt.layers.triton_ops import activation, gemv, norm, qkv
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SCALE = DIM**-0.5
+BF16 = torch.bfloat16
+
+Row = dict[str, Any]
+
+
+def median_ms(work: Callable[[], object], rep: int = 60) -> float:
+    """Median milliseconds of `work` on the GPU, the caches flushed before each."""
+    return float(do_bench(work, warmup=15, rep=rep, return_mode="median"))
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=BF16, device="cuda")
+
+
+def limits() -> dict[str, float]:
+    """GB/s of a large copy, read plus written; TFLOP/s of a bf16 product of 8192."""
+    a = torch.randn(2 << 30, dtype=BF16, device="cuda")
+    b = torch.empty_like(a)
+    copy = 2 * a.nbytes / median_ms(lambda: b.copy_(a)) / 1e6
+    del a, b
+    x, y = random(8192, 8192), random(8192, 8192)
+    matmul = 2 * 8192**3 / median_ms(lambda: x @ y, rep=150) / 1e9
+    return {"copy_gb_s": copy, "matmul_tflop_s": matmul}
+
+
+def attempt(table: list[Row], row: Row, work: Callable[[], object], amount: float) -> None:
+    """Time `work`, and add its milliseconds and `amount / ms / 1e9` to the table."""
+    try:
+        work()
+        ms = median_ms(work)
+        row = {**row, "ms": round(ms, 4), "rate": round(amount / ms / 1e9, 3)}
+    except Exception as error:  # noqa: BLE001 - not every library takes every shape: recorded
+        row = {**row, "error": " ".join(str(error).split())[:160]}
+    table.append(row)
+    print(json.dumps(row), flush=True)
+
+
+def prefill(table: list[Row]) -> None:
+    """Causal attention of new tokens, without a prefix and after one. Rate: TFLOP/s."""
+    for prefix, new in ((0, 1024), (0, 2048), (0, 8192), (0, 32768), (24576, 8192), (8192, 64)):
+        context = prefix + new
+        q = random(new, HEADS + 2 * KV_HEADS, DIM)[:, :HEADS]
+        k, v = random(context, KV_HEADS, DIM), random(context, KV_HEADS, DIM)
+        flops = 4 * HEADS * DIM * (new * prefix + new * (new + 1) / 2)
+        base = {"what": "prefill", "prefix": prefix, "new": new}
+        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        cu_q = torch.tensor([0, new], dtype=torch.int32, device="cuda")
+        cu_k = torch.tensor([0, context], dtype=torch.int32, device="cuda")
+        if not prefix:
+            attempt(
+                table,
+                {**base, "by": "cudnn"},
+                lambda q=q, k=k, v=v: dense_attention(q, k, v, SCALE, causal=True),
+                flops,
+            )
+            attempt(
+                table,
+                {**base, "by": "sdpa"},
+                lambda x=heads_first: F.scaled_dot_product_attention(
+                    *x, is_causal=True, enable_gqa=True
+                ),
+                flops,
+            )
+            attempt(
+                table,
+                {**base, "by": "cudnn varlen"},
+                lambda q=q, k=k, v=v, cu=cu_q, n=new: torch.ops.aten._cudnn_attention_forward(
+                    q, k, v, None, cu, cu, n, n, True, 0.0, True, False, scale=SCALE
+                ),
+                flops,
+            )
+        else:
+            attempt(
+                table,
+                {**base, "by": "cudnn, prefix only"},
+                lambda q=q, k=k[:prefix], v=v[:prefix]: dense_attention(
+                    q, k, v, SCALE, causal=False
+                ),
+                4 * HEADS * DIM * new * prefix,
+            )
+        attempt(
+            table,
+            {**base, "by": "flash varlen"},
+            lambda q=q, k=k, v=v, a=cu_q, b=cu_k, n=new, c=context: (
+                torch.ops.aten._flash_attention_forward(
+                    q, k, v, a, b, n, c, 0.0, True, False, scale=SCALE
+                )
+            ),
+            flops,
+        )
+        slots = torch.arange(context, dtype=torch.int32, device="cuda").view(1, -1)
+        blocks, rows, splits = plan_blocks([(0, 0, prefix, new)], group=4, num_kv_heads=KV_HEADS)
+        work = ExtendWork(torch.tensor(blocks, dtype=torch.int32, device="cuda"), rows, splits)
+        out = torch.empty(new, HEADS * DIM, dtype=BF16, device="cuda")
+        for launch in ((64, 8, 2), (64, 8, 3), (128, 8, 2), (64, 4, 3)):
+            attempt(
+                table,
+                {**base, "by": "triton", "launch": launch, "rows": rows, "splits": splits},
+                lambda q=q, k=k, v=v, s=slots, w=work, o=out, n=launch: extend_attention(
+                    q, k, v, s, w, SCALE, o, launch=n
+                ),
+                flops,
+            )
+
+
+def plan(table: list[Row]) -> None:
+    """What the first call at a new length costs. Milliseconds of the CPU."""
+    for new in (1111, 1112, 2048, 3001, 5003, 5004):
+        q, k, v = random(new, HEADS, DIM), random(new, KV_HEADS, DIM), random(new, KV_HEADS, DIM)
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            dense_attention(q, k, v, SCALE, causal=True)
+            torch.cuda.synchronize()
+            times.append(round((time.perf_counter() - begun) * 1e3, 2))
+        row = {"what": "plan", "new": new, "first_second_third_ms": times}
+        table.append(row)
+        print(json.dumps(row), flush=True)
+
+
+def decode(table: list[Row]) -> None:
+    """One token of each request over its context, pages of 64 in no order. Rate: TB/s."""
+    for count, context in ((1, 1024), (1, 8192), (1, 32768), (64, 2048), (256, 320)):
+        pages = count * -(-context // 64) + 1
+        for dtype in (BF16, torch.float8_e4m3fn):
+            k, v = (random(pages * 64, KV_HEADS, DIM).to(dtype) for _ in range(2))
+            order = torch.randperm(pages - 1, device="cuda") + 1
+            firsts = order.view(count, -1, 1) * 64
+            slots = (firsts + torch.arange(64, device="cuda")).view(count, -1).to(torch.int32)
+            q = random(count, HEADS, DIM)
+            rows = torch.arange(count, device="cuda")
+            lens = torch.full((count,), context, device="cuda")
+            for splits in (1, 2, 4, 8, 16, 32, 64):
+                if not 256 <= splits * count * KV_HEADS <= 8192:
+                    continue
+                for launch in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)):
+                    if dtype is not BF16 and launch not in ((64, 4, 3), (128, 4, 2), (64, 4, 4)):
+                        continue
+                    attempt(
+                        table,
+                        {
+                            "what": "decode",
+                            "bs": count,
+                            "context": context,
+                            "kv": str(dtype).removeprefix("torch."),
+                            "splits": splits,
+                            "launch": launch,
+                        },
+                        lambda q=q, k=k, v=v, s=slots, r=rows, n=lens, p=splits, c=launch: (
+                            decode_attention(q, k, v, s, r, n, SCALE, splits=p, launch=c)
+                        ),
+                        2 * count * context * KV_HEADS * DIM * k.element_size() / 1e3,
+                    )
+
+
+def linear(table: list[Row]) -> None:
+    """The model's matrix products at decode's sizes. Rate: TB/s of weights."""
+    shapes = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
+    for n, k in shapes:
+        weight = random(n, k)
+        amount = weight.nbytes / 1e3
+        for count in (1, 2, 8, 64, 256):
+            x = random(count, k)
+            base = {"what": "linear", "n": n, "k": k, "rows": count}
+            attempt(table, {**base, "by": "cublas"}, lambda x=x, w=weight: F.linear(x, w), amount)
+            if n > 100_000:
+                attempt(
+                    table,
+                    {**base, "by": "cublas, fp32 out"},
+                    lambda x=x, w=weight: torch.mm(x, w.t(), out_dtype=torch.float32),
+                    amount,
+                )
+        x, out = random(1, k), random(1, n)
+        for config in (
+            (2, 1024, 4), (4, 1024, 4), (8, 512, 4), (4, 512, 4), (2, 2048, 4), (1, 2048, 4),
+            (8, 256, 4), (16, 256, 4), (4, 1024, 8), (8, 1024, 8),
+        ):  # fmt: skip
+            if k % config[1]:
+                continue
+            attempt(
+                table,
+                {"what": "linear", "n": n, "k": k, "rows": 1, "by": "gemv", "config": config},
+                lambda x=x, w=weight, o=out, c=config: gemv.gemv(x, w, None, o, c),
+                amount,
+            )
+
+
+def fused(table: list[Row]) -> None:
+    """The layers between the products. Rate: TB/s read and written."""
+    for count in (1, 64, 8192):
+        x, residual = random(count, 4096), random(count, 4096)
+        weight = random(4096)
+        attempt(
+            table,
+            {"what": "add_rms_norm", "rows": count},
+            lambda x=x, r=residual, w=weight: norm.add_rms_norm_(x, r, w, 1e-6),
+            4 * x.nbytes / 1e3,
+        )
+        gate_up = random(count, 24576)
+        attempt(
+            table,
+            {"what": "silu_and_mul", "rows": count},
+            lambda g=gate_up: activation.silu_and_mul(g),
+            1.5 * gate_up.nbytes / 1e3,
+        )
+        packed, head_weight = random(count, 48, DIM), random(40, DIM)
+        angles = random(count, 1, DIM)
+        loc = torch.randperm(count, device="cuda")
+        pools = [random(count, KV_HEADS, DIM) for _ in range(2)]
+        attempt(
+            table,
+            {"what": "norm, rotation, store", "rows": count},
+            lambda x=packed, w=head_weight, a=angles, s=loc, p=pools: qkv.normalise_rotate_store_(
+                x, (w, 1e-6), (a, a), s, *p
+            ),
+            2 * packed.nbytes / 1e3,
+        )
+
+
+PARTS = {"prefill": prefill, "plan": plan, "decode": decode, "linear": linear, "fused": fused}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    table: list[Row] = [{"device": torch.cuda.get_device_name(), "torch": torch.__version__}]
+    table[0].update(limits())
+    print(json.dumps(table[0]))
+    with torch.inference_mode():
+        for name in args.only:
+            PARTS[name](table)
+    if args.json:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Dense models on a GPU: logits equal transformers' on the CPU, with graphs and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.utils.device import detect_device
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
+
+WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch_native"])
+@pytest.mark.parametrize("disable_cuda_graph", [True, False])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3", WIDE)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_equal_transformers(
+    tmp_path: Path,
+    family: str,
+    overrides: dict[str, Any],
+    page_size: int,
+    disable_cuda_graph: bool,
+    backend: str,
+    dtype: torch.dtype,
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, dtype=dtype, **overrides)
+    driver = StepDriver(
+        tmp_path,
+        page_size=page_size,
+        device="cuda",
+        disable_cuda_graph=disable_cuda_graph,
+        attention_backend=backend,
+    )
+    long, short = prompt(90, 1), prompt(21, 2)
+    with torch.inference_mode():
+        want_long, want_short = (hf(torch.tensor([p])).logits[0].float() for p in (long, short))
+
+    def check(got: torch.Tensor, *want: torch.Tensor) -> None:
+        wanted = torch.stack(want)
+        error = (got.cpu() - wanted).norm() / wanted.norm()
+        assert error < (1e-4 if dtype is torch.float32 else 3e-2), float(error)
+
+    check(
+        driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits,
+        want_short[16],
+        want_long[36],
+    )
+    check(driver.extend([(1, long[37:86])]).next_token_logits, want_long[85])
+    for i in range(4):
+        got = driver.decode([(1, long[86 + i]), (0, short[17 + i])]).next_token_logits
+        check(got, want_long[86 + i], want_short[17 + i])
+
+
+def test_graphs_give_what_launches_give_at_every_batch_size(tmp_path: Path) -> None:
+    """Bit for bit where the batch is a captured size, and near it where it is padded."""
+    save_tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE)
+    drivers = [
+        StepDriver(tmp_path, page_size=16, device="cuda", disable_cuda_graph=off)
+        for off in (False, True)
+    ]
+    prompts = [prompt(20 + 7 * row, row) for row in range(13)]
+    for driver in drivers:
+        driver.extend(list(enumerate(prompts)))
+    for count in (1, 2, 3, 8, 13, 5, 1):
+        work = [(row, 11 + row) for row in range(count)]
+        got, want = (driver.decode(work).next_token_logits.clone() for driver in drivers)
+        assert (got - want).abs().max() < 0.03 * want.abs().max()
+        if count in (1, 2, 8):
+            assert torch.equal(got, want)
+
+
+def test_padding_writes_to_nobodys_slots(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3")
+    driver = StepDriver(tmp_path, page_size=16, device="cuda")
+    driver.extend([(row, prompt(20, row)) for row in range(3)])
+    pool = driver.runner.token_to_kv_pool
+    before = [buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+    driver.decode([(row, 5) for row in range(3)])  # padded to 4
+    for old, new in zip(before, (*pool.k_buffer, *pool.v_buffer), strict=True):
+        changed = (old != new).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        assert len([slot for slot in changed if slot >= 16]) == 3
+
+
+def test_fp8_cache_follows_the_full_one(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE)
+    logits = []
+    for kv_cache_dtype in ("auto", "fp8_e4m3"):
+        driver = StepDriver(tmp_path, device="cuda", kv_cache_dtype=kv_cache_dtype)
+        driver.extend([(0, prompt(60, 1))])
+        driver.extend([(0, prompt(20, 2))])
+        logits.append(driver.decode([(0, 7)]).next_token_logits)
+    assert driver.runner.kv_bytes_per_token() == 2 * 2 * 64 * 2
+    assert (logits[1] - logits[0]).norm() < 0.1 * logits[0].norm()
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_a_decode_step_waits_for_a_load_in_flight(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3")
+    driver = StepDriver(tmp_path, device="cuda")
+    driver.extend([(0, prompt(20, 1))])
+    waited: list[int] = []
+
+    class Counter:
+        def set_consumer(self, index: int) -> None: ...
+
+        def wait_until(self, threshold: int) -> None:
+            waited.append(threshold)
+
+    driver.runner.token_to_kv_pool.register_layer_transfer_counter(Counter())
+    driver.decode([(0, 5)])
+    assert waited == [1]
+
+
+def test_weights_are_equal_to_the_cpus(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
+    config = ModelConfig.from_path(str(tmp_path))
+    models = [
+        ModelRunner(
+            ModelRunnerConfig(
+                model_config=config, device=device, load_format="dummy", show_progress=False
+            )
+        ).model
+        for device in ("cpu", "cuda")
+    ]
+    on_gpu = dict(models[1].named_parameters())
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(parameter, on_gpu[name].cpu())
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
