@@ -157,7 +157,6 @@ def measure_limits() -> tuple[float, float]:
     a = torch.randn(2 << 30, dtype=torch.bfloat16, device="cuda")
     b = torch.empty_like(a)
     copy = 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode="median") * 1e3
-    del a, b
     x, y = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = 2 * 8192**3 / do_bench(lambda: x @ y, rep=200, return_mode="median") * 1e3
     return float(copy), float(product)

@@ -49,7 +49,6 @@ def limits() -> dict[str, float]:
     a = torch.randn(2 << 30, dtype=BF16, device="cuda")
     b = torch.empty_like(a)
     copy = 2 * a.nbytes / median_ms(lambda: b.copy_(a)) / 1e6
-    del a, b
     x, y = random(8192, 8192), random(8192, 8192)
     matmul = 2 * 8192**3 / median_ms(lambda: x @ y, rep=150) / 1e9
     return {"copy_gb_s": copy, "matmul_tflop_s": matmul}
