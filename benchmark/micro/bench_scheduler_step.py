@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler import Tick
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
+_CONTEXT = 512
 _ARRANGEMENTS: tuple[dict[str, Any], ...] = (
     {"page_size": 1},
     {"page_size": 64},
@@ -54,7 +55,9 @@ class ForwardClock:
 
 def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of each decode step with all requests running."""
-    length = args.input_len + args.steps + 8
+    # While the last requests wait for their prefill, the first ones decode already.
+    new_tokens = args.steps + 2 * args.running
+    length = args.input_len + new_tokens
     page = settings["page_size"]
     rig = SchedulerRig(
         model,
@@ -66,14 +69,16 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
     clock = ForwardClock()
     original = TpModelWorker.forward_batch_generation
     messages = [
-        rig.request(f"r{index}", prompt(index, args.input_len), greedy(length), stream=True)
+        rig.request(f"r{index}", prompt(index, args.input_len), greedy(new_tokens), stream=True)
         for index in range(args.running)
     ]
     total, forward = [], []
     with mock.patch.object(TpModelWorker, "forward_batch_generation", clock.wrap(original)):
         rig.step(*messages)
-        while len(scheduler.state.decoding) < args.running:
-            rig.step()
+        for _ in range(2 * args.running):
+            if len(scheduler.state.decoding) < args.running:
+                rig.step()
+        assert len(scheduler.state.decoding) == args.running, "not all requests run at once"
         for index in range(args.steps):
             clock.seconds = 0.0
             started = time.perf_counter()
@@ -101,8 +106,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output-file", help="append the JSON lines here too")
     args = parser.parse_args(argv)
-    if args.input_len + args.steps > 500:
-        parser.error("--input-len and --steps: together at most 500, the tiny model's context")
+    if args.input_len + args.steps + 2 * args.running > _CONTEXT:
+        parser.error(
+            f"--input-len + --steps + 2 * --running: at most {_CONTEXT}, the tiny model's context"
+        )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for settings in _ARRANGEMENTS:

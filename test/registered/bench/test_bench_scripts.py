@@ -1,0 +1,122 @@
+"""The benchmark scripts as they are called: small runs that end, and say what they must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.environ import child_environment
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+
+register_cpu_ci(est_time=90, suite="base-b-test-cpu")
+
+BENCHMARK = Path(__file__).parents[3] / "benchmark"
+EVIDENCE = {"date", "command", "commit", "hardware"}
+
+
+def run(script: str, *flags: str, status: int = 0) -> list[dict[str, Any]]:
+    """The JSON lines of a script that has to end with `status`."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK / script), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=child_environment({"OMP_NUM_THREADS": "1"}),
+    )
+    assert done.returncode == status, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_simulate_trace(tmp_path: Path) -> None:
+    plot, output = tmp_path / "hits.png", tmp_path / "hits.jsonl"
+    small = ("--num-prompts", "150", "--fractions", "0.2", "1", "--policies", "lru", "lfu")
+    files = ("--plot", str(plot), "--output-file", str(output))
+    header, *records = run("hicache/simulate_trace.py", *small, *files)
+    assert header.keys() >= EVIDENCE and header["requests"] == 150
+    assert len(records) == 3 * 2 * 2
+    for one in records:
+        assert one["hit_rate"] <= one["belady_hit_rate"] <= header["unlimited_hit_rate"]
+        assert one["behind_belady"] >= 0
+    full = [one for one in records if one["arrangement"] == "one_tier" and one["fraction"] == 1]
+    assert [one["of_unlimited"] for one in full] == [1.0, 1.0]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(output.read_text().splitlines()) == 13
+
+
+def test_simulate_trace_stops_in_time() -> None:
+    assert len(run("hicache/simulate_trace.py", "--max-seconds", "0", status=1)) == 1
+
+
+def test_simulate_trace_has_no_priorities_to_go_by() -> None:
+    assert run("hicache/simulate_trace.py", "--policies", "priority", status=2) == []
+
+
+@pytest.mark.parametrize("backend", ["file", "mooncake"])
+def test_bench_storage(backend: str) -> None:
+    small = ("--mib", "8", "--repeat", "1", "--layers", "4", "--page-sizes", "16")
+    layouts = ("--layouts", "layer_first", "page_first")
+    records = run("hicache/bench_storage.py", "--backends", backend, *layouts, *small)
+    assert [one["layout"] for one in records] == ["layer_first", "page_first"]
+    for one in records:
+        assert one.keys() >= EVIDENCE
+        assert one["pages"] * one["page_bytes"] == 8 << 20
+        for figure in ("put_bare_gb_s", "get_checksum_on_gb_s", "memory_copy_gb_s"):
+            assert one[figure] > 0
+        for direction in ("put", "get"):
+            assert [len(one["raw"][direction][way]) for way in ("checksum_on", "bare")] == [1, 1]
+
+
+def test_against_a_real_server(tmp_path: Path) -> None:
+    plot, output = tmp_path / "rounds.png", tmp_path / "load.jsonl"
+    with EngineServer("--page-size", "16") as server:
+        talk = ("--num-clients", "3", "--num-rounds", "3", "--request-length", "64")
+        short = ("--output-length", "8", "--base-url", server.url, "--plot", str(plot))
+        rounds = run("hicache/bench_multiturn.py", *talk, *short)
+        load = subprocess.run(
+            [
+                *(sys.executable, "-m", "sglang.bench_serving", "--base-url", server.url),
+                *("--num-prompts", "6", "--random-input-len", "64", "--random-output-len", "8"),
+                *("--random-range-ratio", "1", "--backend", "sglang-oai-chat"),
+                *("--output-file", str(output)),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=child_environment(),
+        )
+    assert [one["failed"] for one in rounds] == [0, 0, 0]
+    # 64 new tokens and an answer of 8 a round, of which the last token has no KV; pages of 16.
+    assert [one["prompt_tokens"] for one in rounds] == [3 * 64, 3 * 136, 3 * 208]
+    assert [one["cached_tokens"] for one in rounds] == [0, 3 * 64, 3 * 128]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert load.returncode == 0, load.stderr[-2000:]
+    record = json.loads(output.read_text())
+    assert (record["completed"], record["total_output_tokens"]) == (6, 48)
+    assert 5 * 64 < record["total_input_tokens"] < 8 * 64 + 6 * 20
+
+
+@pytest.mark.parametrize("script", ["bench_radix_tree.py", "bench_scheduler_step.py"])
+def test_micro_benchmarks(script: str) -> None:
+    flags = {
+        "bench_radix_tree.py": ("--tokens", "1024", "--prompts", "8", "--repeat", "10"),
+        "bench_scheduler_step.py": ("--running", "4", "--input-len", "32", "--steps", "10"),
+    }
+    records = run(f"micro/{script}", *flags[script])
+    assert len(records) == 3 and all(one.keys() >= EVIDENCE for one in records)
+
+
+def test_http_path() -> None:
+    (record,) = run("micro/bench_http_path.py", "--seconds", "0.5", "--repeat", "1")
+    assert record["echo_req_s"] > 0 and record["engine_req_s"] > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
