@@ -1,0 +1,243 @@
+"""Bad requests: a 4xx in JSON that names the field and the remedy, and nothing breaks (row F1)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES
+from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+
+GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FrontServer]:
+    with front_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FrontServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        yield http
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert isinstance(error, dict)
+    return error
+
+
+def sampling(**params: Any) -> dict[str, Any]:
+    return {"text": "a", "sampling_params": params}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": HELLO, **fields}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "hello", **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        (GENERATE, {}, ["text", "input_ids"]),
+        (GENERATE, {"text": "a", "input_ids": [1]}, ["text", "input_ids"]),
+        (GENERATE, {"text": ""}, ["text", "empty"]),
+        (GENERATE, {"text": 1}, ["text", "str"]),
+        (GENERATE, {"text": []}, ["text", "prompts"]),
+        (GENERATE, {"text": ["a", ""]}, ["text[1]", "empty"]),
+        (GENERATE, {"input_ids": []}, ["input_ids", "empty"]),
+        (GENERATE, {"input_ids": [[1], []]}, ["input_ids[1]", "empty"]),
+        (GENERATE, {"input_ids": [1, "x"]}, ["input_ids[1]", "str"]),
+        (GENERATE, {"input_ids": [1, [2]]}, ["input_ids"]),
+        (GENERATE, {"input_ids": [[1], 2]}, ["input_ids[1]"]),
+        (GENERATE, {"input_ids": [1.5]}, ["input_ids[0]", "float"]),
+        (GENERATE, {"input_ids": [-1]}, ["input_ids", "-1", "259"]),
+        (GENERATE, {"input_ids": [260]}, ["input_ids", "260", "259"]),
+        (GENERATE, {"input_ids": [10**30]}, ["input_ids", "259"]),
+        (GENERATE, {"input_ids": [1] * CONTEXT_LEN}, ["input_ids", "200 tokens", "199"]),
+        (GENERATE, {"text": "a" * CONTEXT_LEN}, ["text", "--context-length"]),
+        (GENERATE, {"txet": "a"}, ["txet", "did you mean text"]),
+        (GENERATE, {"text": "a", "zzz": 1}, ["zzz", "unknown"]),
+        (GENERATE, {"text": "a", "stream": "yes"}, ["stream", "bool"]),
+        (GENERATE, {"text": "a", "sampling_params": [{}]}, ["sampling_params"]),
+        (GENERATE, {"text": ["a", "b"], "sampling_params": [{}]}, ["sampling_params", "2"]),
+        (GENERATE, {"text": "a", "rid": ""}, ["rid"]),
+        (GENERATE, {"text": "a", "rid": "x" * 300}, ["rid", "256"]),
+        (GENERATE, {"text": ["a", "b"], "rid": ["x", "x"]}, ["rid", "in use"]),
+        (GENERATE, {"text": "a", "extra_key": "x" * 5000}, ["extra_key", "4096"]),
+        (GENERATE, {"text": "a", "cache_salt": 1}, ["cache_salt"]),
+        (GENERATE, {"text": "a", "top_logprobs_num": -1}, ["top_logprobs_num"]),
+        (GENERATE, {"text": "a", "priority": 2**40}, ["priority"]),
+        (GENERATE, {"text": "a", "logprob_start_len": 0}, ["logprob_start_len", "-1"]),
+        (GENERATE, {"text": "a", "bootstrap_room": 1}, ["bootstrap_room"]),
+        (GENERATE, {"text": "a", "lora_path": "x"}, ["lora_path", "SGLang has LoRA"]),
+        (GENERATE, sampling(max_new_tokens=0), ["max_new_tokens"]),
+        (GENERATE, sampling(max_new_tokens="8"), ["sampling_params.max_new_tokens", "int"]),
+        (GENERATE, sampling(max_new_tokens=200), ["sampling_params.max_new_tokens", "199"]),
+        (GENERATE, sampling(max_new_tokens=10**40), ["max_new_tokens"]),
+        (GENERATE, sampling(min_new_tokens=-1), ["min_new_tokens"]),
+        (GENERATE, sampling(temperature=-0.1), ["temperature"]),
+        (GENERATE, sampling(top_p=0), ["top_p"]),
+        (GENERATE, sampling(top_p=1.1), ["top_p"]),
+        (GENERATE, sampling(top_k=0), ["top_k"]),
+        (GENERATE, sampling(min_p=2), ["min_p"]),
+        (GENERATE, sampling(frequency_penalty=3), ["frequency_penalty"]),
+        (GENERATE, sampling(presence_penalty=-3), ["presence_penalty"]),
+        (GENERATE, sampling(repetition_penalty=0), ["repetition_penalty"]),
+        (GENERATE, sampling(stop=[1]), ["sampling_params.stop[0]"]),
+        (GENERATE, sampling(stop=["x"] * 99), ["stop", "64"]),
+        (GENERATE, sampling(stop_token_ids=[999]), ["stop_token_ids", "999"]),
+        (GENERATE, sampling(sampling_seed=-1), ["sampling_seed"]),
+        (GENERATE, sampling(logit_bias={"x": 1}), ["logit_bias"]),
+        (GENERATE, sampling(logit_bias={"999": 1}), ["logit_bias", "999"]),
+        (GENERATE, sampling(n=2), ["n=2"]),
+        (GENERATE, sampling(temprature=1), ["sampling_params.temprature", "temperature"]),
+        (CHAT, {}, ["messages", "required"]),
+        (CHAT, {"messages": []}, ["messages", "empty"]),
+        (CHAT, {"messages": [{"content": "a"}]}, ["messages[0].role", "required"]),
+        (CHAT, {"messages": [{"role": "user", "content": 1}]}, ["messages[0].content"]),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, ["messages[0].content"]),
+        (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, ["messages[0].role", "robot"]),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            ["messages[0].content[0].type", "image_url"],
+        ),
+        (CHAT, chat(max_tokens=0), ["max_tokens"]),
+        (CHAT, chat(max_completion_tokens=1000), ["max_completion_tokens", "at most"]),
+        (CHAT, chat(temperature=3), ["temperature", "2"]),
+        (CHAT, chat(top_logprobs=3), ["top_logprobs", "logprobs"]),
+        (CHAT, chat(logprobs=True, top_logprobs=99), ["top_logprobs", "20"]),
+        (CHAT, chat(seed=2**70), ["seed"]),
+        (CHAT, chat(n=2), ["n=2"]),
+        (CHAT, chat(stream_options={"include_usage": True}), ["stream_options", "stream"]),
+        (CHAT, chat(continue_final_message=True), ["continue_final_message", "assistant"]),
+        (CHAT, chat(chat_template_kwargs={"tokenize": True}), ["chat_template_kwargs.tokenize"]),
+        (CHAT, chat(mesages=[]), ["mesages", "did you mean messages"]),
+        (COMPLETIONS, {}, ["prompt", "required"]),
+        (COMPLETIONS, {"prompt": ""}, ["prompt", "empty"]),
+        (COMPLETIONS, {"prompt": []}, ["prompt", "empty"]),
+        (COMPLETIONS, {"prompt": [1, "a"]}, ["prompt", "mixed"]),
+        (COMPLETIONS, {"prompt": [[1], [999]]}, ["prompt[1]", "999"]),
+        (COMPLETIONS, completion(max_tokens=0), ["max_tokens"]),
+        (COMPLETIONS, completion(max_tokens=1000), ["max_tokens", "at most 195"]),
+        (COMPLETIONS, completion(echo=True), ["echo"]),
+        (COMPLETIONS, completion(suffix="x"), ["suffix"]),
+        (COMPLETIONS, completion(best_of=2), ["best_of"]),
+        (COMPLETIONS, completion(logprobs=6), ["logprobs", "5"]),
+        ("/abort_request", {}, ["rid", "abort_all"]),
+        ("/v1/tokenize", {"prompt": 1}, ["prompt"]),
+        ("/v1/detokenize", {"tokens": [999]}, ["tokens", "999"]),
+    ],
+)
+def test_every_error_names_its_field(
+    client: httpx.Client, path: str, body: dict[str, Any], names: list[str]
+) -> None:
+    error = refused(client.post(path, json=body))
+    for name in names:
+        assert name in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b'{"text": "a"} x', "JSON"),
+        (b'{"text": "a", "top_logprobs_num": NaN}', "JSON"),
+        (b'{"text": "\xff"}', "UTF-8"),
+        (b'{"text": "\\ud800"}', "JSON"),
+        (b"[]", "object"),
+        (b'{"text": "a", "sampling_params": {"temperature": 1e999}}', "sampling_params"),
+        (b'{"text": "a", "sampling_params": {"temperature": Infinity}}', "JSON"),
+        (b'{"text": "a", "image_data": ' + b"[" * 100_000, ""),
+    ],
+)
+def test_malformed_bodies(client: httpx.Client, body: bytes, words: str) -> None:
+    for path in (GENERATE, CHAT, COMPLETIONS):
+        if path == GENERATE or b"text" not in body:
+            assert words in refused(client.post(path, content=body))["message"]
+
+
+def test_large_bodies_are_refused_by_their_announced_length(client: httpx.Client) -> None:
+    body = b" " * (MAX_BODY_BYTES + 1)
+    error = refused(client.post(GENERATE, content=body), 413)
+    assert str(MAX_BODY_BYTES) in error["message"]
+
+
+def test_large_bodies_are_refused_while_they_come(client: httpx.Client) -> None:
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1 << 20
+            yield b" " * (1 << 20)
+
+    try:
+        refused(client.post(GENERATE, content=endless()), 413)
+    except (httpx.WriteError, httpx.ReadError):
+        pass  # the server hung up before the client had sent everything
+    assert sent < 1000 << 20
+
+
+def test_wrong_method_and_path(client: httpx.Client) -> None:
+    assert "GET /flush_cache" in refused(client.get("/flush_cache"), 405)["message"]
+    assert "/nowhere" in refused(client.get("/nowhere"), 404)["message"]
+    assert refused(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("query", ["timeout=x", "timeout=-1", "timeout=nan", "timeout=1e9"])
+def test_flush_names_its_parameter(client: httpx.Client, query: str) -> None:
+    assert "timeout" in refused(client.post(f"/flush_cache?{query}"))["message"]
+
+
+def test_param_is_the_field_for_programs(client: httpx.Client) -> None:
+    error = refused(client.post(COMPLETIONS, json=completion(max_tokens=1000)))
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    assert refused(client.post(GENERATE, json=sampling(top_p=0)))["param"] == "top_p"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_of_the_scheduler_keeps_its_status(
+    server: FrontServer, client: httpx.Client, stream: bool
+) -> None:
+    server.scheduler.refuse_with = FinishReason(type="abort", message="never fits", status_code=400)
+    try:
+        for path, body in ((GENERATE, {"text": "a"}), (CHAT, chat()), (COMPLETIONS, completion())):
+            response = client.post(path, json={**body, "stream": stream})
+            assert refused(response)["message"] == "never fits"
+    finally:
+        server.scheduler.refuse_with = None
+
+
+def test_nothing_of_all_this_reached_the_scheduler_or_stayed(
+    server: FrontServer, client: httpx.Client
+) -> None:
+    before = len(server.scheduler.received)
+    refused(client.post(GENERATE, content=json.dumps(sampling(top_p=0)).encode()))
+    assert not [
+        m for m in server.scheduler.received[before:] if isinstance(m, TokenizedGenerateReqInput)
+    ]
+    assert server.context.manager.num_requests == 0
+    assert client.post(GENERATE, json={"text": "ok"}).status_code == 200
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
