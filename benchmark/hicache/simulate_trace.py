@@ -10,7 +10,7 @@ unlimited cache and beside Belady's choice for one tier of the same size. Prints
 the run (command, commit, machine, trace), then one a replay. Requests are served one after the
 other and answers are not cached, so that the figures are those of the cache alone.
 
-About 80 s for the whole synthetic trace at the default scale on one core of a server; it stops
+About 2 minutes for the whole synthetic trace at the default scale on a shared core; it stops
 between replays once `--max-seconds` are over, says so, and exits with 1.
 """
 
