@@ -248,6 +248,18 @@ def test_two_requests_for_the_same_pages_publish_them_once() -> None:
     rig.settle()
 
 
+def test_writes_that_find_no_room_wait_for_it_and_are_made() -> None:
+    """L2 of 16 pages: 8 may be on their way to L3 at once, and a prompt of 12 comes."""
+    rig = three_tiers(16, hicache_ratio=1.0)
+    rig.run(range(24))
+    rig.run(range(48))
+    rig.settle()
+    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    rig.flush()
+    assert rig.run(range(48)).storage == 32, "reads have a share of L2 as well"
+    rig.settle()
+
+
 class FlakyStorage:
     """Wraps the real backend of a rig; `mode` says how calls behave."""
 

@@ -95,6 +95,8 @@ class HiRadixCache(HostTierCache):
         self._board = PrefetchBoard()
         self._backups: deque[StorageOperation] = deque()
         self._backup_tokens = 0
+        self._postponed: dict[int, TreeNode] = {}
+        """Nodes whose write to L3 waits for room among the writes under way, parents first."""
         self._loaded_from_storage: dict[str, int] = {}
         self._available = True
         self._worth = True
@@ -120,8 +122,8 @@ class HiRadixCache(HostTierCache):
         counts = super().is_busy()
         if len(self._board):
             counts["prefetches"] = len(self._board)
-        if self._backups:
-            counts["backups"] = len(self._backups)
+        if self._backups or self._postponed:
+            counts["backups"] = len(self._backups) + len(self._postponed)
         return counts
 
     def reset(self) -> None:
@@ -282,21 +284,49 @@ class HiRadixCache(HostTierCache):
 
     def _back_up(self, nodes: list[TreeNode]) -> None:
         for node in nodes:
-            if node.storage_epoch == self._storage_epoch or node.backup_op is not None:
+            if self._is_stored(node) or node.backup_op is not None or node.id in self._postponed:
                 continue
             reason = self.write_backup_storage(node)
-            if reason is not None:
+            if reason == "queue_full":
+                self._postponed[node.id] = node
+            elif reason is not None:
                 self.metrics.backup_outcomes.labels(reason).inc()
 
+    def _is_stored(self, node: TreeNode) -> bool:
+        return node.parent is None or node.storage_epoch == self._storage_epoch
+
+    def _resume_postponed(self) -> None:
+        """Queue the writes for which there was no room, in their order, as far as there is now."""
+        while self._postponed:
+            node = next(iter(self._postponed.values()))
+            for part in self._unsaved_path(node):
+                reason = self.write_backup_storage(part) if part.backuped else "evicted"
+                if reason == "queue_full":
+                    return
+                if reason is not None:
+                    self.metrics.backup_outcomes.labels(reason).inc()
+                    break
+            del self._postponed[node.id]
+
+    def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
+        """`node` and what was split off above it since it was postponed, top first."""
+        path: list[TreeNode] = []
+        while node.parent is not None and not self._is_stored(node) and node.backup_op is None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
     def write_backup_storage(self, node: TreeNode) -> str | None:
-        """Queue the write of a node's host pages to L3; None, or the reason why not."""
+        """Queue the write of a node's host pages to L3; None, or the reason why not.
+
+        `queue_full` means not now; every other reason is final until the node is used again.
+        """
         storage_io = self.cache_controller.storage_io
         assert storage_io is not None and node.host_value is not None
         assert node.parent is not None
         above = node.parent
-        above_is_stored = above.parent is None or above.storage_epoch == self._storage_epoch
-        if not above_is_stored and above.backup_op is None:
-            return "orphan"
+        if not self._is_stored(above) and above.backup_op is None:
+            return "queue_full" if above.id in self._postponed else "orphan"
         if not self._available:
             return CacheOutcome.UNAVAILABLE.value
         if self._backup_tokens + len(node.key) > _BACKUP_SHARE * self.host_pool.size:
@@ -358,6 +388,7 @@ class HiRadixCache(HostTierCache):
             self._settle_backup(success=True)
         if backup.failure_follows:
             self._settle_backup(success=False)
+        self._resume_postponed()
         if agreed.reconnects != self._reconnects:
             self._reconnects = agreed.reconnects
             self._storage_epoch += 1
