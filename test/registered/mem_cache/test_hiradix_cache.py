@@ -150,6 +150,16 @@ def test_write_back_writes_when_l1_is_left_and_not_before() -> None:
     assert rig.run(range(17)) == Reused(host=16)
 
 
+def test_one_eviction_frees_all_that_can_go_also_where_l2_is_smaller_than_a_node() -> None:
+    """L2 of 4 pages: the leaf is written back, its parent of 8 pages finds no room and is lost."""
+    rig = two_tiers(16, hicache_write_policy="write_back", hicache_ratio=0.25)
+    rig.run(range(32))
+    rig.run([*range(32), *range(100, 108)])
+    rig.settle()
+    assert rig.tree.evict(EvictParams(num_tokens=1000)).num_tokens_evicted == 40
+    rig.settle()
+
+
 def test_write_through_selective_writes_at_the_second_hit() -> None:
     rig = two_tiers(hicache_write_policy="write_through_selective")
     for expected_used in (0, 16):

@@ -220,10 +220,21 @@ class HostTierCache(RadixCache):
         Under `write_back` it waits for those copies, so that the slots are free on return.
         """
         freed = 0
+        while freed < params.num_tokens:
+            more = self._evict_round(params.num_tokens - freed)
+            freed += more
+            if not more:
+                break
+        self.metrics.evicted.labels("device").inc(freed)
+        return EvictResult(num_tokens_evicted=freed)
+
+    def _evict_round(self, num_tokens: int) -> int:
+        """Free at most what can go now: a node above one that is being written back must wait."""
+        freed = 0
         leaving: list[TreeNode] = []
         kept: list[TreeNode] = []
         slots: list[torch.Tensor] = []
-        while freed < params.num_tokens and (node := self._device_heap.pop()) is not None:
+        while freed < num_tokens and (node := self._device_heap.pop()) is not None:
             if node.backuped:
                 freed += self._take_off_device(node)
                 self._host_heap.offer(node)
@@ -239,8 +250,7 @@ class HostTierCache(RadixCache):
             self._finish_write_back(leaving, slots)
         for node in kept:
             self._device_heap.offer(node)
-        self.metrics.evicted.labels("device").inc(freed)
-        return EvictResult(num_tokens_evicted=freed)
+        return freed
 
     def _write_back(self, node: TreeNode) -> torch.Tensor | None:
         """Queue a node's copy and take it off the device's books; its slots, or None.
