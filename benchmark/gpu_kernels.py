@@ -163,10 +163,17 @@ def decode(table: list[Row]) -> None:
             rows = torch.arange(count, device="cuda")
             lens = torch.full((count,), context, device="cuda")
             for splits in (1, 2, 4, 8, 16, 32, 64):
-                if not 256 <= splits * count * KV_HEADS <= 8192:
+                if not 256 <= splits * count * KV_HEADS <= 4096:
                     continue
-                for launch in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)):
-                    if dtype is not BF16 and launch not in ((64, 4, 3), (128, 4, 2), (64, 4, 4)):
+                for launch in (
+                    (64, 4, 3),
+                    (64, 4, 5),
+                    (64, 4, 7),
+                    (128, 4, 3),
+                    (128, 8, 5),
+                    (32, 4, 7),
+                ):
+                    if dtype is not BF16 and launch not in ((64, 4, 3), (64, 4, 5), (128, 4, 3)):
                         continue
                     attempt(
                         table,

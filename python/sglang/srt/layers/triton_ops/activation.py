@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _silu_and_mul_kernel(
-    x_ptr: Any, out_ptr: Any, size: Any, BLOCK: tl.constexpr, EVEN: tl.constexpr
+    x_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, EVEN: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

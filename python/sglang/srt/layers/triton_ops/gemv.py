@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,10 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr: Any,
-    weight_ptr: Any,
-    bias_ptr: Any,
-    out_ptr: Any,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

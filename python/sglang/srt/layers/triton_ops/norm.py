@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,11 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    eps: Any,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,

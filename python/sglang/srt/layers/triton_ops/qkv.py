@@ -6,8 +6,6 @@ the model's dtype where the layers that it stands for do.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,14 +13,14 @@ import triton.language as tl
 
 @triton.jit
 def _normalise_rotate_store_kernel(
-    qkv_ptr: Any,
-    weight_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    loc_ptr: Any,
-    k_pool_ptr: Any,
-    v_pool_ptr: Any,
-    eps: Any,
+    qkv_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    loc_ptr: tl.tensor,
+    k_pool_ptr: tl.tensor,
+    v_pool_ptr: tl.tensor,
+    eps: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HALF: tl.constexpr,

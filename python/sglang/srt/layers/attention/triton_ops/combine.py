@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,9 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def _combine_kernel(
-    parts_ptr: Any,
-    lse_ptr: Any,
-    out_ptr: Any,
+    parts_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -54,11 +52,11 @@ def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
 
 @triton.jit
 def _merge_kernel(
-    a_ptr: Any,
-    a_lse_ptr: Any,
-    b_ptr: Any,
-    b_lse_ptr: Any,
-    num_tokens: Any,
+    a_ptr: tl.tensor,
+    a_lse_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    b_lse_ptr: tl.tensor,
+    num_tokens: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,

@@ -8,7 +8,6 @@ The grid depends on the batch's size alone, never on lengths: it can be captured
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -26,17 +25,17 @@ MAX_SPLITS = 64
 
 @triton.jit
 def _decode_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    table_ptr: Any,
-    rows_ptr: Any,
-    lens_ptr: Any,
-    out_ptr: Any,
-    lse_ptr: Any,
-    q_stride: Any,
-    table_stride: Any,
-    scale: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -24,16 +23,16 @@ MIN_SPLIT_TOKENS = 256
 
 @triton.jit
 def _extend_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    table_ptr: Any,
-    blocks_ptr: Any,
-    out_ptr: Any,
-    lse_ptr: Any,
-    q_stride: Any,
-    table_stride: Any,
-    scale: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,

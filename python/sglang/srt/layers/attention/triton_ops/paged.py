@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def split_range(first: Any, last: Any, split: Any, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
+def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    first: tl.tensor, last: tl.tensor, split: tl.tensor, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Tokens `[begin, end)` of `[first, last)` that split number `split` of SPLITS takes."""
     per_split = tl.cdiv(tl.cdiv(last - first, SPLITS), BLOCK_N) * BLOCK_N
     begin = first + split * per_split
@@ -18,17 +18,17 @@ def split_range(first: Any, last: Any, split: Any, SPLITS: tl.constexpr, BLOCK_N
 
 @triton.jit
 def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    q: Any,
-    peak: Any,
-    mass: Any,
-    acc: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    slots_ptr: Any,
-    begin: Any,
-    end: Any,
-    q_pos: Any,
-    scale: Any,
+    q: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    acc: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    q_pos: tl.tensor,
+    scale: tl.tensor,
     slot_stride: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
