@@ -26,7 +26,7 @@ PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2] / "python"
 # where several match, the longest decides. Folders of mixed layers are listed file by file.
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("constants", "environ", "utils", "disaggregation.kv_events"),
-    ("server_args", "arg_groups", "configs", "sampling"),
+    ("server_args", "arg_groups", "configs", "sampling", "constrained", "function_call", "parser"),
     ("distributed", "disaggregation.mooncake.utils"),
     ("managers.io_struct",),
     # The controller's folder misleads: it moves bytes between tiers and knows no scheduler.

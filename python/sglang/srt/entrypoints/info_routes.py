@@ -10,8 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-import sglang
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response
@@ -67,7 +66,7 @@ async def server_info(request: Request) -> Response:
         **context.args.to_public_dict(),
         **context.ready_details,
         "status": "ready",
-        "version": sglang.__version__,
+        "version": VERSION,
         "internal_states": [state],
     }
     return json_response(body)
