@@ -43,7 +43,7 @@ def cases(mooncake: dict[str, str], folder: str) -> list[Case]:
     files = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": folder}
     return [
         Case("cold", ("--disable-radix-cache",), {}),
-        Case("L1", (), {}),
+        Case("L1", ("--max-total-tokens", "131072"), {}),
         Case("L1 under eviction", SMALL_L1, {}),
         Case("L2", large_l2, {}),
         Case("L2, write_back", (*large_l2, "--hicache-write-policy", "write_back"), {}),

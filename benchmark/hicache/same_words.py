@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""One prompt answered from every tier by real servers: from where, how fast, and the same words.
+
+    PYTHONPATH=python python benchmark/hicache/same_words.py [--context-tokens 4000] [--output FILE]
+
+Expected: `equal` is true in every line; the time falls from cold to L1, and is between them for L2
+and L3. Each line is the median of `--repeats` answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from sglang.benchmark.report import emit, provenance
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.test.engine_server import Answer, EngineServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.recall_task import heldout_conversation
+
+WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")
+SMALL_L1 = ("--max-total-tokens", "16384", "--hicache-ratio", "4")
+
+
+def prompt_ids(seed: int, context_tokens: int) -> list[int]:
+    """A held-out conversation up to its question."""
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODEL_DIR)
+    conversation = heldout_conversation(seed, context_tokens)
+    messages = conversation.messages_before(conversation.first_tail_turn)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+class Report:
+    """Asks, compares with the cold answer, prints a line."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._ids = prompt_ids(1, args.context_tokens)
+        self._others = [prompt_ids(seed, args.context_tokens) for seed in range(100, 105)]
+        self._expected: list[int] | None = None
+
+    def line(
+        self, name: str, server: EngineServer, before: Callable[[EngineServer], None] | None
+    ) -> None:
+        """Median of some answers, `before` each of which the tiers above are emptied."""
+        answers: list[Answer] = []
+        for _ in range(self._args.repeats):
+            if before is not None:
+                before(server)
+            answers.append(server.generate(self._ids, max_new_tokens=8))
+        self._expected = self._expected or answers[0].output_ids
+        record: dict[str, Any] = {
+            "from": name,
+            "prompt_tokens": len(self._ids),
+            "cached_tokens_details": answers[-1].cached,
+            "equal": all(answer.output_ids == self._expected for answer in answers),
+            "text": answers[-1].text,
+            "e2e_seconds": statistics.median(a.meta_info["e2e_latency"] for a in answers),
+        }
+        emit(record, self._args.output)
+
+    def push_out(self, server: EngineServer) -> None:
+        """Fill L1 with other prompts."""
+        for ids in self._others:
+            server.generate(ids, max_new_tokens=1)
+
+    def prime(self, server: EngineServer) -> None:
+        """Have the prompt in every tier."""
+        server.generate(self._ids, max_new_tokens=8)
+
+
+def flush(server: EngineServer) -> None:
+    """Empty L1 and L2 once everything has been written."""
+    server.flush()
+
+
+def main() -> None:
+    """Every tier in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context-tokens", type=int, default=4000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    emit(provenance(), args.output)
+    report = Report(args)
+    with EngineServer("--disable-radix-cache") as server:
+        report.prime(server)
+        report.line("cold", server, None)
+    with EngineServer("--enable-hierarchical-cache", *SMALL_L1) as server:
+        report.prime(server)
+        report.line("L1", server, None)
+        report.line("L2", server, report.push_out)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        cluster = stack.enter_context(MooncakeCluster(segment_size="256mb"))
+        for backend, env in (
+            ("file", {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": folder}),
+            ("mooncake", cluster.engine_env()),
+        ):
+            flags = ("--hicache-storage-backend", backend, *WAIT)
+            with EngineServer(*flags, env=env) as writer:
+                report.prime(writer)
+                report.line(f"L3 {backend}", writer, flush)
+                with EngineServer(*flags, env=env) as reader:
+                    report.line(f"L3 {backend}, a server that never saw it", reader, flush)
+                writer.stop()
+                writer.start()
+                report.line(f"L3 {backend}, after a restart", writer, flush)
+
+
+if __name__ == "__main__":
+    main()
