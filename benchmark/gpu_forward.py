@@ -224,7 +224,10 @@ def main() -> None:
         free_gib=free / 2**30, total_gib=total / 2**30,
     )  # fmt: skip
     expected = {(0, 8192): 0.20, (0, 32768): 1.25, (24576, 8192): 0.39, (8192, 64): 0.010}
-    for prefix, new in ((0, 8192), (0, 32768), (24576, 8192), (8192, 64), (0, 512)):
+    for prefix, new in (
+        (0, 8192), (0, 32768), (24576, 8192), (8192, 64), (32000, 64), (0, 512), (0, 7777),
+        (1500, 6000),
+    ):  # fmt: skip
         rig.lay_out(1, prefix + new)
         batch = rig.extend(prefix, new)
         seconds = []

@@ -22,7 +22,6 @@ from triton.testing import do_bench
 from sglang.srt.layers.attention.dense_attention import dense_attention
 from sglang.srt.layers.attention.triton_ops.decode import decode_attention
 from sglang.srt.layers.attention.triton_ops.extend import (
-    ExtendWork,
     extend_attention,
     plan_blocks,
 )
@@ -120,13 +119,20 @@ def prefill(table: list[Row]) -> None:
             flops,
         )
         slots = torch.arange(context, dtype=torch.int32, device="cuda").view(1, -1)
-        blocks, rows, splits = plan_blocks([(0, 0, prefix, new)], group=4, num_kv_heads=KV_HEADS)
-        work = ExtendWork(torch.tensor(blocks, dtype=torch.int32, device="cuda"), rows, splits)
+        work = plan_blocks(
+            [(0, 0, prefix, new)], group=4, num_kv_heads=KV_HEADS, head_dim=DIM, device="cuda"
+        )
         out = torch.empty(new, HEADS * DIM, dtype=BF16, device="cuda")
-        for launch in ((64, 8, 2), (64, 8, 3), (128, 8, 2), (64, 4, 3)):
+        for launch in ((64, 8, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2), (32, 4, 4)):
             attempt(
                 table,
-                {**base, "by": "triton", "launch": launch, "rows": rows, "splits": splits},
+                {
+                    **base,
+                    "by": "triton",
+                    "launch": launch,
+                    "rows": work.rows,
+                    "splits": work.splits,
+                },
                 lambda q=q, k=k, v=v, s=slots, w=work, o=out, n=launch: extend_attention(
                     q, k, v, s, w, SCALE, o, launch=n
                 ),
@@ -162,18 +168,11 @@ def decode(table: list[Row]) -> None:
             q = random(count, HEADS, DIM)
             rows = torch.arange(count, device="cuda")
             lens = torch.full((count,), context, device="cuda")
-            for splits in (1, 2, 4, 8, 16, 32, 64):
-                if not 256 <= splits * count * KV_HEADS <= 4096:
+            for splits in ((1, 64), (2, 64), (4, 64), (16, 64), (32, 64), (4, 2048), (8, 2048)):
+                if splits[0] * count * KV_HEADS < 256 or splits[0] * count > 2048:
                     continue
-                for launch in (
-                    (64, 4, 3),
-                    (64, 4, 5),
-                    (64, 4, 7),
-                    (128, 4, 3),
-                    (128, 8, 5),
-                    (32, 4, 7),
-                ):
-                    if dtype is not BF16 and launch not in ((64, 4, 3), (64, 4, 5), (128, 4, 3)):
+                for launch in ((64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 8, 3)):
+                    if dtype is not BF16 and launch not in ((64, 4, 3), (64, 4, 5)):
                         continue
                     attempt(
                         table,
@@ -188,7 +187,7 @@ def decode(table: list[Row]) -> None:
                         lambda q=q, k=k, v=v, s=slots, r=rows, n=lens, p=splits, c=launch: (
                             decode_attention(q, k, v, s, r, n, SCALE, splits=p, launch=c)
                         ),
-                        2 * count * context * KV_HEADS * DIM * k.element_size() / 1e3,
+                        2 * count * context * KV_HEADS * DIM * k.element_size(),
                     )
 
 
@@ -197,7 +196,7 @@ def linear(table: list[Row]) -> None:
     shapes = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
     for n, k in shapes:
         weight = random(n, k)
-        amount = weight.nbytes / 1e3
+        amount = weight.nbytes
         for count in (1, 2, 8, 64, 256):
             x = random(count, k)
             base = {"what": "linear", "n": n, "k": k, "rows": count}
@@ -233,14 +232,14 @@ def fused(table: list[Row]) -> None:
             table,
             {"what": "add_rms_norm", "rows": count},
             lambda x=x, r=residual, w=weight: norm.add_rms_norm_(x, r, w, 1e-6),
-            4 * x.nbytes / 1e3,
+            4 * x.nbytes,
         )
         gate_up = random(count, 24576)
         attempt(
             table,
             {"what": "silu_and_mul", "rows": count},
             lambda g=gate_up: activation.silu_and_mul(g),
-            1.5 * gate_up.nbytes / 1e3,
+            1.5 * gate_up.nbytes,
         )
         packed, head_weight = random(count, 48, DIM), random(40, DIM)
         angles = random(count, 1, DIM)
@@ -252,7 +251,7 @@ def fused(table: list[Row]) -> None:
             lambda x=packed, w=head_weight, a=angles, s=loc, p=pools: qkv.normalise_rotate_store_(
                 x, (w, 1e-6), (a, a), s, *p
             ),
-            2 * packed.nbytes / 1e3,
+            2 * packed.nbytes,
         )
 
 

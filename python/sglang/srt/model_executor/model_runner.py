@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allo
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, graph_batch_sizes
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import LoadConfig, get_model
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -107,7 +108,7 @@ class ModelRunner:
         return per_layer * model.num_hidden_layers
 
     def init_memory_pool(self, max_total_tokens: int, max_running_requests: int) -> None:
-        """Make the pools and the allocator, and capture decoding where that is possible.
+        """Make the pools and the allocator; on CUDA, warm up, and capture decoding.
 
         Args:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
@@ -136,7 +137,12 @@ class ModelRunner:
             self.config.device,
         )
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
-        if self._wants_graphs():
+        if torch.device(self.config.device).type != "cuda":
+            return
+        self.attn_backend.warm_up(self.config.device)
+        for batch in warm_up_batches(self.req_to_token_pool, self.token_to_kv_pool):
+            self.forward(batch)
+        if not self.config.disable_cuda_graph and self.attn_backend.can_be_captured:
             self._graphs = CudaGraphRunner(
                 self.model.forward,
                 self.attn_backend,
@@ -145,10 +151,6 @@ class ModelRunner:
                 batch_sizes=graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests),
                 vocab_size=model.vocab_size,
             )
-
-    def _wants_graphs(self) -> bool:
-        on_cuda = torch.device(self.config.device).type == "cuda"
-        return on_cuda and not self.config.disable_cuda_graph and self.attn_backend.can_be_captured
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:

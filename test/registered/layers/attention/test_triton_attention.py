@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,11 +17,12 @@ ON_GPU = DEVICE == "cuda"
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 
+from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.decode import (  # noqa: E402
     decode_attention,
-    num_splits,
+    plan_splits,
 )
 from sglang.srt.layers.attention.triton_ops.extend import (  # noqa: E402
     ExtendWork,
@@ -105,9 +108,11 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("page_size", "splits"), [(1, 1), (16, 4), (64, None), (128, 16)])
+@pytest.mark.parametrize(
+    ("page_size", "splits"), [(1, (1, 1)), (16, (4, 100)), (64, None), (128, (16, 1))]
+)
 def test_decode(
-    shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, splits: int | None
+    shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, splits: tuple[int, int] | None
 ) -> None:
     heads, kv_heads, head_dim = shape
     lens = [1, 130, 64, 63, 300, 17]
@@ -149,12 +154,15 @@ def test_extend(
         segments.append((row, begin, prefix, new))
         begin += new
     for window in (0, 50):
-        blocks, rows, planned = plan_blocks(
-            segments, group=heads // kv_heads, num_kv_heads=kv_heads, window=window
+        plan = plan_blocks(
+            segments,
+            group=heads // kv_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            device=DEVICE,
+            window=window,
         )
-        plan = ExtendWork(
-            torch.tensor(blocks, dtype=torch.int32, device=DEVICE), rows, splits or planned
-        )
+        plan = dataclasses.replace(plan, splits=splits or plan.splits)
         got = torch.full((len(q), heads * head_dim), float("nan"), dtype=q.dtype, device=DEVICE)
         extend_attention(q, pool.k, pool.v, pool.table, plan, head_dim**-0.5, got, window=window)
         want = [
@@ -164,17 +172,41 @@ def test_extend(
         assert_close(got, torch.cat(want), dtype)
 
 
+def plan_qwen(*segments: tuple[int, int, int, int]) -> ExtendWork:
+    return plan_blocks(segments, group=4, num_kv_heads=8, head_dim=128, device="cpu")
+
+
 def test_a_short_question_after_a_long_prefix_is_split() -> None:
-    assert plan_blocks([(0, 0, 8000, 3)], group=4, num_kv_heads=8)[1:] == (16, 16)
-    blocks, rows, splits = plan_blocks([(5, 7, 8000, 3000)], group=4, num_kv_heads=8)
-    assert (rows, splits) == (128, 1)
-    assert blocks[0] == (5, 7, 8000, 32)
-    assert blocks[-1] == (5, 7 + 2976, 8000 + 2976, 24)
+    short = plan_qwen((0, 0, 8000, 3))
+    assert (short.rows, short.splits) == (16, 16)
+    long = plan_qwen((5, 7, 8000, 3000))
+    blocks = long.blocks.tolist()
+    assert (long.rows, long.splits, long.begin, long.end) == (128, 1, 7, 3007)
+    assert blocks[0] == [5, 0, 8000, 32]
+    assert blocks[-1] == [5, 2976, 8000 + 2976, 24]
     assert sum(block[3] for block in blocks) == 3000
 
 
 def test_splits_of_decode_fill_the_device() -> None:
-    assert [num_splits(bs, 8) for bs in (1, 4, 64, 1000)] == [64, 32, 2, 1]
+    assert [plan_splits(bs, 8)[0] for bs in (1, 4, 16, 32)] == [32, 16, 4, 2]
+    assert [plan_splits(bs, 8) for bs in (64, 256)] == [(4, 2048)] * 2
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 500, 1024, 7 * 1024 + 3])
+@pytest.mark.parametrize("new", [1, 523, 524, 1024, 1025, 8192])
+def test_lengths_for_cudnn_are_few_and_cover_the_context(prefix: int, new: int) -> None:
+    plan = plan_dense(prefix, new)
+    assert 0 <= plan.count <= new
+    assert new - plan.count < UNIT or plan.count == 0
+    if plan.count == 0:
+        assert prefix % UNIT + new < UNIT + UNIT // 2
+        return
+    assert (plan.pad + plan.count) % UNIT == 0
+    assert plan.whole + plan.pad == prefix
+    ends = [0, *(end for _, end in plan.pieces)]
+    assert [begin for begin, _ in plan.pieces] == ends[:-1]
+    assert ends[-1] == plan.whole
+    assert all((end - begin).bit_count() == 1 for begin, end in plan.pieces)
 
 
 def test_merge() -> None:
@@ -188,6 +220,8 @@ def test_merge() -> None:
         outs.append(out.contiguous())
         masses.append(scores.logsumexp(dim=-1).contiguous())
     merge_into_(outs[0], masses[0], outs[1], masses[1])
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(3, dim=1)) * 32**-0.5
+    torch.testing.assert_close(masses[0], scores.logsumexp(dim=-1))
     assert_close(outs[0].flatten(1), attend(q, k, v, prefix=100), torch.float32)
 
 
@@ -196,7 +230,7 @@ def test_merge() -> None:
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_backend_mixes_long_and_short_requests(page_size: int, kv_dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim = 8, 2, 128
-    work = [(0, 1030), (300, 40), (700, 1500), (0, 5)]
+    work = [(0, 1030), (300, 40), (1700, 1500), (0, 5), (3072, 2048), (0, 2048)]
     lens = [prefix + new for prefix, new in work]
     made = Pool(lens, kv_heads, head_dim, page_size=page_size, dtype=kv_dtype)
     size = made.k.shape[0] - page_size

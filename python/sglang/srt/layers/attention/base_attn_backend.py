@@ -22,6 +22,9 @@ class AttentionBackend(ABC):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Compute, once for all layers, what this batch's attention needs (runs, masks)."""
 
+    def warm_up(self, device: torch.device | str) -> None:
+        """Do, before the first request, what the first use of a library costs once."""
+
     @abstractmethod
     def forward_extend(
         self,

@@ -1,13 +1,51 @@
 """Attention of long runs of new tokens by cuDNN, which on Hopper outruns every other way here.
 
-`benchmark/results/` has the table. cuDNN prepares a plan for each new shape, which takes longer
-than running it; lengths are therefore padded to a few shapes where padding cannot change a
-result: behind the last token of causal attention.
+`benchmark/results/` has the table. cuDNN makes a plan for each new shape, which takes some 35 ms
+of the CPU, more than the attention of a layer. So it is asked for few shapes only: all lengths
+are multiples of `UNIT`. `plan_dense` cuts a request to fit; what is left over goes elsewhere.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+UNIT = 1024
+"""Tokens that lengths are multiples of; from so many on cuDNN is faster than Triton."""
+
+
+@dataclass(frozen=True, slots=True)
+class DensePlan:
+    """How the attention of one request's new tokens is cut.
+
+    Its keys, in token order: `[0, whole)` in pieces that every query sees all of; then those up
+    to the last new token that takes part, causally. The first of these may be a prefix's end:
+    the queries then get rows before them that mean nothing, so that row i sees keys to i.
+    """
+
+    pieces: list[tuple[int, int]]
+    """Ascending ranges of tokens, of lengths `UNIT` times a power of 2."""
+    whole: int
+    pad: int
+    """Rows before the first query: tokens of the prefix behind `whole`."""
+    count: int
+    """New tokens that take part; `pad + count` is a multiple of `UNIT`. 0: none does."""
+
+
+def plan_dense(prefix: int, num_new: int) -> DensePlan:
+    """Cut a request that computes `num_new` tokens after `prefix`."""
+    pad = prefix % UNIT
+    whole = prefix - pad
+    count = (pad + num_new) // UNIT * UNIT - pad
+    if count < UNIT // 2:
+        return DensePlan([], 0, 0, 0)
+    pieces, begin = [], 0
+    while begin < whole:
+        size = 1 << ((whole - begin) // UNIT).bit_length() - 1
+        pieces.append((begin, begin + size * UNIT))
+        begin += size * UNIT
+    return DensePlan(pieces, whole, pad, count)
 
 
 def dense_attention(

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.dense_attention import dense_attention
+from sglang.srt.layers.attention.dense_attention import (
+    UNIT,
+    DensePlan,
+    dense_attention,
+    plan_dense,
+)
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_
 from sglang.srt.layers.attention.triton_ops.decode import decode_attention
 from sglang.srt.layers.attention.triton_ops.extend import (
@@ -25,20 +31,19 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-DENSE_TOKENS = 1024
-"""New tokens of one request from which on cuDNN pays."""
 DENSE_HEAD_DIM = 128
+WARM_UP_TOKENS = 8192
+"""Lengths up to which cuDNN's plans are made before the first request."""
 
 
 class _DenseSegment(NamedTuple):
-    """A request whose new tokens, rows `[begin, end)` of the batch, go through cuDNN."""
+    """New tokens of a request, rows `[begin, end)` of the batch, that go through cuDNN."""
 
     begin: int
     end: int
-    prefix_slots: torch.Tensor | None
-    """int64 `[prefix]`."""
-    new_slots: torch.Tensor
-    """int64 `[end - begin]`."""
+    plan: DensePlan
+    slots: torch.Tensor
+    """int64 `[prefix + end - begin]`: of their context."""
 
 
 @dataclass(slots=True)
@@ -65,9 +70,11 @@ class TritonAttnBackend(AttentionBackend):
     ) -> None:
         self._group = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
         self._can_be_dense = (
             dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= DENSE_HEAD_DIM
         )
+        self._dtype = dtype
         self._plan = _ExtendPlan()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -83,23 +90,21 @@ class TritonAttnBackend(AttentionBackend):
         paged: list[tuple[int, int, int, int]] = []
         begin = 0
         for row, prefix, count in zip(rows, prefix_lens, extend_lens, strict=True):
-            end = begin + count
-            if self._can_be_dense and count >= DENSE_TOKENS:
-                slots = table[row, :prefix].to(torch.int64) if prefix else None
-                new_slots = forward_batch.out_cache_loc[begin:end]
-                plan.dense.append(_DenseSegment(begin, end, slots, new_slots))
-            else:
-                paged.append((row, begin, prefix, count))
-            begin = end
+            dense = plan_dense(prefix, count if self._can_be_dense else 0)
+            if dense.count:
+                slots = table[row, : prefix + dense.count].to(torch.int64)
+                plan.dense.append(_DenseSegment(begin, begin + dense.count, dense, slots))
+            if dense.count < count:
+                rest = (row, begin + dense.count, prefix + dense.count, count - dense.count)
+                paged.append(rest)
+            begin += count
         if paged:
-            blocks, block_rows, splits = plan_blocks(
-                paged, group=self._group, num_kv_heads=self._num_kv_heads
-            )
-            # Splits need memory for the whole batch; beside long requests nothing is to be won.
-            plan.paged = ExtendWork(
-                torch.tensor(blocks, dtype=torch.int32).to(table.device, non_blocking=True),
-                block_rows,
-                1 if plan.dense else splits,
+            plan.paged = plan_blocks(
+                paged,
+                group=self._group,
+                num_kv_heads=self._num_kv_heads,
+                head_dim=self._head_dim,
+                device=table.device,
             )
         self._plan = plan
 
@@ -112,16 +117,16 @@ class TritonAttnBackend(AttentionBackend):
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         plan = self._plan
-        pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        pool = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if plan.paged is None and len(plan.dense) == 1:
-            return self._attend_densely(q, k, v, pool_k, pool_v, layer, plan.dense[0]).flatten(1)
+            return _attend_densely(q, (k, v), pool, layer.scaling, plan.dense[0]).flatten(1)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        if plan.paged is not None:
+        if plan.paged is not None:  # first, for it leaves garbage between its tokens
             table = forward_batch.req_to_token_pool.req_to_token
-            extend_attention(q, pool_k, pool_v, table, plan.paged, layer.scaling, out)
+            extend_attention(q, *pool, table, plan.paged, layer.scaling, out)
         for segment in plan.dense:
             rows = slice(segment.begin, segment.end)
-            got = self._attend_densely(q[rows], k[rows], v[rows], pool_k, pool_v, layer, segment)
+            got = _attend_densely(q[rows], (k[rows], v[rows]), pool, layer.scaling, segment)
             out[rows] = got.flatten(1)
         return out
 
@@ -144,27 +149,43 @@ class TritonAttnBackend(AttentionBackend):
             layer.scaling,
         )
 
-    def _attend_densely(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool_k: torch.Tensor,
-        pool_v: torch.Tensor,
-        layer: RadixAttention,
-        segment: _DenseSegment,
-    ) -> torch.Tensor:
-        if pool_k.dtype != q.dtype:
-            k = _read(pool_k, segment.new_slots, q.dtype)
-            v = _read(pool_v, segment.new_slots, q.dtype)
-        out, lse = dense_attention(q, k, v, layer.scaling, causal=True)
-        if segment.prefix_slots is not None:
-            # One mask cannot say both, and two calls read nothing twice.
-            prefix_k = _read(pool_k, segment.prefix_slots, q.dtype)
-            prefix_v = _read(pool_v, segment.prefix_slots, q.dtype)
-            before = dense_attention(q, prefix_k, prefix_v, layer.scaling, causal=False)
-            merge_into_(out, lse, *before)
-        return out
+    def warm_up(self, device: torch.device | str) -> None:
+        """Have cuDNN make its plans for the usual lengths: a second, or a request's delay."""
+        if not self._can_be_dense:
+            return
+        heads = self._group * self._num_kv_heads
+        shape = (WARM_UP_TOKENS, heads + 2 * self._num_kv_heads, self._head_dim)
+        qkv = torch.zeros(shape, dtype=self._dtype, device=device)
+        q, k, v = torch.split(qkv, [heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
+            dense_attention(q[:tokens], k[:tokens], v[:tokens], 1.0, causal=True)
+
+
+def _attend_densely(
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    pool: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+    segment: _DenseSegment,
+) -> torch.Tensor:
+    """Queries `[num_new, num_heads, head_dim]` to the same shape, contiguous.
+
+    Args:
+        new: Their own keys and values.
+        pool: The layer's.
+    """
+    plan, slots = segment.plan, segment.slots
+    k, v = new
+    if plan.pad or pool[0].dtype != q.dtype:
+        k, v = (_read(buffer, slots[plan.whole :], q.dtype) for buffer in pool)
+    if plan.pad:
+        q = F.pad(q, (0, 0, 0, 0, plan.pad, 0))
+    out, lse = dense_attention(q, k, v, scaling, causal=True)
+    for begin, end in plan.pieces:
+        piece_k, piece_v = (_read(buffer, slots[begin:end], q.dtype) for buffer in pool)
+        # One mask cannot say both, and attending in parts reads nothing twice.
+        merge_into_(out, lse, *dense_attention(q, piece_k, piece_v, scaling, causal=False))
+    return out[plan.pad :]
 
 
 def _read(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

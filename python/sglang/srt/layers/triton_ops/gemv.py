@@ -34,10 +34,10 @@ def _gemv_kernel(
 
 def plan(n: int, k: int) -> tuple[int, int, int] | None:
     """Rows, columns and warps of a program for a weight `[n, k]`; None: its shape does not fit."""
-    block_k = next((size for size in (1024, 512, 256) if k % size == 0), None)
+    block_k = next((size for size in (2048, 1024, 512, 256) if k % size == 0), None)
     if block_k is None or n % 8:
         return None
-    return (4 if n < 16384 else 8), block_k, 4
+    return 2, block_k, 4
 
 
 def gemv(

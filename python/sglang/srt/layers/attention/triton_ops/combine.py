@@ -20,7 +20,10 @@ def _combine_kernel(
     splits = tl.arange(0, SPLITS)
     cols = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + row * SPLITS + splits)
-    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    peak = tl.max(lse, axis=0)
+    if peak == float("inf"):
+        return
+    weight = tl.exp2(lse - peak)
     # What was not written has no weight and is not read.
     inside = (weight > 0.0)[:, None] & (cols < HEAD_DIM)[None, :]
     at = (row * SPLITS + splits)[:, None] * HEAD_DIM + cols[None, :]
@@ -35,7 +38,8 @@ def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
 
     Args:
         parts: fp32 `[rows, splits, head_dim]`, each normalised by itself.
-        lse: fp32 `[rows, splits]`: base-2 logarithms of their masses, -inf where there is none.
+        lse: fp32 `[rows, splits]`: base-2 logarithms of their masses, -inf where there is none,
+            +inf in a row whose `out` is there already.
         out: Contiguous `[rows, head_dim]`.
     """
     rows, splits, head_dim = parts.shape
@@ -69,6 +73,9 @@ def _merge_kernel(
     a_lse = tl.load(a_lse_ptr + heads * num_tokens + token, mask=is_head, other=0.0)
     b_lse = tl.load(b_lse_ptr + heads * num_tokens + token, mask=is_head, other=0.0)
     share = 1.0 / (1.0 + tl.exp(b_lse - a_lse))
+    peak = tl.maximum(a_lse, b_lse)
+    joined = peak + tl.log(tl.exp(a_lse - peak) + tl.exp(b_lse - peak))
+    tl.store(a_lse_ptr + heads * num_tokens + token, joined, mask=is_head)
     inside = is_head[:, None] & (cols < HEAD_DIM)[None, :]
     at = token * NUM_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + cols[None, :]
     a = tl.load(a_ptr + at, mask=inside, other=0.0)
@@ -80,7 +87,7 @@ def _merge_kernel(
 def merge_into_(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> None:
-    """Join attention over two parts of a context, into `out`.
+    """Join attention over two parts of a context, into `out` and `lse`.
 
     Args:
         out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.

@@ -17,13 +17,16 @@ from sglang.srt.layers.attention.triton_ops.combine import combine_splits
 from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
 
 BLOCK_N = 64
-PROGRAMS = 1024
-"""About how many there should be: several for each multiprocessor, so that unlike lengths even
-out."""
-MAX_SPLITS = 64
+PROGRAMS = 512
+"""How many fill the device; more cost more than they even out."""
+MAX_SPLITS = 32
+LONG_SPLITS = 4
+LONG_TOKENS = 2048
+"""Batches that fill the device are split nevertheless, in parts of at least this: one long
+context among short ones would keep all waiting."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "least"])
 def _decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -36,13 +39,16 @@ def _decode_kernel(
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
+    parts_ptr: tl.tensor,
+    splits: tl.tensor,
+    least: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
     # Programs that run together read neighbouring heads of the same tokens.
@@ -53,13 +59,13 @@ def _decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    begin, end = split_range(first, length, split, SPLITS, BLOCK)
+    begin, end = split_range(first, length, split, splits, least, BLOCK)
     heads = kv_head * GROUP + tl.arange(0, ROWS)
     is_head = tl.arange(0, ROWS) < GROUP
     out_row = request * NUM_KV_HEADS * GROUP + heads
-    if SPLITS > 1:  # noqa: SIM102 - known when this is compiled
+    if SPLIT:  # noqa: SIM102 - known when this is compiled
         if begin >= end:
-            tl.store(lse_ptr + out_row * SPLITS + split, float("-inf"), mask=is_head)
+            tl.store(lse_ptr + out_row * splits + split, float("-inf"), mask=is_head)
             return
     dims = tl.arange(0, BLOCK_D)
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
@@ -81,17 +87,24 @@ def _decode_kernel(
         NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK, False, 0, False,
     )  # fmt: skip
     acc = acc / mass[:, None]
-    if SPLITS > 1:
-        out_row = out_row * SPLITS + split
-        tl.store(lse_ptr + out_row, peak + tl.log2(mass), mask=is_head)
+    if SPLIT:
+        part = out_row * splits + split
+        if end - begin < length - first:
+            tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
+            tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+            return
+        # The whole context: there is nothing to join.
+        tl.store(lse_ptr + part, float("inf"), mask=is_head)
     out_at = out_row[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def num_splits(batch_size: int, num_kv_heads: int) -> int:
-    """Into how many parts contexts are split: a power of 2."""
+def plan_splits(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
+    """Into how many parts contexts are split, a power of 2, and the least tokens of each."""
     wanted = PROGRAMS // (batch_size * num_kv_heads)
-    return 1 << max(0, min(wanted, MAX_SPLITS).bit_length() - 1)
+    if wanted < 2:
+        return LONG_SPLITS, LONG_TOKENS
+    return 1 << min(wanted, MAX_SPLITS).bit_length() - 1, BLOCK_N
 
 
 def decode_attention(
@@ -104,8 +117,8 @@ def decode_attention(
     scaling: float,
     *,
     window: int = 0,
-    splits: int | None = None,
-    launch: tuple[int, int, int] = (BLOCK_N, 4, 3),
+    splits: tuple[int, int] | None = None,
+    launch: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attend.
 
@@ -117,8 +130,8 @@ def decode_attention(
         req_pool_indices: Integer `[bs]`.
         seq_lens: Integer `[bs]`, at least 1 each.
         window: Tokens that are seen, the newest included; 0: all.
-        splits: None: by `num_splits`.
-        launch: Tokens a block, warps, stages.
+        splits: As of `plan_splits`, the default.
+        launch: Tokens a block, warps, stages; None: the fastest.
 
     Returns:
         `[bs, num_heads * head_dim]`.
@@ -126,38 +139,43 @@ def decode_attention(
     batch_size, num_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
     assert q.stride()[1:] == (head_dim, 1) and k_pool.is_contiguous() and v_pool.is_contiguous()
-    splits = num_splits(batch_size, num_kv_heads) if splits is None else splits
+    count, least = plan_splits(batch_size, num_kv_heads) if splits is None else splits
     out = torch.empty((batch_size, num_heads * head_dim), dtype=q.dtype, device=q.device)
     parts, lse = out, out
-    if splits > 1:
+    if count > 1:
         rows = batch_size * num_heads
-        parts = torch.empty((rows, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((rows, splits), dtype=torch.float32, device=q.device)
+        parts = torch.empty((rows, count, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((rows, count), dtype=torch.float32, device=q.device)
+    if launch is None:
+        launch = (BLOCK_N, 4, 3 if k_pool.element_size() > 1 else 5)
     group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
-    _decode_kernel[(num_kv_heads, batch_size, splits)](
+    _decode_kernel[(num_kv_heads, batch_size, count)](
         q,
         k_pool,
         v_pool,
         req_to_token,
         req_pool_indices,
         seq_lens,
-        parts,
+        out,
         lse,
         q.stride(0),
         req_to_token.stride(0),
         scaling * math.log2(math.e),
+        parts,
+        count,
+        least,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=block_n,
-        SPLITS=splits,
+        SPLIT=count > 1,
         WINDOW=window,
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    if splits > 1:
+    if count > 1:
         combine_splits(parts, lse, out.view(-1, head_dim))
     return out

@@ -7,6 +7,7 @@ split over programs where there are few blocks: a short question after a long pr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,10 @@ from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_ran
 PROGRAMS = 264
 MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 256
+WORKSPACE_BYTES = 256 << 20
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _extend_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -33,13 +35,14 @@ def _extend_kernel(
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
+    splits: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
     block = blocks_ptr + tl.program_id(0) * 4
@@ -59,10 +62,10 @@ def _extend_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(first_pos + 1 - WINDOW, 0)
-    begin, end = split_range(first, last, split, SPLITS, BLOCK_N)
-    if SPLITS > 1:  # noqa: SIM102 - known when this is compiled
+    begin, end = split_range(first, last, split, splits, BLOCK_N, BLOCK_N)
+    if SPLIT:  # noqa: SIM102 - known when this is compiled
         if begin >= end:
-            tl.store(lse_ptr + out_row * SPLITS + split, float("-inf"), mask=is_row)
+            tl.store(lse_ptr + out_row * splits + split, float("-inf"), mask=is_row)
             return
     dims = tl.arange(0, BLOCK_D)
     inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
@@ -89,8 +92,8 @@ def _extend_kernel(
     )  # fmt: skip
     # A row may see nothing of its split.
     acc = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
-    if SPLITS > 1:
-        out_row = out_row * SPLITS + split
+    if SPLIT:
+        out_row = out_row * splits + split
         tl.store(lse_ptr + out_row, peak + tl.log2(mass), mask=is_row)
     out_at = out_row[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
@@ -108,31 +111,53 @@ class ExtendWork:
     rows: int
     """Query rows of a block, a power of 2."""
     splits: int
+    begin: int
+    """First token of the batch that is worked on; those of `blocks` count from it."""
+    end: int
 
 
 def plan_blocks(
-    segments: list[tuple[int, int, int, int]], *, group: int, num_kv_heads: int, window: int = 0
-) -> tuple[list[tuple[int, int, int, int]], int, int]:
-    """Cut requests into blocks: `ExtendWork`'s fields, the first as a list.
+    segments: Sequence[tuple[int, int, int, int]],
+    *,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+    window: int = 0,
+) -> ExtendWork:
+    """Cut requests into blocks.
 
     Args:
         segments: Of each request: table row, first token in the batch, prefix, new tokens.
+            Ascending in the batch's order; what lies between them is not worked on.
         group: Query heads of a KV head.
+        device: Of the pool.
     """
     longest = max(count for _, _, _, count in segments)
-    rows = max(16, 1 << (min(128, longest * group) - 1).bit_length())
-    rows = max(rows, 1 << (group - 1).bit_length())
+    rows = max(16, 1 << (min(128, longest * group) - 1).bit_length(), 1 << (group - 1).bit_length())
     per_block = rows // group
+    first, last = segments[0][1], segments[-1][1] + segments[-1][3]
     blocks = [
-        (row, token + begin, prefix + begin, min(per_block, count - begin))
+        (row, token + begin - first, prefix + begin, min(per_block, count - begin))
         for row, token, prefix, count in segments
         for begin in range(0, count, per_block)
     ]
     context = max(position + count for _, _, position, count in blocks)
     if window:
         context = min(context, window + per_block)
-    wanted = min(PROGRAMS // (len(blocks) * num_kv_heads), context // MIN_SPLIT_TOKENS, MAX_SPLITS)
-    return blocks, rows, 1 << max(0, wanted.bit_length() - 1)
+    wanted = min(
+        PROGRAMS // (len(blocks) * num_kv_heads),
+        context // MIN_SPLIT_TOKENS,
+        MAX_SPLITS,
+        WORKSPACE_BYTES // ((last - first) * group * num_kv_heads * head_dim * 4),
+    )
+    return ExtendWork(
+        torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True),
+        rows,
+        1 << max(0, wanted.bit_length() - 1),
+        first,
+        last,
+    )
 
 
 def extend_attention(
@@ -147,15 +172,18 @@ def extend_attention(
     window: int = 0,
     launch: tuple[int, int, int] | None = None,
 ) -> None:
-    """Attend, for the tokens that `work` names; other rows of `out` are left as they are.
+    """Attend, for the tokens that `work` names.
+
+    Rows of `out` before and behind them are left as they are, rows between them are garbage.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, dense but for the first stride.
         k_pool: As in `decode_attention`, the new tokens' included.
         out: Contiguous `[num_tokens, num_heads * head_dim]`.
         window: Tokens that a token sees, itself included; 0: all before it.
-        launch: Tokens a block, warps, stages; None: by the number of rows.
+        launch: Tokens a block, warps, stages; None: the fastest.
     """
+    q, out = q[work.begin : work.end], out[work.begin : work.end]
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
     assert q.stride()[1:] == (head_dim, 1) and k_pool.is_contiguous() and v_pool.is_contiguous()
@@ -166,7 +194,7 @@ def extend_attention(
         parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if launch is None:
-        launch = (64, 8, 3) if work.rows >= 128 else (64, 4, 3)
+        launch = (64, 4, 3)
     block_n, num_warps, num_stages = launch
     _extend_kernel[(work.blocks.shape[0], num_kv_heads, splits)](
         q,
@@ -179,13 +207,14 @@ def extend_attention(
         q.stride(0),
         req_to_token.stride(0),
         scaling * math.log2(math.e),
+        splits,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         ROWS=work.rows,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_N=block_n,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         WINDOW=window,
         num_warps=num_warps,
         num_stages=num_stages,

@@ -8,10 +8,18 @@ import triton.language as tl
 
 @triton.jit
 def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    first: tl.tensor, last: tl.tensor, split: tl.tensor, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
+    first: tl.tensor,
+    last: tl.tensor,
+    split: tl.tensor,
+    splits: tl.tensor,
+    least: tl.tensor,
+    BLOCK_N: tl.constexpr,
 ):
-    """Tokens `[begin, end)` of `[first, last)` that split number `split` of SPLITS takes."""
-    per_split = tl.cdiv(tl.cdiv(last - first, SPLITS), BLOCK_N) * BLOCK_N
+    """Tokens `[begin, end)` of `[first, last)` that number `split` of `splits` takes.
+
+    Each takes `least` tokens at least, whole blocks; those that nothing is left for get none.
+    """
+    per_split = tl.cdiv(tl.maximum(tl.cdiv(last - first, splits), least), BLOCK_N) * BLOCK_N
     begin = first + split * per_split
     return begin, tl.minimum(begin + per_split, last)
 
