@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from sglang.srt.constants import GIB, MIB
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.pinned_memory import allocate_pinned
 
 _CGROUP = Path("/sys/fs/cgroup")
 _TOUCH_BYTES = 64 * MIB
@@ -28,8 +29,9 @@ class HostTensorAllocator:
         self, dims: Sequence[int], dtype: torch.dtype, device: str = "cpu", *, pin: bool = False
     ) -> torch.Tensor:
         """A zeroed, contiguous tensor; page-locked if `pin`. Shows progress above 1 GiB."""
-        # torch rounds page-locked blocks up to a power of two; pools are few and long-lived.
-        tensor = torch.empty(tuple(dims), dtype=dtype, device=device, pin_memory=pin)
+        if pin:
+            return allocate_pinned(nbytes(dims, dtype)).view(dtype).view(tuple(dims))
+        tensor = torch.empty(tuple(dims), dtype=dtype, device=device)
         touch(tensor)
         return tensor
 

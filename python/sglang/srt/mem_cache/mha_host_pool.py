@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.host_copy import PageIndex, copy_pages
+from sglang.srt.mem_cache.host_copy_cuda import CudaPageCopier, check_equally_many
 from sglang.srt.mem_cache.host_layout import (
     HostLayout,
     IoBackend,
@@ -14,12 +15,14 @@ from sglang.srt.mem_cache.host_layout import (
 )
 from sglang.srt.mem_cache.host_page_list import whole_pages
 from sglang.srt.mem_cache.host_pool import DevicePool, HostKVCache
+from sglang.srt.mem_cache.host_rows import part_rows
 
 
 class MHATokenToKVPoolHost(HostKVCache):
     """Host pool of keys and values per head, in any of the four layouts."""
 
     kv_buffer: list[torch.Tensor]
+    _cuda: tuple[DevicePool, CudaPageCopier] | None = None
 
     def get_size_per_token(self) -> int:
         pool = self.device_pool
@@ -60,6 +63,9 @@ class MHATokenToKVPoolHost(HostKVCache):
         device_indices: torch.Tensor,
         io_backend: str,
     ) -> None:
+        if device_pool.k_buffer[0].is_cuda:
+            self._cuda_copier(device_pool).backup(host_indices, device_indices, io_backend)
+            return
         host, dev = self._page_indices(device_pool, host_indices, device_indices, io_backend)
         for layer in range(self.layer_num):
             for to, source in self._layer_pairs(device_pool, layer):
@@ -73,9 +79,25 @@ class MHATokenToKVPoolHost(HostKVCache):
         layer_id: int,
         io_backend: str,
     ) -> None:
+        if device_pool.k_buffer[0].is_cuda:
+            copier = self._cuda_copier(device_pool)
+            copier.load_layer(host_indices, device_indices, layer_id, io_backend)
+            return
         host, dev = self._page_indices(device_pool, host_indices, device_indices, io_backend)
         for source, to in self._layer_pairs(device_pool, layer_id):
             copy_pages(to, dev, source, host)
+
+    def _cuda_copier(self, device_pool: DevicePool) -> CudaPageCopier:
+        if self._cuda is None or self._cuda[0] is not device_pool:
+            parts = [
+                part_rows([self._layer_pages(host, layer) for layer in range(self.layer_num)], dev)
+                for host, dev in ((self._k, device_pool.k_buffer), (self._v, device_pool.v_buffer))
+            ]
+            device_pages = device_pool.size // self.page_size + 1
+            device = device_pool.k_buffer[0].device
+            copier = CudaPageCopier(parts, self.page_size, self.page_num, device_pages, device)
+            self._cuda = (device_pool, copier)
+        return self._cuda[1]
 
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
         index = PageIndex(whole_pages(indices, self.page_size, self.page_num))
@@ -111,10 +133,7 @@ class MHATokenToKVPoolHost(HostKVCache):
     ) -> tuple[PageIndex, PageIndex]:
         if io_backend != IoBackend.DIRECT:
             raise ValueError(f"io_backend {io_backend}: this host pool copies with direct only")
-        if len(host_indices) != len(device_indices):
-            raise ValueError(
-                f"{len(host_indices)} host_indices for {len(device_indices)} device_indices"
-            )
+        check_equally_many(host_indices, device_indices)
         device_slots = device_pool.size + self.page_size
         return (
             PageIndex(whole_pages(host_indices, self.page_size, self.page_num)),

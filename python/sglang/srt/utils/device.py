@@ -13,11 +13,15 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+import psutil
 import torch
 
 logger = logging.getLogger(__name__)
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class Event(Protocol):
@@ -89,7 +93,10 @@ class CopyStream:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # Before other work: a copy takes few multiprocessors, and a forward waits for it.
+            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self._device, priority=-1
+            )
         else:
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
@@ -140,3 +147,74 @@ def detect_device() -> str:
 def can_pin_memory(device: torch.device | str) -> bool:
     """True where copies to `device` gain from page-locked host memory."""
     return torch.device(device).type == "cuda" and torch.cuda.is_available()
+
+
+def device_memory(device: torch.device | str) -> tuple[int, int]:
+    """Bytes of memory on `device` that are free, and that there are.
+
+    On a CPU what the system says is available without swapping.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Let `tensor`'s memory be reused only after what the current stream has queued until now.
+
+    For a tensor made on another stream, whose last reference may go while this one reads it.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def stage_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy of a CPU tensor on `device`, in order with the current stream and without waiting.
+
+    A tensor that is there already is returned as it is. The page-locked copy in between belongs
+    to torch's cache, which reuses it only after the transfer.
+    """
+    device = torch.device(device)
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def current_stream_handle(device: torch.device | str) -> int:
+    """The `cudaStream_t` of the current stream; 0 is the default stream."""
+    return int(torch.cuda.current_stream(torch.device(device)).cuda_stream)
+
+
+def register_host_memory(address: int, size: int) -> None:
+    """Page-lock `size` bytes at `address` for every CUDA device. Releases the GIL.
+
+    Raises:
+        MemoryError: The driver refused.
+    """
+    code = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
+    if int(code):
+        raise MemoryError(f"cudaHostRegister of {size} bytes failed with CUDA error {int(code)}")
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undo `register_host_memory`. Errors are ignored: the context may be gone already."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def host_cpus_near_device() -> frozenset[int]:
+    """CPUs of the NUMA node that the current CUDA device hangs on; empty where unknown."""
+    # torch's type stubs do not know all of the properties.
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    try:
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        ranges = (_PCI_DEVICES / address / "local_cpulist").read_text().strip()
+        return frozenset(
+            cpu
+            for first, _, last in (part.partition("-") for part in ranges.split(","))
+            for cpu in range(int(first), int(last or first) + 1)
+        )
+    except (OSError, ValueError, AttributeError):
+        return frozenset()

@@ -1,0 +1,176 @@
+"""Copies of whole pages between a device pool on CUDA and page-locked host memory.
+
+`kernel`: one Triton kernel that reads or writes host memory itself; a launch a layer to load, one
+launch for all layers to back up. `direct`: the same as lists of plain copies for the copy engines.
+Both issue into the current stream and return at once; neither loops over pages.
+
+Called by whoever issues copies: on CUDA that is the scheduler's thread, inside a `CopyStream`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang.srt.mem_cache.copy_engine import CopyEngine
+from sglang.srt.mem_cache.copy_runs import page_runs
+from sglang.srt.mem_cache.host_layout import IoBackend
+from sglang.srt.mem_cache.host_page_list import whole_pages
+from sglang.srt.mem_cache.host_rows import PartRows, TokenCopyTuning
+from sglang.srt.utils.device import current_stream_handle, keep_for_current_stream, stage_to_device
+
+LOAD_TUNING: Final = TokenCopyTuning(programs=16, tile_bytes=16384, num_warps=8)
+BACKUP_TUNING: Final = TokenCopyTuning(programs=16, tile_bytes=16384, num_warps=8)
+
+
+class PageCopy(ABC):
+    """One set of pages on its way. Lives until its last layer is issued."""
+
+    @abstractmethod
+    def issue(self, layers: range, *, to_host: bool) -> None:
+        """Queue the copies of `layers` in the current stream."""
+
+
+class _KernelCopy(PageCopy):
+    def __init__(self, pool: CudaPageCopier, host: torch.Tensor, device: torch.Tensor) -> None:
+        self._pool = pool
+        whole_pages(host, pool.page_size, pool.host_pages)
+        if device.is_cpu:
+            whole_pages(device, pool.page_size, pool.device_pages)
+        # Made on another stream and maybe freed there while this one still reads it.
+        keep_for_current_stream(device)
+        self._host_slots = stage_to_device(host, pool.device)
+        self._device_slots = stage_to_device(device, pool.device)
+
+    def issue(self, layers: range, *, to_host: bool) -> None:
+        from sglang.srt.mem_cache.kernels.token_copy import copy_tokens
+
+        for group, table in self._pool.groups:
+            copy_tokens(
+                tuple(part.host_address for part in group),
+                group[0].rows,
+                table,
+                self._host_slots,
+                self._device_slots,
+                layers,
+                to_host=to_host,
+                tuning=BACKUP_TUNING if to_host else LOAD_TUNING,
+            )
+
+
+class _DirectCopy(PageCopy):
+    def __init__(
+        self, pool: CudaPageCopier, engine: CopyEngine, host: torch.Tensor, device: torch.Tensor
+    ) -> None:
+        self._pool = pool
+        self._engine = engine
+        self._host_pages = whole_pages(host, pool.page_size, pool.host_pages)
+        self._device_pages = self._pages_on_device(device)
+
+    def _pages_on_device(self, slots: torch.Tensor) -> npt.NDArray[np.int64]:
+        # Copy engines take addresses from the CPU, so slots that only the device knows must be
+        # waited for: a reason why `auto` prefers the kernel.
+        return whole_pages(slots.cpu(), self._pool.page_size, self._pool.device_pages)
+
+    def issue(self, layers: range, *, to_host: bool) -> None:
+        runs = page_runs(
+            self._pool.parts,
+            self._host_pages,
+            self._device_pages,
+            self._pool.page_size,
+            layers,
+            to_host=to_host,
+        )
+        self._engine.copy(runs, current_stream_handle(self._pool.device))
+
+
+class CudaPageCopier:
+    """What stays the same between the copies of one pair of pools.
+
+    Args:
+        parts: K and V.
+        page_size: Tokens.
+        host_pages: Pages in the host pool.
+        device_pages: Pages in the device pool, the padding page included.
+        device: Of the device pool.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[PartRows],
+        page_size: int,
+        host_pages: int,
+        device_pages: int,
+        device: torch.device,
+    ) -> None:
+        self.parts = tuple(parts)
+        self.page_size = page_size
+        self.host_pages = host_pages
+        self.device_pages = device_pages
+        self.device = device
+        self.num_layers = len(parts[0].device_addresses)
+        first = self.parts[0].rows
+        same = all(part.rows == first for part in self.parts)
+        together = [self.parts] if same else [(part,) for part in self.parts]
+        self.groups = [(group, self._device_table(group)) for group in together]
+        """Parts with equal rows move in one launch; with each its table of device addresses."""
+        self._engine: CopyEngine | None = None
+        self._loading: tuple[torch.Tensor, torch.Tensor, PageCopy] | None = None
+
+    def backup(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> None:
+        """Copy all layers of the pages of these slots to the host.
+
+        Args:
+            host: int64 `[tokens]` on the CPU.
+            device: int64 `[tokens]` on the CPU or the device.
+            io_backend: `kernel` or `direct`.
+
+        Raises:
+            ValueError: Slots that the CPU can see are not whole pages of their pool.
+        """
+        copy = self._prepare(host, device, io_backend)
+        copy.issue(range(self.num_layers), to_host=True)
+
+    def load_layer(
+        self, host: torch.Tensor, device: torch.Tensor, layer: int, io_backend: str
+    ) -> None:
+        """Copy one layer to the device; otherwise as `backup`.
+
+        Indices are checked and staged once for all layers of a load, so they must not change
+        before its last one. Layer 0 starts afresh.
+        """
+        known, self._loading = self._loading, None
+        if layer and known is not None and known[0] is host and known[1] is device:
+            copy = known[2]
+        else:
+            copy = self._prepare(host, device, io_backend)
+        copy.issue(range(layer, layer + 1), to_host=False)
+        if layer + 1 < self.num_layers:
+            self._loading = (host, device, copy)
+
+    def _prepare(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> PageCopy:
+        check_equally_many(host, device)
+        if io_backend == IoBackend.KERNEL:
+            return _KernelCopy(self, host, device)
+        if io_backend != IoBackend.DIRECT:
+            raise ValueError(f"io_backend {io_backend}: CUDA pools copy with kernel or direct")
+        if self._engine is None:
+            self._engine = CopyEngine()
+        return _DirectCopy(self, self._engine, host, device)
+
+    def _device_table(self, group: Sequence[PartRows]) -> torch.Tensor:
+        addresses = [part.device_addresses for part in group]
+        return torch.tensor(addresses, dtype=torch.int64, device=self.device)
+
+
+def check_equally_many(host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    """Raise ValueError unless there is one device slot for each host slot."""
+    if len(host_indices) != len(device_indices):
+        raise ValueError(
+            f"{len(host_indices)} host_indices for {len(device_indices)} device_indices"
+        )

@@ -1,0 +1,82 @@
+"""Where the rows of a host pool and of its device pool are, as plain addresses and strides.
+
+A *row* is one token of one layer of one part (K or V). Pure data: what the CUDA copies and their
+tests work from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCopyTuning:
+    """How much of the device a kernel that copies takes."""
+
+    programs: int
+    """Thread blocks, each on a multiprocessor of its own while those are idle."""
+    tile_bytes: int
+    """Bytes that a block has in flight."""
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """Strides in bytes between rows in host memory, known when a pool is made."""
+
+    row_bytes: int
+    page_tokens: int
+    page_stride: int
+    token_stride: int
+    layer_stride: int
+    alignment: int
+    """Bytes, at most 16, that divide the address of every buffer on both sides."""
+
+    @property
+    def is_paged_run(self) -> bool:
+        """Whether the tokens of a page lie one after the other in each layer."""
+        return self.token_stride == self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartRows:
+    """One part (K or V) on both sides."""
+
+    rows: HostRows
+    host_address: int
+    device_addresses: tuple[int, ...]
+    """Per layer: a contiguous buffer of rows."""
+
+
+def part_rows(host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> PartRows:
+    """Describe one part.
+
+    Args:
+        host_layers: Views `[pages, page_tokens, elements]` of the part's layers, equally far apart.
+        device: Buffers `[slots, ...]` of the part's layers, contiguous.
+    """
+    first = host_layers[0]
+    page_tokens, elements = first.shape[1:]
+    size = first.element_size()
+    addresses = [view.data_ptr() for view in host_layers]
+    device_addresses = tuple(buffer.data_ptr() for buffer in device)
+    layer_stride = addresses[1] - addresses[0] if len(addresses) > 1 else 0
+    page_stride, token_stride = (first.stride(dim) * size for dim in (0, 1))
+    if token_stride * page_tokens == page_stride:
+        # Pages adjoin: a token's place does not depend on its page.
+        page_tokens, page_stride = 1, token_stride
+    rows = HostRows(
+        row_bytes=elements * size,
+        page_tokens=page_tokens,
+        page_stride=page_stride,
+        token_stride=token_stride,
+        layer_stride=layer_stride,
+        alignment=math.gcd(_ALIGNMENT, addresses[0], *device_addresses),
+    )
+    return PartRows(rows, addresses[0], device_addresses)

@@ -1,0 +1,1 @@
+"""Device kernels of the cache. Imported only where the device is one that runs them."""
