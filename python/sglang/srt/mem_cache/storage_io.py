@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.radix_key import PageHash
+from sglang.srt.mem_cache.recent_timeouts import RecentTimeouts
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -91,6 +92,8 @@ class StorageIO:
         self._say = RateLimitedLogger(logger)
         self._breaker = CircuitBreaker(self._probe)
         self._call_started: dict[str, float] = {}
+        self._timeouts = {"get": RecentTimeouts(), "set": RecentTimeouts()}
+        """By kind of call, that is by thread."""
         self.worth = FetchWorth()
         """Fed with reads here, and with prefills by the scheduler."""
         self.storage: HiCacheStorage | None = None
@@ -121,8 +124,7 @@ class StorageIO:
     def available(self) -> bool:
         """False while a call is stuck, so that asking for more is pointless. Never blocks."""
         started = list(self._call_started.values())
-        stuck = any(time.monotonic() - since > _STUCK_AFTER_S for since in started)
-        return not stuck
+        return not any(_is_stuck(since) for since in started)
 
     @property
     def backend_name(self) -> str | None:
@@ -172,8 +174,22 @@ class StorageIO:
         self._breaker.trip()
         self._metrics.breaker_open.set(1)
 
+    def _close_breaker(self) -> None:
+        self._breaker.reset()
+        self._metrics.breaker_open.set(0)
+
     def _probe(self) -> bool:
         """Breaker: does the store work again? Builds the client where there is none."""
+        # A probe can hang as any call can; who comes meanwhile is not to wait behind it.
+        with self._watching("probe"):
+            works = self._probe_storage()
+        if works:
+            self.reconnects += 1
+            self._metrics.breaker_open.set(0)
+            logger.info("L3 answers again (%s)", self.backend_name)
+        return works
+
+    def _probe_storage(self) -> bool:
         try:
             if self.storage is None:
                 self.storage = self._connect()
@@ -185,9 +201,6 @@ class StorageIO:
         except Exception:
             logger.exception("L3 could not be probed")
             return False
-        self.reconnects += 1
-        self._metrics.breaker_open.set(0)
-        logger.info("L3 answers again (%s)", self.backend_name)
         return True
 
     def _failed(self, what: str, error: Exception) -> None:
@@ -195,14 +208,23 @@ class StorageIO:
         self._say.warning(what, "L3 %s failed, leaving it alone for a while: %s", what, error)
 
     @contextmanager
-    def _calling(self, kind: str) -> Iterator[None]:
-        """Around each call to the store: a stuck one shows in `available`, and trips at its end."""
+    def _watching(self, kind: str) -> Iterator[float]:
+        """Around whatever may hang: it shows in `available`. Yields when it began."""
         started = self._call_started[kind] = time.monotonic()
         try:
-            yield
+            yield started
         finally:
             del self._call_started[kind]
-            if time.monotonic() - started > _STUCK_AFTER_S:
+
+    @contextmanager
+    def _calling(self, kind: str) -> Iterator[None]:
+        """Around each call to the store: one that was stuck trips at its end.
+
+        One that raises trips where that is caught, and not twice.
+        """
+        with self._watching(kind) as started:
+            yield
+            if _is_stuck(started):
                 self._trip()
 
     def _keys(self, hashes: Sequence[PageHash]) -> list[str]:
@@ -225,10 +247,17 @@ class StorageIO:
         transfer = PoolTransfer(
             name=PoolName.KV, keys=self._keys(hashes), host_indices=host_indices
         )
-        with self._calling(kind):
-            results = call([transfer], self._extra_info(prefix))
-        assert isinstance(results, dict)
-        outcomes = [as_outcome(result) for result in results[PoolName.KV]]
+        started = time.monotonic()
+        outcomes: list[CacheOutcome] = []
+        try:
+            with self._calling(kind):
+                results = call([transfer], self._extra_info(prefix))
+            assert isinstance(results, dict)
+            outcomes = [as_outcome(result) for result in results[PoolName.KV]]
+        finally:
+            if _is_stuck(started):
+                missing = [i for i in range(len(hashes)) if i >= len(outcomes) or not outcomes[i]]
+                self._timeouts[kind].add(hashes[i] for i in missing)
         for outcome in set(outcomes):
             self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
         landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
@@ -253,14 +282,15 @@ class StorageIO:
             operation.outcome = outcome
 
     def _prefetch(self, operation: PrefetchOperation) -> CacheOutcome:
-        allowed = not operation.is_terminated() and self._allowed()
+        reach = self._timeouts["get"].leading_allowed(operation.hashes)
+        allowed = reach > 0 and not operation.is_terminated() and self._allowed()
         hit = 0
         try:
             if allowed:
                 assert self.storage is not None
                 with self._calling("exists"):
                     hit = self.storage.batch_exists_v2(
-                        self._keys(operation.hashes),
+                        self._keys(operation.hashes[:reach]),
                         extra_info=self._extra_info(operation.prefix_hashes),
                     ).kv_hit_pages
         finally:
@@ -294,7 +324,7 @@ class StorageIO:
                     begin + landed, pages, why.value,
                 )  # fmt: skip
                 return why
-        self._breaker.reset()
+        self._close_breaker()
         return CacheOutcome.LANDED
 
     def _report_prefetch(
@@ -329,7 +359,8 @@ class StorageIO:
     def _backup(self, operation: StorageOperation) -> tuple[int, CacheOutcome]:
         if operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED:
             return 0, CacheOutcome.SHORT
-        if not self._allowed():
+        reach = self._timeouts["set"].leading_allowed(operation.hashes)
+        if reach < len(operation.hashes) or not self._allowed():
             return 0, CacheOutcome.UNAVAILABLE
         assert self.storage is not None
         total = 0
@@ -358,6 +389,10 @@ class StorageIO:
             self._metrics.backuped.inc(landed * self._page_size)
             rate = landed * self._page_bytes / max(seconds, 1e-9)
             self._metrics.backup_bandwidth.set(rate / 1e9)
+
+
+def _is_stuck(started: float) -> bool:
+    return time.monotonic() - started > _STUCK_AFTER_S
 
 
 def as_outcome(result: PageResult) -> CacheOutcome:

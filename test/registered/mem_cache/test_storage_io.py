@@ -1,0 +1,201 @@
+"""The threads in front of L3 and a store that hangs: what is asked of it, and how often."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache import storage_io as storage_io_module
+from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.recent_timeouts import PERIOD_S, RecentTimeouts
+from sglang.srt.mem_cache.storage_io import StorageIO
+from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+STUCK_S = 0.05
+"""Stands in for three seconds."""
+
+
+class HangingStore(HiCacheStorage):
+    """Has every page and answers probes; a transfer of a page in `hangs` takes too long."""
+
+    def __init__(self) -> None:
+        self.hangs: set[str] = set()
+        self.raises = False
+        self.asked: list[list[str]] = []
+        self.probe_gate = threading.Event()
+        self.probe_gate.set()
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        return PoolTransferResult(len(keys), {})
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        keys = transfers[0].keys or []
+        self.asked.append([key.removeprefix("ns/") for key in keys])
+        if not self.hangs & set(self.asked[-1]):
+            return {"kv": [CacheOutcome.LANDED] * len(keys)}
+        time.sleep(STUCK_S * 1.5)
+        if self.raises:
+            raise StorageUnavailable("timed out")
+        return {"kv": [CacheOutcome.FAILED] * len(keys)}
+
+    batch_set_v2 = batch_get_v2
+
+    def probe(self) -> bool:
+        return self.probe_gate.wait(10)
+
+    def get(self, *args: object, **kwargs: object) -> torch.Tensor | None:
+        raise NotImplementedError
+
+    set = get  # type: ignore[assignment]
+
+    def exists(self, key: str) -> bool:
+        raise NotImplementedError
+
+
+class Bench:
+    """A `StorageIO` on a hanging store."""
+
+    def __init__(self) -> None:
+        self.store = HangingStore()
+        self.metrics = HiCacheMetrics(None)
+        self.io = StorageIO(
+            lambda: self.store,
+            namespace="ns", page_size=1, page_bytes=64, threshold_pages=1,
+            pass_prefix_keys=False, metrics=self.metrics,
+        )  # fmt: skip
+
+    def read(self, *pages: str) -> CacheOutcome | None:
+        """Read `pages` to the end; how it ended."""
+        operation = self.submit(*pages)
+        wait_for(lambda: operation.ended)
+        return operation.outcome
+
+    def submit(self, *pages: str) -> PrefetchOperation:
+        operation = PrefetchOperation(
+            request_id="r", key=RadixKey([]), start=0,
+            host_indices=torch.arange(len(pages)), hashes=[PageHash(page) for page in pages],
+            prefix_hashes=[], deadline=0.0, epoch=0,
+        )  # fmt: skip
+        self.io.submit_prefetch(operation)
+        return operation
+
+    def write(self, *pages: str) -> CacheOutcome | None:
+        operation = StorageOperation(
+            node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
+            hashes=[PageHash(page) for page in pages], prefix_hashes=[], after=None, epoch=0,
+        )  # fmt: skip
+        self.io.submit_backup(operation)
+        wait_for(lambda: operation.ended)
+        return operation.outcome
+
+    def let_the_pause_pass(self) -> None:
+        self.io._breaker._retry_at = time.monotonic()
+
+
+def wait_for(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(storage_io_module, "_STUCK_AFTER_S", STUCK_S)
+    made = Bench()
+    yield made
+    made.store.probe_gate.set()
+    assert made.io.close()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_c10_a_page_that_timed_out_is_not_asked_for_again_though_probes_succeed(
+    bench: Bench, kind: str, raises: bool
+) -> None:
+    """One node of a store hangs, the others answer: one timeout a page and period."""
+    move = bench.read if kind == "read" else bench.write
+    bench.store.hangs, bench.store.raises = {"bad"}, raises
+    assert move("bad", "behind") is CacheOutcome.FAILED
+    assert bench.io.is_open
+    for _ in range(3):
+        bench.let_the_pause_pass()
+        assert move("bad", "behind") is CacheOutcome.UNAVAILABLE
+    assert len(bench.store.asked) == 1
+    # Others go on, and a prompt is read up to the page that hung.
+    bench.let_the_pause_pass()
+    assert move("good") is CacheOutcome.LANDED
+    if kind == "read":
+        assert move("good", "bad") is CacheOutcome.LANDED
+        assert bench.store.asked[1:] == [["good"], ["good"]]
+
+
+def test_c10_the_breaker_opens_once_for_a_call_that_hangs_and_fails(bench: Bench) -> None:
+    bench.store.hangs, bench.store.raises = {"bad"}, True
+    bench.read("bad")
+    assert bench.io._breaker._pause == 1.0, "one failure, one pause"
+    assert bench.metrics.breaker_open._value.get() == 1
+    assert bench.read("good") is CacheOutcome.UNAVAILABLE
+    bench.let_the_pause_pass()
+    assert bench.read("good") is CacheOutcome.LANDED
+    assert not bench.io.is_open
+    assert bench.metrics.breaker_open._value.get() == 0
+    assert bench.io.reconnects == 1
+
+
+def test_c10_nobody_waits_behind_a_probe_that_hangs(bench: Bench) -> None:
+    bench.store.hangs = {"bad"}
+    bench.read("bad")
+    bench.let_the_pause_pass()
+    bench.store.probe_gate.clear()
+    behind = bench.submit("good")
+    assert bench.io.available
+    wait_for(lambda: not bench.io.available)
+    bench.store.probe_gate.set()
+    wait_for(lambda: behind.ended)
+    assert bench.io.available
+    assert behind.outcome is CacheOutcome.LANDED
+
+
+def test_pages_are_left_alone_for_a_period() -> None:
+    now = 0.0
+    timeouts = RecentTimeouts(clock=lambda: now)
+    first, second, third = (PageHash(name) for name in "abc")
+    timeouts.add([second])
+    assert timeouts.leading_allowed([first, second, third]) == 1
+    assert timeouts.leading_allowed([third]) == 1
+    now = PERIOD_S / 2
+    timeouts.add([third])
+    now = PERIOD_S
+    assert timeouts.leading_allowed([first, second, third]) == 2
+    now = 2 * PERIOD_S
+    assert timeouts.leading_allowed([first, second, third]) == 3
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
