@@ -38,6 +38,8 @@ class MooncakeClient:
         """Connect. Raises StorageUnreachable with one line that names MOONCAKE_MASTER."""
         check_reachable(config)
         self.budget = SliceBudget()
+        self.has_read = False
+        """Some node has answered a get, so that there is a session with it. Prefetch thread."""
         self._registered: dict[int, torch.Tensor] = {}
         self.store: Any = load_mooncake_store()()
         code = self.store.setup(
