@@ -270,6 +270,49 @@ def test_writes_that_find_no_room_wait_for_it_and_are_made() -> None:
     rig.settle()
 
 
+def test_a_node_larger_than_the_share_of_writes_is_written_and_leaves_nobody_busy() -> None:
+    """L2 of 16 pages: 8 may be on their way to L3 at once, and one node has 12."""
+    rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
+    rig.run(range(48))
+    rig.settle()
+    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+
+
+def test_write_back_stores_a_whole_branch_once_what_it_hangs_on_has_landed() -> None:
+    rig = three_tiers(16, hicache_write_policy="write_back")
+    for length in (8, 16, 24):
+        rig.run(range(length))
+        rig.settle()
+    for _ in range(3):
+        # Leaves leave first; L3 takes no page whose ancestors it does not have.
+        rig.tree.evict(EvictParams(num_tokens=1))
+        rig.settle()
+    assert [node.storage_epoch for node in rig.hi.nodes()] == [rig.hi._storage_epoch] * 3
+
+
+def test_a_postponed_write_whose_pages_leave_is_counted() -> None:
+    rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
+    node = rig.hi._new_node(RadixKey(list(range(4))), rig.hi.root_node)
+    rig.hi._postponed[node.id] = node
+    rig.hi._delete_node(node)
+    rig.hi._resume_postponed()
+    assert not rig.hi.is_busy()
+    assert rig.hi.metrics.backup_outcomes.labels("evicted")._value.get() == 1
+
+
+def test_what_was_read_or_written_before_the_store_came_back_counts_as_lost() -> None:
+    """Who restarts a store loses its objects: what was under way then is written again."""
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.until(lambda: "backups" in rig.tree.is_busy())
+    rig.hi._storage_epoch += 1
+    rig.settle()
+    assert [node.storage_epoch for node in rig.hi.nodes()] == [0]
+    rig.run(range(16))
+    rig.settle()
+    assert {node.storage_epoch for node in rig.hi.nodes()} == {1}
+
+
 class FlakyStorage:
     """Wraps the real backend of a rig; `mode` says how calls behave."""
 
@@ -343,6 +386,11 @@ def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:
     extra = json.dumps({"prefetch_threshold": 4})
     assert rig.hi.attach_storage_backend("file", extra) == (True, "attached file")
     assert not rig.hi.attach_storage_backend("mooncake")[0]
+    rig.hi.detach_storage_backend()
+    waits = json.dumps({"prefetch_threshold": 4, "on_unreachable": "wait"})
+    done, why = rig.hi.attach_storage_backend("file", waits)
+    assert not done and "on_unreachable" in why, "a running server must not stand still"
+    assert rig.hi.attach_storage_backend("file", extra)[0]
     done, _ = rig.hi.attach_storage_backend("file", hicache_storage_prefetch_policy="best_effort")
     assert done
     assert rig.hi.storage_state()["hicache_storage_prefetch_policy"] == "best_effort"
@@ -370,6 +418,7 @@ def test_administration_is_refused_while_busy() -> None:
         rig.hi.detach_storage_backend(),
         rig.hi.clear_storage_backend(),
         rig.hi.attach_storage_backend("file", hicache_write_policy="write_back"),
+        rig.hi.attach_storage_backend("file", hicache_write_policy="write_through"),
     ):
         assert not done
         assert "writes" in why

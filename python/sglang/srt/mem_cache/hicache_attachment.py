@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.host_layout import page_byte_order
 from sglang.srt.mem_cache.namespace import CacheNamespace
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.storage_settings import StorageSettings
+from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class StorageAttachment:
             return timeout.max
         return timeout.seconds_for(num_tokens)
 
-    def attach(self, backend: str, extra_config: str | None) -> None:
-        """Connect to `backend`.
+    def attach(self, backend: str, extra_config: str | None, *, may_wait: bool = True) -> None:
+        """Connect to `backend`; `may_wait` where nobody is served yet.
 
         Raises:
             ValueError: The backend or its configuration cannot work.
@@ -68,6 +68,11 @@ class StorageAttachment:
         config = parse_extra_config(extra_config)
         check_extra_config_keys(backend, config)
         settings = StorageSettings.from_extra_config(config)
+        if not may_wait and settings.on_unreachable is OnUnreachable.WAIT:
+            raise ValueError(
+                "extra config on_unreachable: `wait` is for the start, a running server would "
+                "stand still meanwhile; give exit or degrade"
+            )
         namespace = self._namespace()
         connect = self._connector(backend, config, namespace)
         self._controller.attach_storage_backend(connect, settings, namespace)
@@ -76,11 +81,14 @@ class StorageAttachment:
     def attach_or_update(
         self, backend: str, extra_config: str | None, prefetch_policy: str | None
     ) -> tuple[bool, str]:
-        """Attach, or update the policy where `backend` is attached. (done, what or why not)."""
+        """While serving: attach, or update the policy where `backend` is attached.
+
+        (done, what or why not).
+        """
         try:
             policy = parse_policy(prefetch_policy) if prefetch_policy else self.prefetch_policy
             if self.backend is None:
-                self.attach(backend, extra_config)
+                self.attach(backend, extra_config, may_wait=False)
                 done = f"attached {backend}"
             elif backend != self.backend:
                 return False, f"{self.backend} is attached; detach it before attaching {backend}"

@@ -182,6 +182,7 @@ class HiRadixCache(HostTierCache):
             hashes=new.page_hashes(self.page_size, last_hash),
             prefix_hashes=prefix_keys or [],
             deadline=time.monotonic() + self._attachment.prefetch_seconds(len(new)),
+            epoch=self._storage_epoch,
         )
         self._board.start(operation)
         storage_io.submit_prefetch(operation)
@@ -253,7 +254,7 @@ class HiRadixCache(HostTierCache):
         leaf = self._new_node(operation.key[known:end], parent)
         leaf.set_host_value(operation.host_indices[begin:landed].clone())
         leaf.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
-        leaf.storage_epoch = self._storage_epoch
+        leaf.storage_epoch = operation.epoch
         self._host_heap.offer(leaf)
         operation.to_release = torch.cat(
             [operation.host_indices[:begin], operation.host_indices[landed:]]
@@ -278,9 +279,14 @@ class HiRadixCache(HostTierCache):
         if self.cache_controller.storage_io is None:
             return
         self._back_up(nodes)
-        for node in nodes:
-            # Under write_back children may have landed before their parents.
-            self._back_up([child for child in node.children.values() if child.backuped])
+        # Under write_back whole branches may have landed before what they hang on.
+        below = deque(child for node in nodes for child in node.children.values())
+        while below:
+            node = below.popleft()
+            if node.backuped and not self._is_stored(node) and node.backup_op is None:
+                self._back_up([node])
+                if node.backup_op is not None or node.id in self._postponed:
+                    below.extend(node.children.values())
 
     def _back_up(self, nodes: list[TreeNode]) -> None:
         for node in nodes:
@@ -299,6 +305,9 @@ class HiRadixCache(HostTierCache):
         """Queue the writes for which there was no room, in their order, as far as there is now."""
         while self._postponed:
             node = next(iter(self._postponed.values()))
+            if node.parent is None:
+                # It left the tree while it waited.
+                self.metrics.backup_outcomes.labels("evicted").inc()
             for part in self._unsaved_path(node):
                 reason = self.write_backup_storage(part) if part.backuped else "evicted"
                 if reason == "queue_full":
@@ -329,7 +338,9 @@ class HiRadixCache(HostTierCache):
             return "queue_full" if above.id in self._postponed else "orphan"
         if not self._available:
             return CacheOutcome.UNAVAILABLE.value
-        if self._backup_tokens + len(node.key) > _BACKUP_SHARE * self.host_pool.size:
+        share = _BACKUP_SHARE * self.host_pool.size
+        # A node larger than the share goes alone: waiting would not make it smaller.
+        if self._backup_tokens and self._backup_tokens + len(node.key) > share:
             return "queue_full"
         prefix: list[PageHash] = []
         if self._attachment.settings.pass_prefix_keys:
@@ -340,6 +351,7 @@ class HiRadixCache(HostTierCache):
             hashes=node.page_hashes(self.page_size),
             prefix_hashes=prefix,
             after=above.backup_op,
+            epoch=self._storage_epoch,
         )
         node.protect_host()
         node.backup_op = operation
@@ -355,7 +367,8 @@ class HiRadixCache(HostTierCache):
         for node, _, _ in parts_of(operation.node, length):
             node.backup_op = None
             if success:
-                node.storage_epoch = self._storage_epoch
+                # Of its start: a store that was lost meanwhile may have lost this as well.
+                node.storage_epoch = operation.epoch
             self._unpin(node)
 
     # ---- one tick --------------------------------------------------------------------------
@@ -411,7 +424,7 @@ class HiRadixCache(HostTierCache):
 
         Blocks while connecting (seconds at most); call it when idle.
         """
-        if (busy := self.is_busy()) and hicache_write_policy != self.write_policy:
+        if busy := self.is_busy():
             return False, f"busy: {busy}"
         if hicache_write_policy is not None and hicache_write_policy not in WRITE_POLICIES:
             choices = ", ".join(WRITE_POLICIES)

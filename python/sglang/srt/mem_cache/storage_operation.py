@@ -38,6 +38,8 @@ class PrefetchOperation:
     """Of the pages before."""
     deadline: float
     """`time.monotonic()` seconds."""
+    epoch: int
+    """Of the store when the read began: what it held may be gone in a later one."""
 
     to_release: torch.Tensor | None = None
     """Scheduler, once published: the host slots that are to be freed when the transfer ends."""
@@ -73,6 +75,8 @@ class StorageOperation:
     prefix_hashes: list[PageHash]
     after: StorageOperation | None
     """The write of the pages before these; writes are prefix-closed, so its failure is ours."""
+    epoch: int
+    """Of the store when the write was queued."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all."""
 
