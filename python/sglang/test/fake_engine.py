@@ -7,12 +7,9 @@ thread and `FakeScheduler` in another, all in this process.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
@@ -63,7 +60,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<eos>", special=True)])
     backend.add_special_tokens([AddedToken("<sys>", special=True)])
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT_TEMPLATE
     )
 
@@ -86,6 +83,8 @@ class FakeScheduler:
     tokenizer: PreTrainedTokenizerFast
     hold: threading.Event = field(default_factory=threading.Event)
     """While set, running requests get no further tokens."""
+    hold_after: int | None = None
+    """Tokens after which a streaming request gets no further ones."""
     refuse_with: FinishReason | None = None
     """What every new request ends with."""
     control_success: bool = True
@@ -103,19 +102,25 @@ class FakeScheduler:
         decoder = scheduler_decoder()
         try:
             while True:
-                idle = self.hold.is_set() or not self.running
+                idle = not self._steppable()
                 while source.poll(5 if idle else 0):
                     message = decoder.decode(source.recv())
                     self.received.append(message)
                     self._handle(message, tokens, control)
-                if not self.hold.is_set():
-                    outputs = [self._step(one) for one in list(self.running.values())]
+                if ready := self._steppable():
+                    outputs = [self._step(one) for one in ready]
                     self._send(tokens, [one for one in outputs if one is not None])
         except zmq.ContextTerminated:
             pass
         finally:
             for socket in (source, tokens, control):
                 socket.close(linger=0)
+
+    def _steppable(self) -> list[_Running]:
+        if self.hold.is_set():
+            return []
+        limit = self.hold_after
+        return [one for one in self.running.values() if limit is None or one.sent < limit]
 
     def _handle(self, message: Any, tokens: zmq.Socket[bytes], control: zmq.Socket[bytes]) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
@@ -277,14 +282,3 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
         finally:
             server.should_exit = True
             thread.join()
-
-
-@contextlib.contextmanager
-def tokenizer_directory() -> Iterator[Path]:
-    """The byte tokenizer as files."""
-    folder = Path(tempfile.mkdtemp(prefix="sglang-tokenizer-"))
-    try:
-        byte_tokenizer().save_pretrained(str(folder))
-        yield folder
-    finally:
-        shutil.rmtree(folder)

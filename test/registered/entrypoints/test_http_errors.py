@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -190,10 +191,9 @@ def test_large_bodies_are_refused_while_they_come(client: httpx.Client) -> None:
             sent += 1 << 20
             yield b" " * (1 << 20)
 
-    try:
+    # The server may hang up before the client has sent everything.
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):
         refused(client.post(GENERATE, content=endless()), 413)
-    except (httpx.WriteError, httpx.ReadError):
-        pass  # the server hung up before the client had sent everything
     assert sent < 1000 << 20
 
 

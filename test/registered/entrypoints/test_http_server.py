@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 
-from sglang.srt.managers.generate_request import EngineUnavailable
 from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
+    Message,
     TokenizedGenerateReqInput,
 )
 from sglang.srt.utils.network import wait_until
@@ -53,6 +55,10 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def _contains(messages: list[Message], wanted: Message) -> bool:
+    return wanted in messages
 
 
 def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
@@ -112,7 +118,7 @@ def test_streams_are_cumulative(client: httpx.Client) -> None:
     answers = events(client, "/generate", body)
     texts = [answer["text"] for answer in answers]
     assert texts[-1] == "héhé"
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert not any("\ufffd" in text for text in texts)
     assert [a["meta_info"]["finish_reason"] is None for a in answers[:-1]] == [True] * (
         len(answers) - 1
@@ -199,15 +205,15 @@ def test_a_client_that_leaves_aborts_its_request(
     server: FrontServer, path: str, stream: bool
 ) -> None:
     rid = f"leaves-{path}-{stream}"
-    prompts = {
+    prompts: dict[str, dict[str, Any]] = {
         "/generate": {"text": "a"},
         "/v1/completions": {"prompt": "a"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     }
     server.scheduler.hold.set()
     try:
+        body = {**prompts[path], "rid": rid, "stream": stream}
         with pytest.raises(httpx.ReadTimeout):
-            body = {**prompts[path], "rid": rid, "stream": stream}
             httpx.post(f"{server.url}{path}", json=body, timeout=0.3)
         aborted = AbortReq(rid=rid)
         assert wait_until(lambda: aborted in server.scheduler.received, 10)
@@ -218,15 +224,20 @@ def test_a_client_that_leaves_aborts_its_request(
 
 
 def test_a_client_that_leaves_in_mid_stream_aborts_its_request(server: FrontServer) -> None:
-    body = {"input_ids": [[65] * 5] * 3, "stream": True, "rid": ["m1", "m2", "m3"]}
+    rids = ["m1", "m2", "m3"]
+    body = {"input_ids": [[65] * 5] * 3, "stream": True, "rid": rids}
+    server.scheduler.hold_after = 2
     with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=20) as response:
         next(response.iter_lines())
-        server.scheduler.hold.set()
     try:
-        assert wait_until(lambda: not server.scheduler.running, 10)
+        for rid in rids:
+            aborted = AbortReq(rid=rid)
+            received = server.scheduler.received
+            assert wait_until(partial(_contains, received, aborted), 10)
         assert wait_until(lambda: server.context.manager.num_requests == 0, 10)
     finally:
-        server.scheduler.hold.clear()
+        server.scheduler.hold_after = None
+    assert wait_until(lambda: not server.scheduler.running, 10)
     again = httpx.post(f"{server.url}/generate", json={"text": "a", "rid": "m1"}, timeout=20)
     assert again.status_code == 200
 
@@ -352,7 +363,7 @@ def test_administration_with_both_keys() -> None:
 
 
 def test_an_engine_that_died_is_told() -> None:
-    with front_server() as server, pytest.raises(EngineUnavailable, match="scheduler fell over"):
+    with front_server() as server:
         server.scheduler.hold.set()
         answers: list[httpx.Response] = []
 
@@ -366,8 +377,7 @@ def test_an_engine_that_died_is_told() -> None:
         thread.join()
         assert answers[0].status_code == 503
         assert httpx.get(f"{server.url}/health").status_code == 503
-        message = answers[0].json()["error"]["message"]
-        raise EngineUnavailable(message)
+        assert answers[0].json()["error"]["message"] == "scheduler fell over"
 
 
 if __name__ == "__main__":

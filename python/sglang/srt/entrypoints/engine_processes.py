@@ -86,12 +86,16 @@ class EngineProcesses:
         """
 
         def run() -> None:
-            wait([child.sentinel for child in self._children.values()])
+            ended = wait([child.sentinel for child in self._children.values()])
             if self._ending.is_set():
                 return
-            # The other may be about to follow; who was first is the cause.
-            dead = [name for name, child in self._children.items() if not child.is_alive()]
-            what = ", ".join(f"{name} ({_ending_of(self._children[name])})" for name in dead)
+            # Only the first: the other may follow, but it is not the cause.
+            name, child = next(
+                (name, child) for name, child in self._children.items() if child.sentinel in ended
+            )
+            # The kernel closes the pipe behind the sentinel before it has the exit status.
+            child.join(KILL_WAIT)
+            what = f"{name} ({_ending_of(child)})"
             on_death(f"the engine died: process {what}; the log lines above have the cause")
 
         threading.Thread(target=run, name="engine-watch", daemon=True).start()

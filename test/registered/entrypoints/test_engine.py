@@ -1,0 +1,94 @@
+"""`sglang.Engine` on the built-in model: the offline way to the same code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import sglang
+from sglang.srt.managers.generate_request import EngineUnavailable
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+
+PROMPT = "<|im_start|>user\nthe code of heron is 7391<|im_end|>\n"
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[sglang.Engine]:
+    with sglang.Engine(max_total_tokens=4096) as made:
+        yield made
+
+
+def test_generate_one_many_and_by_ids(engine: sglang.Engine) -> None:
+    one = engine.generate(PROMPT, GREEDY)
+    assert len(one["output_ids"]) == 8
+    many = engine.generate([PROMPT, "hello"], GREEDY)
+    assert many[0]["text"] == one["text"]
+    ids = engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY, return_logprob=True)
+    assert len(ids["meta_info"]["output_token_logprobs"]) == 8
+
+
+def test_stream_ends_with_the_whole(engine: sglang.Engine) -> None:
+    whole = engine.generate(PROMPT, GREEDY)
+    answers = list(engine.generate(PROMPT, GREEDY, stream=True))
+    assert [len(a["output_ids"]) for a in answers] == sorted(len(a["output_ids"]) for a in answers)
+    assert answers[-1]["text"] == whole["text"]
+
+
+def test_a_stream_that_is_left_is_aborted(engine: sglang.Engine) -> None:
+    for _ in range(3):
+        stream = engine.generate(PROMPT, {"max_new_tokens": 2000, "ignore_eos": True}, stream=True)
+        next(stream)
+        stream.close()
+    assert engine.flush_cache(timeout=20.0)
+    assert engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 0
+
+
+def test_async_generate(engine: sglang.Engine) -> None:
+    async def run() -> tuple[Any, list[Any]]:
+        whole = await engine.async_generate(PROMPT, GREEDY)
+        stream = await engine.async_generate(PROMPT, GREEDY, stream=True)
+        return whole, [answer async for answer in stream]
+
+    whole, answers = asyncio.run(run())
+    assert answers[-1]["text"] == whole["text"] == engine.generate(PROMPT, GREEDY)["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"prompt": "a", "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"prompt": "a", "sampling_params": {"topp": 0}}, "topp"),
+        ({"prompt": ""}, "text"),
+        ({}, "input_ids"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense"),
+    ],
+)
+def test_mistakes_are_value_errors(
+    engine: sglang.Engine, fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        engine.generate(**fields)
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="model-pth"):
+        sglang.Engine(model_pth="x")
+
+
+def test_nothing_is_generated_after_shutdown() -> None:
+    engine = sglang.Engine(max_total_tokens=1024)
+    assert engine.generate("a", GREEDY)["output_ids"]
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(EngineUnavailable, match="shut down"):
+        engine.generate("a", GREEDY)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

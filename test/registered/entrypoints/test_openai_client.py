@@ -1,0 +1,260 @@
+"""The real `openai` client against a real uvicorn, with an echo behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from sglang.srt.entrypoints.openai.protocol import CHAT_NOT_SERVED, NOT_SERVED
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
+
+register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+PROMPT = "user:hi|assistant:"
+"""What the test's template makes of HELLO; the echo answers with it."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FrontServer]:
+    with front_server(enable_cache_report=True, api_key="secret") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FrontServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["echo"]
+    assert client.models.retrieve("echo").id == "echo"
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="echo", messages=HELLO, max_completion_tokens=7)
+    [choice] = reply.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", PROMPT[:7])
+    assert choice.finish_reason == "length"
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT), 7)
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_chat_fills_the_context_by_default(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="echo", messages=HELLO)
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == CONTEXT_LEN
+
+
+def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="echo",
+        messages=HELLO,
+        max_tokens=7,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == PROMPT[:7]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 7
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_chat_stop_in_a_stream_shows_nothing_of_it(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="echo", messages=HELLO, stop=["hi|as"], stream=True
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "user:"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    options: Any = {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    reply: Any = client.chat.completions.create(
+        model="echo", messages=HELLO, stream=stream, **options
+    )
+    choices = [c.choices[0] for c in reply] if stream else [reply.choices[0]]
+    content = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
+    assert [entry.token for entry in content] == list("use")
+    assert [entry.bytes for entry in content] == [[ord(c)] for c in "use"]
+    assert len(content[0].top_logprobs) == 2
+    assert content[0].top_logprobs[0].logprob == content[0].logprob < 0
+
+
+def test_chat_messages_reach_the_template(client: openai.OpenAI) -> None:
+    messages: Any = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    reply = client.chat.completions.create(model="echo", messages=messages, max_tokens=46)
+    expected = "system:be brief|user:a\nb|assistant:c|user:d|assistant:"
+    assert reply.choices[0].message.content == expected[:46]
+
+
+def test_continue_final_message(client: openai.OpenAI) -> None:
+    messages: Any = [*HELLO, {"role": "assistant", "content": "sure"}]
+    reply = client.chat.completions.create(
+        model="echo",
+        messages=messages,
+        max_tokens=22,
+        extra_body={"continue_final_message": True},
+    )
+    assert reply.choices[0].message.content == "user:hi|assistant:sure"
+
+
+def test_seed_and_sampling_reach_the_scheduler(server: FrontServer, client: openai.OpenAI) -> None:
+    client.chat.completions.create(
+        model="echo",
+        messages=HELLO,
+        max_tokens=1,
+        seed=-5,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        logit_bias={"65": 1},
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1},
+    )
+    message: Any = server.scheduler.received[-1]
+    params = message.sampling_params
+    assert message.seed == -5 & (2**63 - 1)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (params.presence_penalty, params.frequency_penalty) == (0.1, 0.2)
+    assert (params.repetition_penalty, params.min_new_tokens) == (1.1, 1)
+    assert params.logit_bias == {"65": 1.0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_details(client: openai.OpenAI, stream: bool) -> None:
+    reply: Any = client.chat.completions.create(
+        model="echo",
+        messages=HELLO,
+        max_tokens=1,
+        stream=stream,
+        extra_body={"return_cached_tokens_details": True},
+    )
+    answers = [c for c in reply if getattr(c, "sglext", None)] if stream else [reply]
+    details = {"device": 1, "host": 0, "storage": 2, "storage_backend": "HiCacheFile"}
+    assert [a.sglext["cached_tokens_details"] for a in answers] == [details]
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="echo", prompt="hello")
+    assert reply.choices[0].text == ("hello" * 4)[:16]
+    assert reply.choices[0].finish_reason == "length"
+    many = client.completions.create(model="echo", prompt=["ab", "cd"], max_tokens=2)
+    assert [choice.text for choice in many.choices] == ["ab", "cd"]
+    assert many.usage is not None
+    assert many.usage.total_tokens == 8
+    ids = client.completions.create(model="echo", prompt=[[66], [67]], max_tokens=1)
+    assert [choice.index for choice in ids.choices] == [0, 1]
+
+
+def test_completions_stream(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="echo",
+        prompt=["ab", "cé"],
+        max_tokens=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts = {0: "", 1: ""}
+    ends = {}
+    usage = None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason
+    assert texts == {0: "aba", 1: "cé"}
+    assert ends == {0: "length", 1: "length"}
+    assert usage is not None
+    assert usage.completion_tokens == 6
+
+
+def test_completion_logprobs(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="echo", prompt="abc", max_tokens=3, logprobs=2)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["a", "b", "c"]
+    assert logprobs.text_offset == [0, 1, 2]
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == 3
+    assert logprobs.top_logprobs is not None
+    assert set(logprobs.top_logprobs[0]) >= {"a"}
+
+
+def test_errors_are_the_clients_own(server: FrontServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_tokens") as caught:
+        client.chat.completions.create(model="echo", messages=HELLO, max_tokens=10_000)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError), stranger:
+        stranger.models.list()
+
+
+@pytest.mark.parametrize("field", sorted({**NOT_SERVED, **CHAT_NOT_SERVED}))
+def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI, field: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=field):
+        client.chat.completions.create(
+            model="echo", messages=HELLO, extra_body={field: {"some": "thing"}}
+        )
+
+
+def test_structured_output_is_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        client.chat.completions.create(
+            model="echo", messages=HELLO, response_format={"type": "json_object"}
+        )
+
+
+def test_harmless_fields_of_the_router_are_accepted(server: FrontServer) -> None:
+    body = {
+        "model": "echo",
+        "messages": HELLO,
+        "max_completion_tokens": 2,
+        "no_stop_trim": False,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "continue_final_message": False,
+        "skip_special_tokens": True,
+        "ignore_eos": False,
+        "return_hidden_states": False,
+        "logprobs": False,
+        "n": 1,
+        "tools": None,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "user": "u",
+        "metadata": {"a": "b"},
+        "stop": None,
+    }
+    headers = {"Authorization": "Bearer secret"}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["message"]["content"] == "us"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

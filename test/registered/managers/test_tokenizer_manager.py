@@ -1,0 +1,145 @@
+"""TokenizerManager by itself: life, control questions, hostile bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+import zmq
+
+from sglang.srt.managers import control_client
+from sglang.srt.managers.generate_request import (
+    EngineUnavailable,
+    GenerateRequest,
+    InvalidRequest,
+)
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.prompt_encoder import SHORT_CHARS, PromptEncoder
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_engine import byte_tokenizer, fake_engine
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+
+def ask(text: str = "ab", **fields: object) -> GenerateRequest:
+    return GenerateRequest(text=text, sampling_params=SamplingParams(max_new_tokens=4), **fields)  # type: ignore[arg-type]
+
+
+def test_hostile_bytes_are_dropped_and_the_next_request_served() -> None:
+    async def run() -> str:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            context = zmq.Context()
+            socket = context.socket(zmq.PUSH)
+            socket.connect(engine.ipc.server_input)
+            for payload in (
+                b"",
+                b"\xff" * 100,
+                b"\x81\xa4type\xa3Foo",
+                b"cos\nsystem\n(S'id'\ntR.",
+            ):
+                socket.send(payload)
+            state = await manager.generate_whole(ask())
+            socket.close(linger=0)
+            context.term()
+            await manager.close()
+            return state.text
+
+    assert asyncio.run(run()) == "abab"
+
+
+def test_leaving_early_aborts_and_keeps_the_id_until_the_end_has_come() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            engine.scheduler.hold_after = 2
+            request = ask(stream=True, rid="r")
+            async with aclosing(manager.generate(request)) as states:
+                async for _ in states:
+                    break
+            with pytest.raises(InvalidRequest, match="rid"):
+                await manager.generate_whole(ask(rid="r"))
+            while manager._leaving:
+                await asyncio.sleep(0.01)
+            assert AbortReq(rid="r") in engine.scheduler.received
+            engine.scheduler.hold_after = None
+            assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
+            await manager.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_client, "QUICK_TIMEOUT", 0.05)
+
+    async def silent(message: object) -> None:
+        """A socket whose other end is stuck."""
+
+    async def run() -> None:
+        client = control_client.ControlClient(silent)
+        with pytest.raises(EngineUnavailable, match="FlushCacheReqInput"):
+            await client.flush_cache(0.0)
+        assert not client._waiting
+
+    asyncio.run(run())
+
+
+def test_closing_ends_what_waits() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            engine.scheduler.hold.set()
+            running = asyncio.create_task(manager.generate_whole(ask()))
+            while not engine.scheduler.running:
+                await asyncio.sleep(0.01)
+            await manager.close()
+            with pytest.raises(EngineUnavailable, match="shut down"):
+                await running
+            with pytest.raises(EngineUnavailable, match="shut down"):
+                await manager.generate_whole(ask())
+            await manager.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_refusing_new_requests_lets_the_running_finish() -> None:
+    async def run() -> str:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            engine.scheduler.hold.set()
+            running = asyncio.create_task(manager.generate_whole(ask()))
+            while not engine.scheduler.running:
+                await asyncio.sleep(0.01)
+            manager.refuse_new("the server is shutting down")
+            with pytest.raises(EngineUnavailable, match="shutting down"):
+                await manager.generate_whole(ask())
+            engine.scheduler.hold.clear()
+            text = (await running).text
+            await manager.close()
+            return text
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == "abab"
+
+
+def test_short_and_long_texts_encode_alike() -> None:
+    async def run() -> None:
+        tokenizer = byte_tokenizer()
+        encoder = PromptEncoder(tokenizer)
+        texts = ["é" * (SHORT_CHARS // 2), "é" * (SHORT_CHARS + 1)] * 4
+        rows = await asyncio.gather(*(encoder.encode(t, add_special_tokens=False) for t in texts))
+        assert rows == [tokenizer.encode(t, add_special_tokens=False) for t in texts]
+        encoder.close()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
