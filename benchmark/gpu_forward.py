@@ -51,7 +51,6 @@ QWEN3_8B = {
 
 LAYER_WEIGHTS = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
 HEAD_WEIGHTS = 151936 * 4096
-KV_BYTES = 36 * 2 * 8 * 128 * 2
 
 
 class Rig:
@@ -163,19 +162,19 @@ def measure_limits() -> tuple[float, float]:
 
 
 def least_seconds(
-    new: int, pairs: float, kv_tokens: int, heads: int, limits: tuple[float, float]
+    new: int, pairs: float, kv_bytes: int, heads: int, limits: tuple[float, float]
 ) -> float:
     """The larger of what arithmetic and what memory take at the measured limits.
 
     Args:
         new: Tokens computed, in all requests.
         pairs: Query and key pairs, in all requests.
-        kv_tokens: Tokens whose keys and values are read.
+        kv_bytes: Keys and values that are read, in all layers.
         heads: Tokens that go through the output head.
     """
     copy, product = limits
     flops = 2 * 36 * LAYER_WEIGHTS * new + 36 * 4 * 4096 * pairs + 2 * HEAD_WEIGHTS * heads
-    moved = 2 * (36 * LAYER_WEIGHTS + HEAD_WEIGHTS) + KV_BYTES * kv_tokens
+    moved = 2 * (36 * LAYER_WEIGHTS + HEAD_WEIGHTS) + kv_bytes
     return max(flops / product, moved / copy)
 
 
@@ -218,6 +217,7 @@ def main() -> None:
         disable_cuda_graph=args.disable_cuda_graph,
         kv_cache_dtype=args.kv_cache_dtype,
     )
+    kv_bytes = rig.runner.kv_bytes_per_token()
     free, total = device_memory("cuda")
     report(
         rows, "start", load_s=rig.load_s, pools_and_graphs_s=rig.init_s,
@@ -237,7 +237,7 @@ def main() -> None:
             rig.runner.forward(batch)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
-        least = least_seconds(new, new * prefix + new * (new + 1) / 2, prefix, 1, limits)
+        least = least_seconds(new, new * prefix + new * (new + 1) / 2, prefix * kv_bytes, 1, limits)
         report(
             rows, f"prefill {new} after {prefix}", first_s=seconds[0], s=sorted(seconds[1:])[1],
             target_or_expected_s=expected.get((prefix, new), 0.0), limit_s=least,
@@ -251,7 +251,7 @@ def main() -> None:
         rig.lay_out(count, context + args.steps)
         step_ms, cpu_ms = rig.decode_steps(count, context, args.steps)
         middle = count * (context + args.steps // 2)
-        least = least_seconds(count, middle, middle, count, limits) * 1e3
+        least = least_seconds(count, middle, middle * kv_bytes, count, limits) * 1e3
         report(
             rows, f"decode {count} x {context}", ms=step_ms, cpu_ms=cpu_ms,
             target_ms=wanted[count, context], limit_ms=least, of_limit=least / step_ms,

@@ -184,7 +184,8 @@ def _attend_densely(
     for begin, end in plan.pieces:
         piece_k, piece_v = (_read(buffer, slots[begin:end], q.dtype) for buffer in pool)
         # One mask cannot say both, and attending in parts reads nothing twice.
-        merge_into_(out, lse, *dense_attention(q, piece_k, piece_v, scaling, causal=False))
+        part = dense_attention(q, piece_k, piece_v, scaling, causal=False)
+        lse = merge_into_(out, lse, *part)
     return out[plan.pad :]
 
 

@@ -60,6 +60,7 @@ def _merge_kernel(
     a_lse_ptr: tl.tensor,
     b_ptr: tl.tensor,
     b_lse_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
     num_tokens: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -75,7 +76,8 @@ def _merge_kernel(
     share = 1.0 / (1.0 + tl.exp(b_lse - a_lse))
     peak = tl.maximum(a_lse, b_lse)
     joined = peak + tl.log(tl.exp(a_lse - peak) + tl.exp(b_lse - peak))
-    tl.store(a_lse_ptr + heads * num_tokens + token, joined, mask=is_head)
+    # Not in place: another warp may not have read it yet.
+    tl.store(joined_ptr + heads * num_tokens + token, joined, mask=is_head)
     inside = is_head[:, None] & (cols < HEAD_DIM)[None, :]
     at = token * NUM_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + cols[None, :]
     a = tl.load(a_ptr + at, mask=inside, other=0.0)
@@ -86,22 +88,27 @@ def _merge_kernel(
 
 def merge_into_(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> None:
-    """Join attention over two parts of a context, into `out` and `lse`.
+) -> torch.Tensor:
+    """Join attention over two parts of a context, into `out`.
 
     Args:
         out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.
         lse: Contiguous fp32 `[num_heads, num_tokens]`, natural logarithms; likewise.
+
+    Returns:
+        The logarithms of the joined masses, as `lse`.
     """
     num_tokens, num_heads, head_dim = out.shape
     assert out.is_contiguous() and other.is_contiguous()
     assert lse.is_contiguous() and other_lse.is_contiguous()
+    joined = torch.empty_like(lse)
     rows = min(32, triton.next_power_of_2(num_heads))
     _merge_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
         out,
         lse,
         other,
         other_lse,
+        joined,
         num_tokens,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
@@ -109,3 +116,4 @@ def merge_into_(
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4,
     )
+    return joined

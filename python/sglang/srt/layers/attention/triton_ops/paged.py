@@ -64,7 +64,7 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
             k = tl.load(k_ptr + at)
         else:
             k = tl.load(k_ptr + at, mask=dims[None, :] < HEAD_DIM, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3") * scale
         if not EVEN:
             seen = pos[None, :] < end
             if CAUSAL:
@@ -86,6 +86,6 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
         else:
             v = tl.load(v_ptr + at, mask=dims[None, :] < HEAD_DIM, other=0.0)
         acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="tf32x3")
         peak = new_peak
     return peak, mass, acc
