@@ -59,7 +59,7 @@ class _KernelCopy(PageCopy):
                 self._device_slots,
                 layers,
                 to_host=to_host,
-                tuning=BACKUP_TUNING if to_host else LOAD_TUNING,
+                tuning=self._pool.backup_tuning if to_host else self._pool.load_tuning,
             )
 
 
@@ -114,6 +114,8 @@ class CudaPageCopier:
         self.device_pages = device_pages
         self.device = device
         self.num_layers = len(parts[0].device_addresses)
+        self.load_tuning = LOAD_TUNING
+        self.backup_tuning = BACKUP_TUNING
         first = self.parts[0].rows
         same = all(part.rows == first for part in self.parts)
         together = [self.parts] if same else [(part,) for part in self.parts]
