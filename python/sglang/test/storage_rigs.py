@@ -1,0 +1,107 @@
+"""Cache rigs that share one storage backend, for tests of what happens when it misbehaves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final
+
+from prometheus_client import Counter
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.storage_io import StorageIO
+from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.mooncake_cluster import MooncakeCluster
+
+PAGE: Final = 4
+"""Tokens per page of the rigs made here."""
+
+
+class StorageRigs:
+    """Context manager that makes rigs of one namespace, and closes them.
+
+    Args:
+        extra: Extra config of every rig.
+    """
+
+    def __init__(self, **extra: Any) -> None:
+        self._extra = {"prefetch_threshold": PAGE, **extra}
+        self._weights = f"weights-{time.monotonic_ns()}"
+        self._rigs: list[CacheRig] = []
+
+    @classmethod
+    def on(cls, cluster: MooncakeCluster, **extra: Any) -> StorageRigs:
+        """Rigs that are clients of `cluster`."""
+        return cls(
+            master_server_address=cluster.master.address,
+            local_hostname="127.0.0.1",
+            metadata_server="P2PHANDSHAKE",
+            global_segment_size=0,
+            protocol="tcp",
+            **extra,
+        )
+
+    def __enter__(self) -> StorageRigs:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for rig in self._rigs:
+            rig.close()
+
+    def make(
+        self,
+        backend: str | type[HiCacheStorage] = "mooncake",
+        *,
+        l1_pages: int = 128,
+        extra: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> CacheRig:
+        """One engine's tiers.
+
+        Args:
+            backend: By name, or a class of the test's own.
+            l1_pages: Of L1.
+            extra: More extra config.
+            settings: Fields of `HiCacheSettings`.
+        """
+        config = {**self._extra, **(extra or {})}
+        if isinstance(backend, type):
+            config |= {"backend_name": "faulty", "class_name": backend.__name__}
+            config["module_path"] = backend.__module__
+            backend = "dynamic"
+        rig = CacheRig(
+            l1_pages=l1_pages,
+            page_size=PAGE,
+            weights_identity=self._weights,
+            settings=HiCacheSettings(
+                hicache_storage_backend=backend,
+                hicache_storage_backend_extra_config=json.dumps(config),
+                **settings,
+            ),
+        )
+        self._rigs.append(rig)
+        return rig
+
+
+def storage_io_of(rig: CacheRig) -> StorageIO:
+    """The threads of the rig's L3."""
+    found = rig.hi.cache_controller.storage_io
+    assert found is not None
+    return found
+
+
+def counts(counter: Counter) -> dict[str, float]:
+    """What a counter has counted, by the values of its labels."""
+    return {
+        "/".join(sample.labels.values()): sample.value
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total") and sample.value
+    }

@@ -1,0 +1,165 @@
+"""Fault C9: the master of the store dies, comes back, or is not there at the start."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from sglang.srt.mem_cache.circuit_breaker import _LONGEST_PAUSE_S
+from sglang.srt.utils.network import get_free_port
+from sglang.test.cache_rig import Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.storage_rigs import StorageRigs, counts, storage_io_of
+
+register_cpu_ci(est_time=65, suite="base-b-test-cpu")
+
+TIMEOUT_S = 1.0
+EPSILON_S = 0.6
+PAGE = 64
+FLAGS = (
+    "--hicache-storage-backend", "mooncake", "--hicache-storage-prefetch-policy", "timeout",
+    "--enable-metrics", "--max-total-tokens", "8192",
+)  # fmt: skip
+
+
+def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None:
+    """Each call blocks 4.3 s while the master is away; no request waits longer than its second."""
+    prompt = [*range(160), 7]
+    with MooncakeCluster(segment_size="64mb") as cluster:
+        times = {"prefetch_timeout_base": TIMEOUT_S, "prefetch_timeout_per_ki_token": 0.0}
+        with StorageRigs.on(cluster, **times) as rigs:
+            writer = rigs.make(hicache_storage_prefetch_policy="timeout")
+            reader = rigs.make(hicache_storage_prefetch_policy="timeout")
+            writer.run(prompt)
+            writer.settle()
+            cluster.master.kill()
+            slowest = 0.0
+            for step in range(6):
+                began = time.monotonic()
+                # Read and write in turn, so that both threads meet the dead master.
+                assert reader.run([*range(1000 * step, 1000 * step + 160), 7]).storage == 0
+                slowest = max(slowest, time.monotonic() - began)
+            assert slowest < TIMEOUT_S + EPSILON_S
+            reader.settle()
+            assert storage_io_of(reader).is_open
+            why = counts(reader.hi.metrics.prefetch_outcomes)
+            assert why.get("failed", 0) + why.get("late", 0) >= 1
+            # What is left alone is not asked: requests take no time at all.
+            assert why.get("failed", 0) + why.get("late", 0) + why["unavailable"] == 6
+
+            cluster.master.start()
+
+            def resumed() -> bool:
+                for rig in (writer, reader):
+                    rig.flush()
+                writer.run(prompt)
+                writer.settle()
+                return reader.run(prompt) == Reused(storage=160)
+
+            wait_for(resumed, _LONGEST_PAUSE_S)
+            assert not storage_io_of(reader).is_open
+            reader.settle()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
+        time.sleep(0.2)
+
+
+def tokens(seed: int, count: int = 600) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 2000) for _ in range(count)]
+
+
+def extra(**settings: str) -> tuple[str, str]:
+    return "--hicache-storage-backend-extra-config", json.dumps(settings)
+
+
+def test_c9_a_server_degrades_resumes_and_degrades_again() -> None:
+    """Started while the store is down, with `degrade`; then the store comes, dies and comes."""
+    with MooncakeCluster(segment_size="128mb") as cluster:
+        env = cluster.engine_env()
+        cluster.master.kill()
+        with EngineServer(*FLAGS, *extra(on_unreachable="degrade"), env=env) as server:
+            prompt = tokens(9)
+            cold = server.generate(prompt).output_ids
+            cluster.master.start()
+
+            def comes_from_the_store() -> bool:
+                server.flush()
+                again = server.generate(prompt)
+                assert again.output_ids == cold
+                return bool(again.cached["storage"] == 576)
+
+            wait_for(comes_from_the_store, 2 * _LONGEST_PAUSE_S)
+            cluster.master.kill()
+            server.flush()
+            for seed in (9, 10, 11):
+                began = time.monotonic()
+                answer = server.generate(tokens(seed))
+                assert time.monotonic() - began < 2.1 + 2.0, "the policy's time, and the prefill"
+                assert answer.cached["storage"] == 0
+                if seed == 9:
+                    assert answer.output_ids == cold
+            assert server.request("GET", "/health").status == 200
+            wait_for(lambda: server.metrics()["sglang:hicache_breaker_open"] == 1, 30)
+            cluster.master.start()
+            wait_for(comes_from_the_store, 2 * _LONGEST_PAUSE_S)
+            assert server.metrics()["sglang:hicache_breaker_open"] == 0
+            assert server.stop() == 0
+
+
+def test_c9_a_server_exits_at_once_where_the_master_is_missing() -> None:
+    env = {
+        "MOONCAKE_MASTER": f"127.0.0.1:{get_free_port()}",
+        "MOONCAKE_PROTOCOL": "tcp",
+    }
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="status [1-9]") as ended:
+        EngineServer(*FLAGS, env=env).start()
+    assert time.monotonic() - began < 30, "not Mooncake's own 90 seconds"
+    assert "MOONCAKE_MASTER" in str(ended.value)
+    assert "Traceback" not in str(ended.value)
+
+
+def test_c9_a_server_waits_for_the_master() -> None:
+    with MooncakeCluster(segment_size="128mb") as cluster:
+        cluster.master.kill()
+        server = EngineServer(*FLAGS, *extra(on_unreachable="wait"), env=cluster.engine_env())
+        failed: list[Exception] = []
+
+        def start() -> None:
+            try:
+                server.start()
+            except (RuntimeError, TimeoutError) as error:
+                failed.append(error)
+
+        starting = threading.Thread(target=start)
+        starting.start()
+        try:
+            # Long enough that the server has asked for the master, and found nobody.
+            starting.join(8)
+            assert starting.is_alive() and not failed
+            cluster.master.start()
+            starting.join(60)
+            assert not failed
+            prompt = tokens(12)
+            server.generate(prompt)
+            server.flush()
+            assert server.generate(prompt).cached["storage"] == 576
+        finally:
+            starting.join(120)
+            server.kill()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,187 @@
+"""Faults C4, C7 and C8: store nodes that are slow, stopped or killed under a real Mooncake Store.
+
+The engine's side is a `CacheRig`: every prefix that it reuses is compared with what the tokens
+must have given, and the owners of all pages are counted whenever it is said below.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.storage_io import PAGES_PER_CALL
+from sglang.test.cache_rig import Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.storage_rigs import PAGE, StorageRigs, counts
+
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+
+PAGES = 100
+PROMPT = [*range(PAGES * PAGE), 7]
+EPSILON_S = 0.6
+"""What a request may take beyond its timeout, on a machine that runs other tests beside it."""
+
+
+class StoppedInMidGet(MooncakeStore):
+    """Runs `before_get(n)` before the n-th get of a page batch, from 0 on."""
+
+    before_get: ClassVar[Callable[[int], None]]
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Any:
+        number = self.__dict__.setdefault("gets", 0)
+        self.__dict__["gets"] += 1
+        type(self).before_get(number)
+        return super().batch_get_v2(transfers, extra_info)
+
+
+def written(rigs: StorageRigs) -> None:
+    """Have the pages of `PROMPT` in the store."""
+    writer = rigs.make()
+    assert writer.run(PROMPT) == Reused()
+    writer.settle()
+
+
+def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"default_kv_lease_ttl": 500}
+    with MooncakeCluster(segment_size="64mb", master_flags=flags) as cluster:
+        node = cluster.nodes[0]
+
+        def slow(number: int) -> None:
+            if number == 0:
+                node.suspend()
+                threading.Timer(1.2, node.resume).start()
+
+        monkeypatch.setattr(StoppedInMidGet, "before_get", staticmethod(slow), raising=False)
+        with StorageRigs.on(cluster) as rigs:
+            written(rigs)
+            reader = rigs.make(StoppedInMidGet)
+            assert reader.run(PROMPT) == Reused()
+            reader.settle()
+            assert counts(reader.hi.metrics.pages)["get/miss"] >= 1
+            assert counts(reader.hi.metrics.prefetch_outcomes) == {"miss": 1}
+            # Nothing is wrong with the objects, nor with the store.
+            reader.flush()
+            assert reader.run(PROMPT) == Reused(storage=PAGES * PAGE)
+            reader.settle()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    with MooncakeCluster(segment_size="64mb") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("policy", "timeout_s"), [("best_effort", 0.0), ("wait_complete", 1.5), ("timeout", 1.0)]
+)
+def test_c7_a_node_stopped_in_mid_get(
+    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch, policy: str, timeout_s: float
+) -> None:
+    """The first 64 pages land, then the node stops: those are used, in the policy's time."""
+    node = cluster.nodes[0]
+    monkeypatch.setattr(
+        StoppedInMidGet,
+        "before_get",
+        staticmethod(lambda number: node.suspend() if number == 1 else None),
+        raising=False,
+    )
+    times = {
+        "prefetch_timeout_max": 1.5,
+        "prefetch_timeout_base": 1.0,
+        "prefetch_timeout_per_ki_token": 0.0,
+    }
+    with StorageRigs.on(cluster, **times) as rigs:
+        written(rigs)
+        reader = rigs.make(StoppedInMidGet, hicache_storage_prefetch_policy=policy)
+        try:
+            began = time.monotonic()
+            reader.arrive("held", PROMPT)
+            operation = reader.hi._board.operations()[0]
+            reader.until(lambda: operation.landed_pages == PAGES_PER_CALL)
+            reader.tick()
+            landed_after = time.monotonic() - began
+            reader.until(lambda: reader.tree.check_prefetch_progress("held"))
+            waited = time.monotonic() - began
+            request, reused = reader.admit("held", PROMPT)
+            reader.finish(request)
+            assert reused == Reused(storage=PAGES_PER_CALL * PAGE)
+            if policy == "best_effort":
+                assert waited - landed_after < EPSILON_S
+            else:
+                assert timeout_s <= waited < timeout_s + EPSILON_S
+            # The pages that the call may still write to are neither free nor visible.
+            assert not operation.ended
+            reader.tree.check_integrity()
+            assert reader.hi.is_busy()["prefetches"] == 1
+            began = time.monotonic()
+            reader.run(range(5000, 5040))
+            assert time.monotonic() - began < timeout_s + EPSILON_S, "others wait no longer"
+        finally:
+            node.resume()
+        reader.settle()
+        assert operation.ended
+        reader.flush()
+        assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
+        assert rigs.make().run(PROMPT) == Reused(storage=PAGES * PAGE)
+
+
+def test_c8_a_node_killed_under_load() -> None:
+    """Three nodes, one is killed -9: all requests finish, with right bytes, and misses counted."""
+    rng = random.Random(8)
+    prompts = [[family * 1000 + i for i in range(160)] + [7] for family in range(12)]
+    with (
+        MooncakeCluster(
+            num_nodes=3, segment_size="32mb", master_flags={"client_ttl": 2}
+        ) as cluster,
+        StorageRigs.on(cluster, prefetch_timeout_max=5.0) as rigs,
+    ):
+        writer, reader = rigs.make(), rigs.make()
+        for prompt in prompts:
+            writer.run(prompt)
+            writer.settle()
+        assert reader.run(prompts[0]) == Reused(storage=160)
+        slowest = 0.0
+        reused = 0
+        for step in range(40):
+            if step == 5:
+                cluster.nodes[1].kill()
+            rig = rng.choice((writer, reader))
+            began = time.monotonic()
+            reused += rig.run([*rng.choice(prompts)[: rng.randrange(40, 160)], 9]).total
+            slowest = max(slowest, time.monotonic() - began)
+            if step % 4 == 3:
+                rig.flush()
+        for rig in (writer, reader):
+            rig.settle()
+        assert slowest < 5.0 + EPSILON_S
+        assert reused > 0
+        both = [counts(rig.hi.metrics.pages) for rig in (writer, reader)]
+        lost = sum(
+            seen.get(f"get/{word}", 0) for seen in both for word in ("miss", "failed")
+        ) + sum(counts(rig.hi.metrics.prefetch_outcomes).get("miss", 0) for rig in (writer, reader))
+        assert lost >= 1, both
+        # Two nodes are a whole store again: what is written now is read by the other.
+        fresh = [*range(90_000, 90_160), 7]
+
+        def stored_by_two() -> bool:
+            for rig in (writer, reader):
+                rig.flush()
+            writer.run(fresh)
+            writer.settle()
+            return reader.run(fresh).storage == 160
+
+        writer.until(stored_by_two)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
