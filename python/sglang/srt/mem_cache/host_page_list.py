@@ -69,15 +69,15 @@ class HostPageList:
         self._num_free += len(pages)
         return len(indices)
 
-    def free_slots(self) -> torch.Tensor:
-        """int64 `[n]`: every free token slot. For the self check."""
-        free = self._stack[: self._num_free]
-        return torch.from_numpy((free[:, None] * self.page_size + self._offsets).reshape(-1))
+    def free_page_ids(self) -> torch.Tensor:
+        """int64 `[n]`: every free page, by number. For the self check."""
+        return torch.from_numpy(self._stack[: self._num_free])
 
     def check_integrity(self) -> None:
         """Assert that every page is either owned or free, once. O(pages); for idle times."""
         free = self._stack[: self._num_free]
-        assert len(np.unique(free)) == self._num_free, "a host page is in the free list twice"
+        times = np.bincount(free, minlength=self.page_num)
+        assert times.max(initial=0) <= 1, "a host page is in the free list twice"
         assert not self._owned[free].any(), "a free host page is marked as owned"
         owned = int(self._owned.sum())
         assert owned + self._num_free == self.page_num, (

@@ -266,9 +266,9 @@ class HostKVCache(ABC):
         """Free tokens."""
         return self._pages.available_size()
 
-    def free_slots(self) -> torch.Tensor:
-        """int64 `[n]`: every free token slot. For the self check."""
-        return self._pages.free_slots()
+    def free_page_ids(self) -> torch.Tensor:
+        """int64 `[n]`: every free page, by number. For the self check."""
+        return self._pages.free_page_ids()
 
     def clear(self) -> None:
         """Free every page. Their bytes stay as they are."""

@@ -113,8 +113,8 @@ class HostPoolGroup:
     def available_size(self) -> int:
         return self.anchor.available_size()
 
-    def free_slots(self) -> torch.Tensor:
-        return self.anchor.free_slots()
+    def free_page_ids(self) -> torch.Tensor:
+        return self.anchor.free_page_ids()
 
     def clear(self) -> None:
         """Free every page of every pool."""

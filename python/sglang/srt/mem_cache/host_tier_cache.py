@@ -359,7 +359,7 @@ class HostTierCache(RadixCache):
         super().check_integrity(request_slots)
         self.host_pool.check_integrity()
         books = PageBooks("host", self.host_pool.size, self.page_size)
-        books.own("the free list", self.host_pool.free_slots())
+        books.own_pages("the free list", self.host_pool.free_page_ids())
         for node in self.nodes():
             books.own(repr(node), node.host_value)
             if self._is_host_candidate(node):

@@ -6,11 +6,15 @@ Called by tests and by an idle scheduler; O(pages + nodes).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.tree_node import TreeNode
+
+PageArray: TypeAlias = npt.NDArray[np.int64]
 
 
 class PageBooks:
@@ -28,35 +32,41 @@ class PageBooks:
         self._page_size = page_size
         self._first = first_page
         self._pages = size // page_size
-        self._owners: list[str] = []
-        self._owner_of = np.full(self._pages, -1, dtype=np.int64)
+        self._owned: list[tuple[str, PageArray]] = []
 
     def own(self, owner: str, slots: torch.Tensor | None) -> None:
-        """`owner` has the pages that `slots` (int64 token slots) lie in.
+        """`owner` has the pages that `slots` (int64 token slots, in any number a page) lie in."""
+        if slots is not None and len(slots):
+            pages = slots.cpu().numpy() // self._page_size
+            starts = np.flatnonzero(np.diff(pages, prepend=-1))
+            self._owned.append((owner, pages[starts]))
 
-        Raises:
-            AssertionError: A page is outside the pool or has an owner already.
-        """
-        if slots is None or len(slots) == 0:
-            return
-        pages = np.unique(slots.cpu().numpy() // self._page_size) - self._first
-        outside = pages[(pages < 0) | (pages >= self._pages)]
-        assert not len(outside), f"{self._tier}: {owner} owns pages outside the pool: {outside}"
-        taken = pages[self._owner_of[pages] >= 0]
-        assert not len(taken), (
-            f"{self._tier}: page {taken[0] + self._first} is owned by "
-            f"{self._owners[self._owner_of[taken[0]]]} and by {owner}"
-        )
-        self._owner_of[pages] = len(self._owners)
-        self._owners.append(owner)
+    def own_pages(self, owner: str, pages: torch.Tensor) -> None:
+        """`owner` has `pages` (int64, by number, padding pages counted)."""
+        self._owned.append((owner, pages.cpu().numpy()))
 
     def check(self) -> None:
-        """Raises AssertionError when a page has no owner."""
-        lost = np.flatnonzero(self._owner_of < 0)
+        """Assert that each page has one owner.
+
+        Raises:
+            AssertionError: Names a page that has none, or two, or is outside the pool.
+        """
+        named = [pages - self._first for _, pages in self._owned]
+        pages = np.concatenate([np.empty(0, dtype=np.int64), *named])
+        outside = pages[(pages < 0) | (pages >= self._pages)]
+        assert not len(outside), f"{self._tier}: pages outside the pool are owned: {outside[:8]}"
+        owners = np.bincount(pages, minlength=self._pages)
+        twice = np.flatnonzero(owners > 1)
+        assert not len(twice), self._accuse(int(twice[0]) + self._first)
+        lost = np.flatnonzero(owners == 0)
         assert not len(lost), (
             f"{self._tier}: {len(lost)} of {self._pages} pages have no owner, "
             f"the first is {lost[0] + self._first}"
         )
+
+    def _accuse(self, page: int) -> str:
+        owners = [owner for owner, pages in self._owned for _ in range(int((pages == page).sum()))]
+        return f"{self._tier}: page {page} is owned by {' and by '.join(owners)}"
 
 
 def check_nodes(root: TreeNode, nodes: Sequence[TreeNode], page_size: int) -> None:

@@ -368,7 +368,7 @@ class RadixCache(BasePrefixCache):
                 assert node in self._device_heap, f"{node} could be evicted but is not offered"
         allocator = self.token_to_kv_pool_allocator
         books = PageBooks("device", allocator.size, self.page_size, first_page=1)
-        books.own("the free list", allocator.free_slots())
+        books.own_pages("the free list", allocator.free_page_ids())
         for node in on_device:
             books.own(repr(node), node.value)
         for index, slots in enumerate(request_slots):

@@ -98,11 +98,10 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._released = []
             self._num_released = 0
 
-    def free_slots(self) -> torch.Tensor:
-        """int64 `[available_size()]`: every free slot, ascending. For the self check."""
-        pages = torch.cat([self.free_pages, *self._released]).sort().values
-        offsets = torch.arange(self.page_size, dtype=torch.int64, device=self.device)
-        return (pages[:, None] * self.page_size + offsets).reshape(-1)
+    def free_page_ids(self) -> torch.Tensor:
+        """int64 `[n]`: every free page, by number; a slot divided by the page size. For the self
+        check."""
+        return torch.cat([self.free_pages, *self._released])
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
