@@ -34,7 +34,11 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("model_executor.forward_batch_info", "model_executor.pool_sizing"),
     ("layers",),
     ("models", "model_loader"),
-    ("model_executor.model_runner", "model_executor.cuda_graph_runner"),
+    (
+        "model_executor.model_runner",
+        "model_executor.cuda_graph_runner",
+        "model_executor.warm_up",
+    ),
     ("managers.schedule_batch", "managers.schedule_policy", "managers.tp_worker"),
     (
         "managers.scheduler",
