@@ -233,7 +233,7 @@ class CacheRig:
 
 def expected_kv(ids: Sequence[int], extra_key: str | None) -> torch.Tensor:
     """float64 `[len(ids)]`: a number for each position that depends on all tokens up to it."""
-    value = sum((extra_key or "").encode())
+    value = sum((extra_key or "").encode("utf-8", "surrogatepass"))
     values = []
     for token in ids:
         value = (value * 31 + token + 1) % 251

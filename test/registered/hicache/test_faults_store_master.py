@@ -124,7 +124,7 @@ def test_c9_a_server_exits_at_once_where_the_master_is_missing() -> None:
         "MOONCAKE_PROTOCOL": "tcp",
     }
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="status [1-9]") as ended:
+    with pytest.raises(RuntimeError, match=r"status [1-9]") as ended:
         EngineServer(*FLAGS, env=env).start()
     assert time.monotonic() - began < 30, "not Mooncake's own 90 seconds"
     assert "MOONCAKE_MASTER" in str(ended.value)

@@ -1,0 +1,299 @@
+"""Faults C10, C12 and C18: a store that times out, tiers that are too small, disks that refuse."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache import storage_io as storage_io_module
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageExtraInfo,
+    PoolTransfer,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.radix_key import RadixKey
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+
+PROMPT = [*range(160), 7]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    with MooncakeCluster(segment_size="128mb") as running:
+        yield running
+
+
+# -- C10 -----------------------------------------------------------------------------------------
+
+
+class TimesOut(MooncakeStore):
+    """Knows its objects, but gets none across in time while `is_sick`; probes tell the truth."""
+
+    is_sick: ClassVar[bool] = False
+    asked: ClassVar[list[str]] = []
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Any:
+        if not type(self).is_sick:
+            return super().batch_get_v2(transfers, extra_info)
+        type(self).asked.extend(transfers[0].keys or [])
+        time.sleep(0.5)
+        raise StorageUnavailable("timed out")
+
+    def probe(self) -> bool:
+        return not type(self).is_sick and super().probe()
+
+
+def test_c10_a_store_that_keeps_timing_out(
+    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second stands in for the minute of a real timeout."""
+    monkeypatch.setattr(storage_io_module, "_STUCK_AFTER_S", 0.3)
+    monkeypatch.setattr(TimesOut, "asked", [])
+    with StorageRigs.on(cluster, prefetch_timeout_max=1.0) as rigs:
+        writer, reader = rigs.make(), rigs.make(TimesOut)
+        writer.run(PROMPT)
+        writer.settle()
+        monkeypatch.setattr(TimesOut, "is_sick", True)
+        began = time.monotonic()
+        rounds = 0
+        while time.monotonic() - began < 4.0:
+            reader.run(PROMPT)
+            reader.flush()
+            rounds += 1
+        assert rounds > 20, "left alone, the store costs nothing"
+        assert len(TimesOut.asked) == len(set(TimesOut.asked)), "a key timed out twice"
+        assert storage_io_of(reader).is_open
+        assert reader.hi.metrics.breaker_open._value.get() == 1
+        # Its probe closes the breaker once it is well; that prompt waits out its period.
+        monkeypatch.setattr(TimesOut, "is_sick", False)
+        other = [*range(1000, 1160), 7]
+        writer.run(other)
+        writer.settle()
+
+        def healed() -> bool:
+            reader.flush()
+            return reader.run(other) == Reused(storage=160)
+
+        reader.until(healed)
+        assert not storage_io_of(reader).is_open
+        assert reader.hi.metrics.breaker_open._value.get() == 0
+
+
+# -- C12 -----------------------------------------------------------------------------------------
+
+
+class Losses:
+    """Notes which pages a rig counts as lost: dropped from L1, or refused on their way to L3."""
+
+    def __init__(self, rig: CacheRig) -> None:
+        self._tree = tree = rig.hi
+        self._dropped: set[str] = set()
+        self._refused: set[str] = set()
+        self._drop, self._write = tree._drop, tree.write_backup_storage
+        tree._drop = self._on_drop  # type: ignore[method-assign]
+        tree.write_backup_storage = self._on_write  # type: ignore[method-assign]
+
+    def _on_drop(self, node: TreeNode) -> int:
+        below = [node]
+        for at in below:
+            below.extend(at.children.values())
+        pages = {page for at in below for page in at.page_hashes(PAGE)}
+        before = self._counted("dropped")
+        freed = self._drop(node)
+        if freed:
+            assert self._counted("dropped") - before == len(pages) * PAGE
+            self._dropped |= pages
+        return freed
+
+    def _on_write(self, node: TreeNode) -> str | None:
+        reason = self._write(node)
+        if reason is not None:
+            self._refused.update(node.page_hashes(PAGE))
+        return reason
+
+    def _counted(self, name: str) -> float:
+        return sum(counts(getattr(self._tree.metrics, name)).values())
+
+    def pages(self) -> set[str]:
+        """What may be missing, given the counters."""
+        refusals = counts(self._tree.metrics.backup_outcomes)
+        refusals.pop("landed", None)
+        return self._dropped | (self._refused if refusals else set())
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_c12_tiers_far_smaller_than_the_working_set(cluster: MooncakeCluster, policy: str) -> None:
+    """L1 of 14 pages, L2 of 10, a working set of about 300: nothing is lost without a count."""
+    rng = random.Random(policy)
+    settings: dict[str, Any] = {"hicache_write_policy": policy, "hicache_ratio": 10 / 14}
+    with StorageRigs.on(cluster) as rigs:
+        rig = rigs.make(l1_pages=14, **settings)
+        losses = Losses(rig)
+        prompts = []
+        for step in range(120):
+            family, length = rng.randrange(12), rng.randrange(6, 44)
+            prompt = [family * 1000 + i // 16 * (1 + step % 3) * 16 + i for i in range(length)]
+            prompts.append(prompt)
+            rig.run(prompt)
+            if step % 3 == 0:
+                rig.settle()
+        rig.settle()
+        promised = {page for prompt in prompts for page in RadixKey(prompt).page_hashes(PAGE)}
+        in_tree = {page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)}
+        in_store = check_no_orphans(rig, prompts)
+        assert promised - in_tree - in_store <= losses.pages(), "lost without a count"
+        assert len(in_store) > 0.25 * len(promised)
+        # A reader finds prefixes, and with the right bytes, which the rig compares.
+        reader = rigs.make()
+        for prompt in rng.sample(prompts, 20):
+            reader.run(prompt)
+            reader.flush()
+
+
+def check_no_orphans(rig: CacheRig, prompts: list[list[int]]) -> set[str]:
+    """Every page in the store has all its ancestors there; the hashes of those pages."""
+    io = storage_io_of(rig)
+    assert isinstance(io.storage, MooncakeStore)
+    found: set[str] = set()
+    for prompt in prompts:
+        pages = RadixKey(prompt).page_hashes(PAGE)
+        there = io.storage._exist([io.storage.object_key(key, "kv") for key in io._keys(pages)])
+        reach = there.index(False) if False in there else len(there)
+        assert not any(there[reach:]), "a page was written whose ancestors are not there"
+        found.update(pages[:reach])
+    return found
+
+
+# -- C18 -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def file_rigs(root: Path) -> Iterator[StorageRigs]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(root)), StorageRigs() as rigs:
+        yield rigs
+
+
+@contextmanager
+def tiny_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own. Skips the test where mounting is not allowed."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_c18_a_full_disk_refuses_writes_and_costs_no_request(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk", "128k") as disk, file_rigs(disk) as rigs:
+        rig = rigs.make("file")
+        for family in range(6):
+            assert rig.run([*range(family * 1000, family * 1000 + 80), 7]) == Reused()
+        rig.settle()
+        outcomes = counts(rig.hi.metrics.backup_outcomes)
+        assert outcomes["landed"] >= 1 and outcomes["failed"] >= 1, outcomes
+        assert not storage_io_of(rig).is_open, "a full disk can be read"
+        rig.flush()
+        assert rig.run([*range(80), 7]) == Reused(storage=80)
+        assert rig.run([*range(5000, 5080), 7]).storage < 80
+        rig.settle()
+        assert not list((disk / ".tmp").iterdir()), "no torn files"
+        # Room again: what is used next is written.
+        rig.hi.clear_storage_backend()
+        rig.flush()
+        rig.run([*range(5000, 5080), 7])
+        rig.flush()
+        assert rig.run([*range(5000, 5080), 7]) == Reused(storage=80)
+
+
+def test_c18_a_read_only_directory_is_read(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk", "4m") as disk, file_rigs(disk) as rigs:
+        writer = rigs.make("file")
+        writer.run(PROMPT)
+        writer.settle()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        reader = rigs.make("file")
+        assert reader.run(PROMPT) == Reused(storage=160)
+        assert reader.run([*range(9000, 9160), 7]) == Reused()
+        reader.settle()
+        assert counts(reader.hi.metrics.backup_outcomes)["failed"] == 1
+        # Damage cannot be removed here; it is a miss all the same.
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        victim = sorted(path for path in disk.glob("*/??/*") if path.is_file())[0]
+        victim.write_bytes(b"\0" * victim.stat().st_size)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for _ in range(2):
+            reader.flush()
+            assert reader.run(PROMPT).storage < 160
+        reader.settle()
+
+
+def test_c18_foreign_files_under_our_names_are_misses(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(os.urandom(5000))
+    root = tmp_path / "root"
+    with file_rigs(root) as rigs:
+        writer = rigs.make("file")
+        writer.run(PROMPT)
+        writer.settle()
+        names = sorted(path for path in root.glob("*/??/*") if path.is_file())
+        assert len(names) == 160 // PAGE
+        for index, path in enumerate(names):
+            path.unlink()
+            match index % 5:
+                case 0:
+                    path.mkdir()
+                case 1:
+                    os.mkfifo(path)
+                case 2:
+                    path.symlink_to(secret)
+                case 3:
+                    path.write_text("not an object")
+                case 4:
+                    path.symlink_to(path)
+        (root / "notes.txt").write_text("x")
+        reader = rigs.make("file")
+        before = secret.read_bytes()
+        for _ in range(2):
+            assert reader.run(PROMPT) == Reused()
+            reader.flush()
+        assert secret.read_bytes() == before
+        assert (root / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("key", ["../../../etc/passwd", "..", "a/b", "\0", "x" * 4000, "\ud800"])
+def test_c18_hostile_extra_keys_stay_inside_the_root(tmp_path: Path, key: str) -> None:
+    root = tmp_path / "a" / "root"
+    with file_rigs(root) as rigs:
+        rig = rigs.make("file")
+        rig.run(PROMPT, key)
+        rig.flush()
+        assert rig.run(PROMPT, key) == Reused(storage=160)
+        assert rig.run(PROMPT, key + "x") == Reused()
+        rig.settle()
+    assert [entry.name for entry in (tmp_path / "a").iterdir()] == ["root"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
