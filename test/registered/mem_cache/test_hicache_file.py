@@ -163,13 +163,23 @@ def test_swapped_objects_are_damage_with_or_without_checksums(tmp_path: Path, ve
 
 
 @pytest.mark.parametrize("writer_verifies", [True, False])
-def test_readers_with_and_without_checksums_share_objects(
+def test_a_reader_without_checksums_takes_every_object(
     tmp_path: Path, writer_verifies: bool
 ) -> None:
     assert Bench(tmp_path, verify_checksum=writer_verifies).put() == [LANDED] * 3
-    reader = Bench(tmp_path, verify_checksum=not writer_verifies)
+    reader = Bench(tmp_path, verify_checksum=False)
     assert reader.get() == [LANDED] * 3
     assert reader.landed_pages() == reader.pages
+
+
+def test_what_has_no_checksum_is_damage_to_who_verifies_and_heals(tmp_path: Path) -> None:
+    trusting = Bench(tmp_path, verify_checksum=False)
+    trusting.put()
+    verifying = Bench(tmp_path, verify_checksum=True)
+    assert verifying.get() == [DAMAGED, SHORT, SHORT]
+    assert verifying.put() == [LANDED] * 3
+    assert verifying.get() == [LANDED, DAMAGED, SHORT]
+    assert trusting.get()[0] is LANDED
 
 
 def test_a_missing_page_ends_the_prefix(bench: Bench) -> None:

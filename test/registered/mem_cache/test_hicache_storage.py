@@ -191,6 +191,15 @@ def test_every_flipped_bit_is_noticed() -> None:
     assert is_intact(trailer, [page], key, verify_checksum=True)
 
 
+def test_a_trailer_without_a_checksum_passes_for_the_key_alone() -> None:
+    page, key = bytes(range(64)), "ns/ab/kv"
+    trailer = seal([page], key, with_checksum=False)
+    assert len(trailer) == TRAILER_BYTES
+    assert is_intact(trailer, [], key, verify_checksum=False)
+    assert not is_intact(trailer, [], "ns/cd/kv", verify_checksum=False)
+    assert not is_intact(trailer, [page], key, verify_checksum=True)
+
+
 def test_verify_checksum_must_be_a_bool() -> None:
     assert storage_config().verify_checksum
     assert not storage_config(verify_checksum=False).verify_checksum

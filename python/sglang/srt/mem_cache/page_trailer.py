@@ -1,11 +1,12 @@
 """The 32 bytes that end every L3 object, and tell a flipped, torn or swapped one from a good one.
 
-Bytes 0 to 15: xxh3-128 of the page's bytes, buffers in order (K, then V). Bytes 16 to 31: the
-first 16 bytes of sha256 of the full object key.
+Bytes 0 to 15: xxh3-128 of the page's bytes, buffers in order (K, then V), or `NO_CHECKSUM`. Bytes
+16 to 31: the first 16 bytes of sha256 of the full object key.
 
-`verify_checksum` governs reading only. A writer always seals both halves, so engines with and
-without it share objects in either direction; a reader without it still checks the key (which
-costs nothing: the bytes are there) and skips hashing the page.
+With `verify_checksum` off an engine neither writes nor reads checksums; it still writes and checks
+the key, which costs nothing to speak of. Such a reader takes everybody's objects. One that verifies
+takes an object without a checksum for a damaged one, since it could be: it is removed, computed
+again and written with its checksum, after which both kinds of engine use it.
 
 Any thread; hashing releases the GIL for all but tiny pages.
 """
@@ -19,6 +20,8 @@ from typing import Final, TypeAlias
 import xxhash
 
 TRAILER_BYTES: Final = 32
+NO_CHECKSUM: Final = b"no page checksum"
+"""Stands where the checksum would be. A page that hashes to it is as likely as any forged hash."""
 _HALF: Final = 16
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -37,9 +40,9 @@ def page_digest(buffers: Iterable[Buffer]) -> bytes:
     return digest.digest()
 
 
-def seal(buffers: Iterable[Buffer], object_key: str) -> bytes:
-    """The trailer of an object."""
-    return page_digest(buffers) + key_digest(object_key)
+def seal(buffers: Iterable[Buffer], object_key: str, *, with_checksum: bool = True) -> bytes:
+    """The trailer of an object; without a checksum `buffers` are not read."""
+    return (page_digest(buffers) if with_checksum else NO_CHECKSUM) + key_digest(object_key)
 
 
 def is_intact(

@@ -254,13 +254,16 @@ class HiCacheStorage(ABC):
         self, pool_name: str, keys: list[str], host_indices: torch.Tensor
     ) -> list[CacheOutcome]:
         pool = self.pool(pool_name)
+        assert self.storage_config is not None
         outcomes: list[CacheOutcome] = []
         pages = host_indices.view(len(keys), pool.page_size)
         for key, slots in zip(keys, pages, strict=True):
             value = torch.empty(pool.page_bytes + TRAILER_BYTES, dtype=torch.uint8)
             pool.gather_pages(slots, value[: pool.page_bytes].view(1, -1))
             raw = value.numpy().data
-            raw[pool.page_bytes :] = seal((raw[: pool.page_bytes],), key)
+            raw[pool.page_bytes :] = seal(
+                (raw[: pool.page_bytes],), key, with_checksum=self.storage_config.verify_checksum
+            )
             done = self.set(key, value)
             outcomes.append(CacheOutcome.LANDED if done else CacheOutcome.FAILED)
         return outcomes

@@ -178,7 +178,8 @@ class HiCacheFile(HiCacheStorage):
     def _write(self, key: str, buffers: Sequence[memoryview]) -> CacheOutcome:
         path = self._files.path(*self._split(key))
         try:
-            self._files.write(path, [*buffers, memoryview(seal(buffers, key))])
+            trailer = seal(buffers, key, with_checksum=self._verify)
+            self._files.write(path, [*buffers, memoryview(trailer)])
         except OSError as error:
             self._warn.warning("file-write", "L3 object cannot be written: %s", error)
             return CacheOutcome.FAILED

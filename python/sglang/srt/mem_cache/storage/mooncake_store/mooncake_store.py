@@ -150,7 +150,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         known = self._rows.get(name)
         if known is not None and known.pool is pool:
             return
-        rows = PoolRows(pool)
+        rows = PoolRows(pool, with_checksum=self._verify)
         for tensor in rows.buffers():
             self.register_buffer(tensor)
         self._rows[name] = rows
@@ -241,9 +241,10 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
                 get_outcome(code, sum(sizes))
                 for code, sizes in zip(codes, batch.sizes, strict=True)
             ]
-            for index, outcome in enumerate(outcomes):
-                if outcome and not rows.is_intact(batch, index, verify_checksum=self._verify):
-                    outcomes[index] = CacheOutcome.DAMAGED
+            for index in rows.find_damaged(
+                batch, [index for index, outcome in enumerate(outcomes) if outcome]
+            ):
+                outcomes[index] = CacheOutcome.DAMAGED
             rows.deliver(batch, [index for index, one in enumerate(outcomes) if one])
         for key, outcome in zip(batch.keys, outcomes, strict=True):
             if outcome is CacheOutcome.DAMAGED:
@@ -375,7 +376,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         if source is None:
             raise ValueError("value: MooncakeStore stores a tensor")
         raw = source.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        code: int = self._client.store.put(key, raw + seal([raw], key))
+        code: int = self._client.store.put(key, raw + seal([raw], key, with_checksum=self._verify))
         return bool(set_outcome(code))
 
     def exists(self, key: str) -> bool:

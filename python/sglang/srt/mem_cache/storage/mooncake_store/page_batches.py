@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import MIB
@@ -39,15 +41,17 @@ class PageBatch:
     ptrs: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
     views: list[list[memoryview]] = field(default_factory=list)
-    """Per page the same memory as `ptrs`, without the trailer."""
+    """Per page the same memory as `ptrs`, without the trailer; empty where nothing is hashed."""
 
     @property
     def num_slices(self) -> int:
         return sum(len(parts) for parts in self.ptrs)
 
-    def trailer(self, index: int) -> memoryview:
-        """The trailer of one page, writable."""
-        return self.rows[index, -TRAILER_BYTES:].numpy().data
+    @property
+    def trailers(self) -> npt.NDArray[np.uint8]:
+        """`[pages, TRAILER_BYTES]`, a view."""
+        trailers: npt.NDArray[np.uint8] = self.rows[:, -TRAILER_BYTES:].numpy()
+        return trailers
 
 
 class PoolRows:
@@ -56,8 +60,12 @@ class PoolRows:
     Threads: at most one get and one set at a time, each from a thread of its own.
     """
 
-    def __init__(self, pool: StoragePool) -> None:
+    def __init__(self, pool: StoragePool, *, with_checksum: bool = True) -> None:
+        """Args:
+        with_checksum: Hash pages, both those that are put and those that were got.
+        """
         self.pool = pool
+        self._with_checksum = with_checksum
         self.row_bytes = TRAILER_BYTES + (0 if pool.is_zero_copy else pool.page_bytes)
         self.batch_pages = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // pool.page_bytes))
         self._free: dict[bool, queue.SimpleQueue[torch.Tensor]] = {
@@ -91,7 +99,8 @@ class PoolRows:
         if not self.pool.is_zero_copy:
             batch.ptrs = [[ptr] for ptr in row_ptrs]
             batch.sizes = [[self.row_bytes]] * len(keys)
-            batch.views = [[row[:-TRAILER_BYTES].numpy().data] for row in batch.rows]
+            if self._with_checksum:
+                batch.views = [[row.data] for row in batch.rows[:, :-TRAILER_BYTES].numpy()]
             return batch
         ptrs, sizes = self.pool.get_page_buffer_meta(slots)
         parts = len(ptrs) // max(1, len(keys))
@@ -100,29 +109,46 @@ class PoolRows:
             for index in range(len(keys))
         ]
         batch.sizes = [[*sizes[:parts], TRAILER_BYTES]] * len(keys)
-        batch.views = self.pool.get_page_views(slots)
+        if self._with_checksum:
+            batch.views = self.pool.get_page_views(slots)
         return batch
 
     def seal(self, batch: PageBatch) -> None:
         """Make a batch ready to be put: stage its pages where needed and write its trailers."""
         if not self.pool.is_zero_copy:
             self.pool.gather_pages(batch.slots, batch.rows[:, :-TRAILER_BYTES])
-        for index, (key, views) in enumerate(zip(batch.keys, batch.views, strict=True)):
-            batch.trailer(index)[:] = seal(views, key)
-
-    def is_intact(self, batch: PageBatch, index: int, *, verify_checksum: bool) -> bool:
-        """Whether the page that was got is the one that was put under this key."""
-        return is_intact(
-            batch.trailer(index),
-            batch.views[index],
-            batch.keys[index],
-            verify_checksum=verify_checksum,
+        raw = b"".join(
+            seal(self._views(batch, index), key, with_checksum=self._with_checksum)
+            for index, key in enumerate(batch.keys)
         )
+        batch.trailers[:] = np.frombuffer(raw, dtype=np.uint8).reshape(-1, TRAILER_BYTES)
+
+    def find_damaged(self, batch: PageBatch, arrived: Sequence[int]) -> list[int]:
+        """Of the pages that were got, those that are not what was put under their keys."""
+        raw = batch.trailers.tobytes()
+        return [
+            index
+            for index in arrived
+            if not is_intact(
+                raw[index * TRAILER_BYTES : (index + 1) * TRAILER_BYTES],
+                self._views(batch, index),
+                batch.keys[index],
+                verify_checksum=self._with_checksum,
+            )
+        ]
+
+    def _views(self, batch: PageBatch, index: int) -> list[memoryview]:
+        return batch.views[index] if self._with_checksum else []
 
     def deliver(self, batch: PageBatch, landed: Sequence[int]) -> None:
         """Move staged pages (indices into the batch) to their slots; in place there is nothing."""
         if self.pool.is_zero_copy or not landed:
             return
+        slots = batch.slots.view(len(batch.keys), -1)
+        count = len(landed)
+        if landed[-1] == count - 1:
+            # The first pages, usually all: no index, hence no copy on the way.
+            self.pool.scatter_pages(slots[:count].reshape(-1), batch.rows[:count, :-TRAILER_BYTES])
+            return
         chosen = torch.tensor(landed, dtype=torch.int64)
-        slots = batch.slots.view(len(batch.keys), -1)[chosen].reshape(-1)
-        self.pool.scatter_pages(slots, batch.rows[chosen][:, :-TRAILER_BYTES])
+        self.pool.scatter_pages(slots[chosen].reshape(-1), batch.rows[chosen][:, :-TRAILER_BYTES])

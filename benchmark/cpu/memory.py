@@ -1,0 +1,84 @@
+"""Resident memory of all processes after many requests, against after the first tenth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import orjson
+import psutil
+from cpu.rows import Figure, Outcome, random_prompts
+
+from sglang.benchmark.load_generator import open_session
+from sglang.test.engine_server import EngineServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+
+_MB = 1e6
+_PROMPT_TOKENS = 80
+"""One page of 64 and a rest: each request writes a page to L2 and L3."""
+_CONCURRENCY = 32
+
+
+def growth(quick: bool) -> Outcome:
+    """Engine with three tiers, each full long before the first look; master and store node too."""
+    total = 2000 if quick else 10_000
+    first = total // 10
+    with ExitStack() as stack:
+        # 1,000 pages overfill every tier: L1 has 64 pages, L2 128, the store 32 MiB.
+        cluster = stack.enter_context(MooncakeCluster(segment_size="32mb"))
+        server = stack.enter_context(
+            EngineServer(
+                "--hicache-storage-backend", "mooncake", "--log-level", "error",
+                "--max-total-tokens", "4096", env=cluster.engine_env(),
+            )
+        )  # fmt: skip
+        roots = [server.process.pid, cluster.master.pid, *(node.pid for node in cluster.nodes)]
+        seen = {}
+        done = 0
+        for goal in (first, total // 2, total):
+            prompts = random_prompts(goal, goal - done, _PROMPT_TOKENS)
+            asyncio.run(_ask_all(server.url, prompts))
+            done = goal
+            server.flush()
+            seen[goal] = resident(roots)
+    grown = sum(seen[total].values()) - sum(seen[first].values())
+    return Outcome(
+        [Figure(f"MB more after {total} requests than after {first}", grown, 20.0, "at most")],
+        {"resident_mb_after": {str(count): by_name for count, by_name in seen.items()}},
+    )
+
+
+async def _ask_all(url: str, prompts: Sequence[Sequence[int]]) -> None:
+    params = {"max_new_tokens": 2, "temperature": 0}
+    left = list(prompts)
+    async with open_session() as session:
+
+        async def client() -> None:
+            while left:
+                body = orjson.dumps({"input_ids": left.pop(), "sampling_params": params})
+                headers = {"Content-Type": "application/json"}
+                async with session.post(f"{url}/generate", data=body, headers=headers) as response:
+                    raw = await response.read()
+                    assert response.status == 200, raw[:300]
+
+        await asyncio.gather(*(client() for _ in range(_CONCURRENCY)))
+
+
+def resident(roots: Sequence[int]) -> dict[str, float]:
+    """MB (10^6 bytes) of each process of the trees below `roots`, by place and name."""
+    sizes = {}
+    for root in roots:
+        top = psutil.Process(root)
+        for index, process in enumerate([top, *top.children(recursive=True)]):
+            name = f"{len(sizes)}:{_short(process)}{'' if index else ' (root)'}"
+            sizes[name] = round(process.memory_info().rss / _MB, 1)
+    return sizes
+
+
+def _short(process: psutil.Process) -> str:
+    words = process.cmdline()
+    for word in words:
+        if word.startswith(("sglang", "mooncake")) or "mooncake_master" in word:
+            return word.rsplit("/", 1)[-1]
+    return "spawned" if any("spawn_main" in word for word in words) else process.name()
