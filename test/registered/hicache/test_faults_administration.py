@@ -1,0 +1,249 @@
+"""Faults C17 and C8 on a real server: administration while busy and idle, a node killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer, HttpReply
+from sglang.test.mooncake_cluster import MooncakeCluster
+
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+
+BACKEND = "/hicache/storage-backend"
+MOONCAKE = {
+    "hicache_storage_backend": "mooncake",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+
+
+def tokens(seed: int, count: int = 600) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 2000) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    flags = {"client_ttl": 2}
+    with MooncakeCluster(num_nodes=3, segment_size="64mb", master_flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
+    """Starts with two tiers; the store is attached over HTTP."""
+    flags = (
+        "--enable-hierarchical-cache",
+        "--max-total-tokens",
+        "4096",
+        "--hicache-ratio",
+        "1.0",
+        "--enable-metrics",
+    )
+    with EngineServer(*flags, env=cluster.engine_env()) as running:
+        yield running
+
+
+def administer(server: EngineServer, method: str, path: str = "", **body: str) -> HttpReply:
+    return server.request(method, BACKEND + path, body or None, admin=True)
+
+
+def text_of(reply: HttpReply) -> str:
+    return json.dumps(reply.body)
+
+
+@contextmanager
+def busy(server: EngineServer) -> Iterator[None]:
+    """A request runs for as long as the block does."""
+
+    def ask() -> None:
+        server.request(
+            "POST",
+            "/generate",
+            {
+                "input_ids": tokens(1, 64),
+                "sampling_params": {"max_new_tokens": 3500, "ignore_eos": True},
+                "rid": "long",
+            },
+        )
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        wait_for(lambda: server.metrics()["sglang:num_running_reqs"] >= 1)
+        yield
+        assert thread.is_alive(), "it was to run all the while"
+    finally:
+        server.request("POST", "/abort_request", {"rid": "long"}, admin=True)
+        thread.join()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
+def test_c17_everything_is_refused_with_counts_while_busy(server: EngineServer) -> None:
+    with busy(server):
+        before = administer(server, "GET").body
+        for reply in (
+            administer(server, "PUT", **MOONCAKE),
+            administer(server, "DELETE"),
+            administer(server, "POST", "/clear"),
+            server.request("POST", "/flush_cache", admin=True),
+            server.request("POST", "/flush_cache?timeout=0.2", admin=True),
+        ):
+            assert reply.status == 400, reply
+            assert "running" in text_of(reply) and "1" in text_of(reply), reply
+        assert administer(server, "GET").body == before
+    server.flush()
+
+
+def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: EngineServer) -> None:
+    prompt = tokens(17)
+    cold = server.generate(prompt).output_ids
+    assert administer(server, "GET").body["hicache_storage_backend"] is None
+    # What cannot work is refused, and leaves nothing behind.
+    wrong = {**MOONCAKE, "hicache_storage_backend": "nosuch"}
+    assert administer(server, "PUT", **wrong).status == 400
+    waiting = json.dumps({"on_unreachable": "wait"})
+    reply = administer(server, "PUT", **MOONCAKE, hicache_storage_backend_extra_config_json=waiting)
+    assert reply.status == 400 and "on_unreachable" in text_of(reply)
+    gone = json.dumps({"master_server_address": "127.0.0.1:1"})
+    began = time.monotonic()
+    reply = administer(server, "PUT", **MOONCAKE, hicache_storage_backend_extra_config_json=gone)
+    assert reply.status == 400 and "MOONCAKE_MASTER" in text_of(reply)
+    assert time.monotonic() - began < 5
+    assert administer(server, "GET").body["hicache_storage_backend"] is None
+
+    # Attached twice, it is attached once; policies change; another backend has to wait.
+    for _ in range(2):
+        assert administer(server, "PUT", **MOONCAKE).status == 200
+    update = {**MOONCAKE, "hicache_storage_prefetch_policy": "timeout"}
+    assert administer(server, "PUT", **update).status == 200
+    reply = administer(server, "PUT", hicache_storage_backend="file")
+    assert reply.status == 400 and "detach" in text_of(reply)
+    state = administer(server, "GET").body
+    assert state["hicache_storage_backend"] == "mooncake"
+    assert state["hicache_storage_prefetch_policy"] == "timeout"
+
+    # What was computed before it was attached goes there at its next use.
+    server.generate(prompt)
+    server.flush()
+    assert len(cluster.master.keys()) >= 9
+    assert_from_storage(server, prompt, cold)
+
+    # Detached twice; the policies stay, and so do the objects.
+    stored = set(cluster.master.keys())
+    for _ in range(2):
+        assert administer(server, "DELETE").status == 200
+    state = administer(server, "GET").body
+    assert state["hicache_storage_backend"] is None
+    assert state["hicache_storage_prefetch_policy"] == "timeout"
+    server.flush()
+    assert server.generate(prompt).meta_info["cached_tokens"] == 0
+    assert stored <= set(cluster.master.keys())
+    assert administer(server, "POST", "/clear").status == 400
+    assert stored <= set(cluster.master.keys())
+
+    # Attached anew it reads what it wrote; clear takes that away, twice.
+    server.flush()
+    assert administer(server, "PUT", **MOONCAKE).status == 200
+    assert_from_storage(server, prompt, cold)
+    server.flush()
+    for _ in range(2):
+        assert administer(server, "POST", "/clear").status == 200
+    assert not stored & set(cluster.master.keys())
+    assert server.generate(prompt).meta_info["cached_tokens"] == 0
+
+
+def assert_from_storage(server: EngineServer, prompt: list[int], cold: list[int]) -> None:
+    answer = server.generate(prompt)
+    assert answer.cached["storage"] == 576, answer.cached
+    assert answer.output_ids == cold
+
+
+def test_c17_administration_from_many_sides_at_once(server: EngineServer) -> None:
+    """Whoever comes first wins; nobody hangs, and the books balance afterwards."""
+    administer(server, "PUT", **MOONCAKE)
+    replies: list[HttpReply] = []
+
+    def attack(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(6):
+            match rng.randrange(5):
+                case 0:
+                    replies.append(administer(server, "PUT", **MOONCAKE))
+                case 1:
+                    replies.append(administer(server, "DELETE"))
+                case 2:
+                    replies.append(administer(server, "POST", "/clear"))
+                case 3:
+                    replies.append(server.request("POST", "/flush_cache", admin=True))
+                case 4:
+                    server.generate(tokens(rng.randrange(3), 200), max_new_tokens=2)
+
+    threads = [threading.Thread(target=attack, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {reply.status for reply in replies} <= {200, 400}
+    server.flush()
+    assert server.request("GET", "/health").status == 200
+
+
+def test_c8_a_node_killed_under_load_of_a_server(
+    cluster: MooncakeCluster, server: EngineServer
+) -> None:
+    """All requests are answered with the same words; what was on the node is a counted miss."""
+    administer(server, "PUT", **MOONCAKE)
+    # More than L1 and L2 hold together, so that the store is read all the time.
+    prompts = [tokens(800 + seed, 700) for seed in range(16)]
+    cold = [server.generate(prompt).output_ids for prompt in prompts]
+    server.flush()
+    before = server.metrics()
+    wrong: list[int] = []
+    answered: list[int] = []
+
+    def ask(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(10):
+            which = rng.randrange(len(prompts))
+            if server.generate(prompts[which]).output_ids != cold[which]:
+                wrong.append(which)
+            answered.append(which)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(answered) >= 4)
+    cluster.nodes[2].kill()
+    for thread in threads:
+        thread.join()
+    assert len(answered) == 40 and not wrong
+    # Everything asked for once more, from the store that is left.
+    server.flush()
+    for prompt, words in zip(prompts, cold, strict=True):
+        assert server.generate(prompt).output_ids == words
+    server.flush()
+    after = server.metrics()
+    grown = {name for name in after if after[name] > before.get(name, 0.0)}
+    assert any(
+        name.startswith(("sglang:hicache_prefetch_total", "sglang:hicache_storage_pages_total"))
+        and ('"miss"' in name or '"failed"' in name)
+        for name in grown
+    ), "the loss of a third of the objects shows in no counter"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
