@@ -48,7 +48,7 @@ def cold(quick: bool) -> Outcome:
 
 
 def hits(quick: bool) -> Outcome:
-    """One prompt after another: computed; evicted to L2 and asked again; flushed and asked again."""
+    """One prompt after another: computed; evicted to L2, asked again; flushed, asked again."""
     rounds = 3 if quick else 10
     raw: dict[str, list[float]] = {"cold": [], "device": [], "host": [], "storage": []}
     with ExitStack() as stack:
