@@ -219,6 +219,14 @@ class Envs:
 
     ONCE = EnvBool(False, "`make serve` ends after its first answer.")
 
+    # Read by torch's OpenMP library, not by us.
+    GOMP_SPINCOUNT = EnvInt(
+        1000,
+        "How long idle threads of a CPU forward spin. The library's own default (some ms) loses an "
+        "order of magnitude as soon as another process wants one of the cores.",
+    )
+    OMP_WAIT_POLICY = EnvOptionalStr("OpenMP's own word on that, which wins where it is set.")
+
     # Read by Mooncake's C++ code, not by us; `export_default` sets what we want of it.
     MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
         1, "Mooncake's tries to reach the master in `setup` (its own default takes 90 s)."

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from transformers import PreTrainedTokenizerBase
-
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.server_context import ServerContext
@@ -19,6 +16,12 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.srt.utils.portable_tokenizer import TokenizerData, tokenizer_data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from sglang.srt.configs.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,9 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
     Raises:
         ValueError: One line that names what is missing or broken.
     """
+    # Seconds of imports, which the scheduler's process spends at the same time.
+    from sglang.srt.configs.model_config import ModelConfig
+
     assert args.model_path is not None, "resolved arguments name the model"
     config = ModelConfig.from_path(
         args.model_path, dtype=args.dtype, context_length=args.context_length
@@ -68,8 +74,14 @@ class EngineFront:
             ValueError: The model's files are missing or broken.
             StartError: A process could not start.
         """
-        model = load_model_files(args)
-        self.processes: EngineProcesses = launch_subprocesses(args)
+        loaded: list[LoadedModel] = []
+
+        def load() -> TokenizerData | None:
+            loaded.append(load_model_files(args))
+            return tokenizer_data(loaded[0].tokenizer)
+
+        self.processes: EngineProcesses = launch_subprocesses(args, load)
+        (model,) = loaded
         details = self.processes.ready_details
         self.manager = TokenizerManager(
             ipc=self.processes.ipc,

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+from sglang.srt.environ import envs
 from sglang.srt.managers.ipc import IpcAddresses
 from sglang.srt.managers.ready_message import receive_ready
-from sglang.srt.managers.scheduler_process import run_scheduler_process
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import IpcNames
+
+if TYPE_CHECKING:
+    from sglang.srt.utils.portable_tokenizer import TokenizerData
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ class EngineProcesses:
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         child = context.Process(target=target, args=(*args, writer), name=f"sglang-{name}")
-        child.start()
+        with _spinning_briefly():
+            child.start()
         writer.close()
         self._children[name] = child
         return reader
@@ -132,22 +135,25 @@ class EngineProcesses:
                 raise StartError(f"the {other} process ended: {_ending_of(child)}")
 
 
-def launch_subprocesses(server_args: ServerArgs) -> EngineProcesses:
+def launch_subprocesses(
+    server_args: ServerArgs, load_tokenizer: Callable[[], TokenizerData | None]
+) -> EngineProcesses:
     """Start the engine's processes and wait until they can serve.
 
     Args:
         server_args: Resolved.
+        load_tokenizer: What the caller has to load as well, done while the scheduler loads; gives
+            what the detokenizer needs of it. What it raises ends the start.
 
     Raises:
         StartError: One line with the cause; nothing is left running.
     """
     processes = EngineProcesses(IpcNames.create())
     try:
+        scheduler = processes.start("scheduler", _run_scheduler, (server_args, processes.ipc, 0))
+        data = load_tokenizer()
         detokenizer = processes.start(
-            "detokenizer", run_detokenizer_process, (server_args, processes.ipc)
-        )
-        scheduler = processes.start(
-            "scheduler", run_scheduler_process, (server_args, processes.ipc, 0)
+            "detokenizer", _run_detokenizer, (server_args, processes.ipc, data)
         )
         processes.await_ready("detokenizer", detokenizer)
         processes.ready_details = processes.await_ready("scheduler", scheduler)
@@ -155,6 +161,30 @@ def launch_subprocesses(server_args: ServerArgs) -> EngineProcesses:
         processes.kill()
         raise
     return processes
+
+
+def _run_scheduler(*args: Any) -> None:
+    # Imported in the child alone: the parent can start it before it has torch itself.
+    from sglang.srt.managers.scheduler_process import run_scheduler_process
+
+    run_scheduler_process(*args)
+
+
+def _run_detokenizer(*args: Any) -> None:
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*args)
+
+
+def _spinning_briefly() -> contextlib.AbstractContextManager[None]:
+    """Children started inside let idle threads of a CPU forward sleep soon, unless told otherwise.
+
+    It has to be in their environment before they import torch.
+    """
+    spin = envs.GOMP_SPINCOUNT
+    if spin.is_set() or envs.OMP_WAIT_POLICY.is_set():
+        return contextlib.nullcontext()
+    return spin.override(spin.default)
 
 
 def _ending_of(child: SpawnProcess) -> str:

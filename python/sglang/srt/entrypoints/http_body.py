@@ -98,13 +98,15 @@ def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[A
     Args:
         obj: The decoded body.
         reasons: Field to why, and what to do instead.
-        neutral: Values that ask for nothing.
+        neutral: Values that ask for nothing, beside None.
 
     Raises:
         ApiError: 400 that names the first such field.
     """
     for field, reason in reasons.items():
         value = getattr(obj, field)
+        if value is None:
+            continue
         if not any(
             value is word or (value == word and type(value) is type(word)) for word in neutral
         ):

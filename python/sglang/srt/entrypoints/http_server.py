@@ -102,6 +102,8 @@ class HttpServer(uvicorn.Server):
                 access_log=args.log_level == "debug",
                 timeout_graceful_shutdown=int(DRAIN_SECONDS),
                 server_header=False,
+                # Nobody here reads the client's address.
+                proxy_headers=False,
             )
         )
         self._front = front

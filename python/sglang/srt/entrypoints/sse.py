@@ -84,20 +84,30 @@ async def unless_client_leaves(
     Raises:
         ApiError: 499, which nobody will read.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_wait_until_gone(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ApiError(499, "the client has left")
-    finally:
-        unfinished = not task.done()
+    task = asyncio.current_task()
+    assert task is not None, "endpoints run in tasks"
+    has_left = False
+
+    def on_gone(_: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        has_left = True
         task.cancel()
-        gone.cancel()
-        await asyncio.wait({task, gone})
-        if unfinished and events is not None:
+
+    # The work runs in this task: a task of its own for each request costs more than this watch.
+    gone = asyncio.create_task(_wait_until_gone(request.receive))
+    gone.add_done_callback(on_gone)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if events is not None:
             await events.aclose()
+        if not has_left:
+            raise
+        task.uncancel()
+        raise ApiError(499, "the client has left") from None
+    finally:
+        gone.remove_done_callback(on_gone)
+        gone.cancel()
 
 
 async def _wait_until_gone(receive: Receive) -> None:

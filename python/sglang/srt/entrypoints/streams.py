@@ -11,6 +11,8 @@ T = TypeVar("T")
 
 async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:
     """All results in order; the first exception cancels the rest and is raised."""
+    if len(work) == 1:
+        return [await work[0]]
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)

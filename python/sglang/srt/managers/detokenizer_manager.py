@@ -32,6 +32,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.ready_message import send_error, send_ready
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import RateLimitedLogger, configure_logger
+from sglang.srt.utils.portable_tokenizer import PortableTokenizer, TokenizerData
 from sglang.srt.utils.process import start_parent_watch
 
 if TYPE_CHECKING:
@@ -125,7 +126,10 @@ def open_sockets(
 
 
 def run_detokenizer_process(
-    server_args: ServerArgs, ipc: IpcAddresses, ready_pipe: Connection
+    server_args: ServerArgs,
+    ipc: IpcAddresses,
+    tokenizer: TokenizerData | None,
+    ready_pipe: Connection,
 ) -> None:
     """Entry point of the process; returns never while its parent lives.
 
@@ -135,6 +139,7 @@ def run_detokenizer_process(
     Args:
         server_args: Resolved arguments.
         ipc: Socket addresses of this server.
+        tokenizer: What the parent took out of its own; None: loaded here, with all it imports.
         ready_pipe: Gets one JSON message, `ready_message`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,7 +149,7 @@ def run_detokenizer_process(
     if parent is not None and parent.pid is not None:
         start_parent_watch(parent.pid, lambda: os._exit(1))
     try:
-        detokenizer = _load(server_args)
+        detokenizer = _load(server_args, tokenizer)
     except ValueError as error:
         send_error(ready_pipe, str(error))
         raise SystemExit(1) from None
@@ -158,7 +163,9 @@ def run_detokenizer_process(
         raise SystemExit(1) from None
 
 
-def _load(server_args: ServerArgs) -> Detokenizer:
+def _load(server_args: ServerArgs, data: TokenizerData | None) -> Detokenizer:
+    if data is not None:
+        return Detokenizer(make_decoder_factory(PortableTokenizer(data)))
     path = server_args.tokenizer_path or server_args.model_path
     assert path is not None, "resolved arguments name the model"
     tokenizer = get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)

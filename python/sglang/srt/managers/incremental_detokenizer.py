@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from transformers import PreTrainedTokenizerBase
-
 from sglang.srt.utils.hf_tokenizer import is_byte_level, special_token_ids, token_bytes
+from sglang.srt.utils.portable_tokenizer import DecodingTokenizer
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -38,7 +37,7 @@ DecoderFactory: TypeAlias = Callable[[bool], TextDecoder]
 """Takes `skip_special_tokens`."""
 
 
-def make_decoder_factory(tokenizer: PreTrainedTokenizerBase) -> DecoderFactory:
+def make_decoder_factory(tokenizer: DecodingTokenizer) -> DecoderFactory:
     """The kind of decoder that is exact for `tokenizer`."""
     special = special_token_ids(tokenizer)
     if is_byte_level(tokenizer):
@@ -50,7 +49,7 @@ def make_decoder_factory(tokenizer: PreTrainedTokenizerBase) -> DecoderFactory:
 class ByteVocabulary:
     """Token id to bytes, filled as tokens appear; at most one entry for each token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: DecodingTokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
 
@@ -88,7 +87,7 @@ class WindowDecoder(TextDecoder):
     end are held back: byte fallback shows one for each byte of a run that is not complete yet.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: DecodingTokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._window: list[int] = []

@@ -142,8 +142,10 @@ class Scheduler:
             broadcast: Gives rank 0's tick to every rank; with one rank the identity.
         """
         while not self.is_stopped:
-            messages = channel.receive(self.poll_timeout_ms())
-            if not messages and self.is_idle():
+            timeout = self.poll_timeout_ms()
+            messages = channel.receive(timeout)
+            if not messages and timeout == _IDLE_POLL_MS:
+                # Idle for that long: between two requests of a busy server there is no time for it.
                 self.verify_once()
             for output in self.step(broadcast(Tick(time.time(), messages))):
                 channel.send(output)

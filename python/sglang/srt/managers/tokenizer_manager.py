@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import zmq
 import zmq.asyncio
-from transformers import PreTrainedTokenizerBase
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.control_client import ControlClient
@@ -51,6 +50,8 @@ from sglang.srt.utils.cache_key import combine_extra_key
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sglang.srt.managers.ipc import IpcAddresses
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class TokenizerManager:
         self._decoder = server_decoder()
         self._limited = RateLimitedLogger(logger)
         self._context: zmq.asyncio.Context | None = None
-        self._sink: zmq.asyncio.Socket | None = None
+        self._sink: zmq.Socket[bytes] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._refusal: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,7 +99,8 @@ class TokenizerManager:
         source = self._context.socket(zmq.PULL)
         source.set_hwm(0)
         source.bind(self._ipc.server_input)
-        self._sink = self._context.socket(zmq.PUSH)
+        # A plain socket: without a high-water mark a send never waits, so there is no future in it.
+        self._sink = zmq.Socket(self._context, zmq.PUSH)
         self._sink.set_hwm(0)
         self._sink.connect(self._ipc.scheduler_input)
         self._reader = asyncio.create_task(self._read(source), name="tokenizer-manager-reader")
@@ -113,6 +115,8 @@ class TokenizerManager:
         self._encoder.close()
         if self._context is not None:
             # A little time for the last message; the peer may be gone already.
+            if self._sink is not None:
+                self._sink.close(linger=200)
             self._context.destroy(linger=200)
             self._context = None
             self._sink = None
@@ -262,14 +266,14 @@ class TokenizerManager:
     def _abort_soon(self, rid: str) -> None:
         """Abort from where nothing can be awaited: a closing generator. The socket never blocks."""
         if self._sink is not None:
-            self._sink.send(encode(AbortReq(rid=rid)))
+            self._sink.send(encode(AbortReq(rid=rid)), zmq.NOBLOCK)
 
     # ---- sockets ---------------------------------------------------------------------------
 
     async def _send(self, message: Message) -> None:
         if self._sink is None:
             raise EngineUnavailable("the engine has been shut down")
-        await self._sink.send(encode(message))
+        self._sink.send(encode(message), zmq.NOBLOCK)
 
     async def _read(self, source: zmq.asyncio.Socket) -> None:
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -29,6 +30,9 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
             f"{path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy its files there or "
             "give another directory with --tokenizer-path"
         )
+    # It takes seconds, and brings torch: only who loads a tokenizer shall wait for it.
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=trust_remote_code
@@ -41,7 +45,7 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
     return tokenizer
 
 
-def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_byte_level(tokenizer: object) -> bool:
     """Whether every token stands for bytes of its own, as in byte-level BPE."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -76,7 +80,7 @@ def _byte_of_character() -> dict[str, int]:
     return table
 
 
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Ids that `skip_special_tokens` leaves out of the text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {int(token_id) for token_id, token in added.items() if token.special}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.request_state import RequestState
 from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class TokenShower:
