@@ -53,6 +53,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "managers.ready_message",
         "managers.request_limits",
         "managers.request_state",
+        "managers.samples",
         "managers.stop_trimmer",
         "observability",
     ),

@@ -31,6 +31,8 @@ from sglang.srt.constants import (
     DEFAULT_PAGE_SIZE,
     DEFAULT_PORT,
 )
+from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
+from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
 from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,19 @@ class ServerArgs:
         300.0, "Seconds that one forward pass may take before the server ends."
     )
     chat_template: str | None = flag(None, "Jinja file; absent: the tokenizer's own template.")
+    grammar_backend: str = flag(
+        "xgrammar", "Library that enforces json_schema, regex and ebnf.", choices=("xgrammar",)
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "How the model writes tool calls; absent: requests with tools are refused.",
+        choices=tuple(TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "How the model marks its reasoning; absent: reasoning is part of the text.",
+        choices=tuple(REASONING_PARSERS),
+    )
 
     # Memory and scheduling
     device: str = flag("auto", "Where the model runs.", choices=("auto", "cpu", "cuda", "npu"))
@@ -93,6 +108,9 @@ class ServerArgs:
         None, "Share of device memory for weights and L1; absent: sized from the machine."
     )
     max_running_requests: int | None = flag(None, "Requests decoded together; absent: sized.")
+    max_queued_requests: int = flag(
+        4096, "Requests that may wait to be scheduled; more are refused with 503."
+    )
     max_total_tokens: int | None = flag(None, "Tokens in L1; absent: sized from the memory.")
     max_prefill_tokens: int = flag(16384, "Most prompt tokens in one prefill batch.")
     chunked_prefill_size: int | None = flag(
@@ -241,6 +259,7 @@ def _check_numbers(args: ServerArgs) -> None:
     for field in (
         "context_length",
         "max_running_requests",
+        "max_queued_requests",
         "max_total_tokens",
         "max_prefill_tokens",
         "page_size",

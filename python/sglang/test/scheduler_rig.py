@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.grammar_backend import GrammarBackend
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ControlReqOutput,
@@ -63,6 +64,7 @@ class SchedulerRig:
         pool_tokens: Slots of L1.
         max_requests: Rows.
         tokenizer: For stop strings.
+        grammar_backend: For constraints.
         args: Fields of `ServerArgs`.
     """
 
@@ -73,6 +75,7 @@ class SchedulerRig:
         pool_tokens: int = 512,
         max_requests: int = 8,
         tokenizer: TextDecoder | None = None,
+        grammar_backend: Callable[[], GrammarBackend] | None = None,
         **args: Any,
     ) -> None:
         if not (model_path / "config.json").exists():
@@ -106,7 +109,11 @@ class SchedulerRig:
         self.scheduler = Scheduler(
             self.server_args,
             SchedulerParts(
-                worker=TpModelWorker(runner), tree=self.tree, metrics=metrics, tokenizer=tokenizer
+                worker=TpModelWorker(runner),
+                tree=self.tree,
+                metrics=metrics,
+                tokenizer=tokenizer,
+                grammar_backend=grammar_backend,
             ),
         )
         self.now = 1000.0

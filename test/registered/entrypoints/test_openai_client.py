@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from sglang.srt.entrypoints.openai.protocol import CHAT_NOT_SERVED, NOT_SERVED
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
 
@@ -221,11 +223,53 @@ def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI, field: str
         )
 
 
-def test_structured_output_is_refused_by_name(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="response_format"):
+def test_a_response_format_becomes_a_constraint(server: FrontServer, client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    formats: list[tuple[Any, str | None]] = [
+        ({"type": "json_object"}, '{"type":"object"}'),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            json.dumps(schema, separators=(",", ":")),
+        ),
+        ({"type": "text"}, None),
+    ]
+    for response_format, want in formats:
         client.chat.completions.create(
-            model="echo", messages=HELLO, response_format={"type": "json_object"}
+            model="echo", messages=HELLO, max_tokens=1, response_format=response_format
         )
+        assert last_request(server).sampling_params.json_schema == want
+    for wrong in ({"type": "xml"}, {"type": "json_schema"}):
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            client.chat.completions.create(
+                model="echo",
+                messages=HELLO,
+                response_format=wrong,  # type: ignore[call-overload]
+            )
+
+
+def test_samples_are_choices_in_order(server: FrontServer, client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="echo", messages=HELLO, max_tokens=4, n=3, seed=5)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT), 12)
+    requests = [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)]
+    assert len({one.seed for one in requests[-3:]}) == 3
+    assert requests[-3].seed == 5
+    texts: dict[int, str] = {}
+    for chunk in client.chat.completions.create(
+        model="echo", messages=HELLO, max_tokens=4, n=2, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    assert texts == {0: PROMPT[:4], 1: PROMPT[:4]}
+    many = client.completions.create(model="echo", prompt=["ab", "cd"], max_tokens=2, n=2)
+    assert [(c.index, c.text) for c in many.choices] == [(0, "ab"), (1, "ab"), (2, "cd"), (3, "cd")]
+    assert many.usage is not None
+    assert many.usage.prompt_tokens == 4
+
+
+def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
+    return [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)][-1]
 
 
 def test_harmless_fields_of_the_router_are_accepted(server: FrontServer) -> None:

@@ -31,6 +31,7 @@ class Waiting:
 
 def limits(chunk: int | None = 16, max_prefill: int = 64, rows: int = 4) -> BatchLimits:
     return BatchLimits(
+        max_queued_requests=8,
         page_size=4,
         max_running_requests=rows,
         max_prefill_tokens=max_prefill,

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.constrained.constraint import ConstraintKind
 from sglang.srt.managers.generate_request import EngineUnavailable, InvalidRequest, RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,16 @@ def as_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.field, code=error.code)
     if isinstance(error, RequestFailed):
-        return ApiError(error.status_code, str(error))
+        return ApiError(error.status_code, str(error), param=_constraint_field(str(error)))
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error))
     return None
+
+
+def _constraint_field(message: str) -> str | None:
+    """The field that an error of the grammar backend begins with."""
+    name = message.partition(":")[0]
+    return name if name in ConstraintKind.__members__.values() else None
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

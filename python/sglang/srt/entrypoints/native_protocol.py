@@ -9,6 +9,7 @@ import msgspec
 from sglang.srt.entrypoints.http_body import convert, refuse_fields
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.managers.generate_request import GenerateRequest, new_rid
+from sglang.srt.managers.samples import expand_samples
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_BATCH: Final = 1024
@@ -92,6 +93,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     """The requests of `body`, and whether it was a batch (whose answer is a list).
 
+    Samples of one prompt stand together and make a batch of it.
+
     Raises:
         ApiError: 400 that names the field.
     """
@@ -130,7 +133,8 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 priority=body.priority or 0,
             )
         )
-    return requests, is_batch
+    outputs = expand_samples(requests)
+    return outputs, is_batch or len(outputs) > 1
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str | list[int]], bool]:

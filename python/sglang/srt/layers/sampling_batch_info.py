@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.grammar_mask import GrammarMask, GrammarRow
 from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -46,6 +47,7 @@ class SamplingBatchInfo:
     penalties: Penalties | None
     logit_bias: LogitBias | None
     min_new_tokens: MinNewTokens | None
+    grammar: GrammarMask | None = None
 
     @classmethod
     def from_reqs(
@@ -57,6 +59,7 @@ class SamplingBatchInfo:
         eos_token_ids: Sequence[int] = (),
         prompt_ids: Sequence[Sequence[int]] | None = None,
         output_ids: Sequence[Sequence[int]] | None = None,
+        grammars: Sequence[GrammarRow] = (),
     ) -> SamplingBatchInfo:
         """Collect the parameters of a batch's requests, verified before.
 
@@ -64,10 +67,12 @@ class SamplingBatchInfo:
             eos_token_ids: What `min_new_tokens` masks, besides a request's stop tokens.
             prompt_ids: Prompt of each request. Read for those with a penalty alone; None: empty.
             output_ids: Tokens that each request generated so far, likewise.
+            grammars: The constrained rows. Those mind their own `min_new_tokens`.
         """
         plain: list[int] = []
         filtered: list[int] = []
         penalised, biased, minimal = [], [], []
+        constrained = {grammar.row for grammar in grammars}
         for row, p in enumerate(params):
             if not p.is_greedy:
                 whole = p.top_k in (-1, vocab_size) or p.top_k > vocab_size
@@ -77,7 +82,7 @@ class SamplingBatchInfo:
                 penalised.append(row)
             if p.logit_bias:
                 biased.append(row)
-            if p.min_new_tokens > 0:
+            if p.min_new_tokens > 0 and row not in constrained:
                 minimal.append(row)
         nothing: list[list[int]] = [[] for _ in params]
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
@@ -101,13 +106,17 @@ class SamplingBatchInfo:
             min_new_tokens=MinNewTokens(params, minimal, eos_token_ids, device)
             if minimal
             else None,
+            grammar=GrammarMask(grammars, len(params), vocab_size) if grammars else None,
         )
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether any row has a penalty, a bias or a minimum length."""
+        """Whether any row has a penalty, a bias, a minimum length or a grammar."""
         return not (
-            self.penalties is None and self.logit_bias is None and self.min_new_tokens is None
+            self.penalties is None
+            and self.logit_bias is None
+            and self.min_new_tokens is None
+            and self.grammar is None
         )
 
     def adjusted(self, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
@@ -121,6 +130,8 @@ class SamplingBatchInfo:
             self.logit_bias.apply_(logits)
         if self.min_new_tokens is not None:
             self.min_new_tokens.apply_(logits, steps)
+        if self.grammar is not None:
+            self.grammar.apply_(logits)
         return logits
 
     @torch.inference_mode()

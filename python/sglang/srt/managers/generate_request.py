@@ -59,3 +59,5 @@ class GenerateRequest:
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    sample_of: str | None = None
+    """Id of the request whose prompt this one shares, as another of its `n` samples."""

@@ -37,6 +37,8 @@ class TokenizedGenerateReqInput(Message):
     extra_key: str | None = None
     """`extra_key` and `cache_salt` in one unambiguous string, or None."""
     priority: int = 0
+    sample_of: str | None = None
+    """Another request with the same prompt, which has to be computed first."""
     created_time: float = 0.0
 
 

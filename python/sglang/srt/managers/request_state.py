@@ -30,6 +30,7 @@ class RequestState:
     """`time.time()` on arrival."""
     trimmer: StopTrimmer
     stream: bool
+    sample_of: str | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     text_parts: list[str] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
@@ -61,6 +62,7 @@ class RequestState:
             created_time=now,
             trimmer=trimmer,
             stream=request.stream,
+            sample_of=request.sample_of,
         )
 
     @property

@@ -26,6 +26,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
+    from sglang.srt.constrained.ticket import GrammarTicket
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -54,6 +56,8 @@ class Req:
     top_logprobs_num: int = 0
     extra_key: str | None = None
     priority: int = 0
+    sample_of: str | None = None
+    """The request that computes the same prompt first; None once there is no use in waiting."""
     is_probe: bool = False
     """A health check: neither counted nor cached."""
 
@@ -68,6 +72,12 @@ class Req:
     """Set when the request shall end before the next step."""
     num_sent: int = 0
     """Of `output_ids`, those that left for the detokenizer."""
+
+    # Constrained decoding
+    grammar_ticket: GrammarTicket | None = None
+    """Set while its grammar compiles: it cannot be scheduled."""
+    matcher: GrammarMatcher | None = None
+    """Has accepted `output_ids`; a retracted request keeps it."""
 
     # Where its slots are; see CacheableRequest
     req_pool_idx: int | None = None
@@ -108,6 +118,7 @@ class Req:
             top_logprobs_num=message.top_logprobs_num,
             extra_key=message.extra_key,
             priority=message.priority,
+            sample_of=message.sample_of,
             is_probe=is_probe,
             arrival_time=message.created_time,
         )

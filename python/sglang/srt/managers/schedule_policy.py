@@ -64,6 +64,7 @@ class BatchLimits:
 
     page_size: int
     max_running_requests: int
+    max_queued_requests: int
     max_prefill_tokens: int
     """Prompt tokens computed in one prefill batch."""
     chunk_tokens: int | None

@@ -27,6 +27,7 @@ from sglang.srt.managers.schedule_batch import BatchPools, DecodeBatch, make_pre
 from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
 from sglang.srt.managers.scheduler_control import ControlHandler
 from sglang.srt.managers.scheduler_decode import DecodeScheduler
+from sglang.srt.managers.scheduler_grammar import GrammarQueue
 from sglang.srt.managers.scheduler_input import InputHandler
 from sglang.srt.managers.scheduler_output import OutputCollector
 from sglang.srt.managers.scheduler_prefill import PrefillScheduler
@@ -36,6 +37,7 @@ from sglang.srt.managers.scheduler_stop import StopChecker, TextDecoder
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarBackend
     from sglang.srt.managers.tp_worker import ModelWorker
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
@@ -78,6 +80,9 @@ class SchedulerParts:
     metrics: SchedulerMetrics
     tokenizer: TextDecoder | None = None
     """Finds stop strings; None: no request may have any."""
+    grammar_backend: Callable[[], GrammarBackend] | None = None
+    """Makes the grammar backend when a request first needs it; None: constraints are refused.
+    Raises ValueError where the model cannot be constrained."""
     forward_guard: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered around every forward; the watchdog's."""
 
@@ -101,7 +106,10 @@ class Scheduler:
         self._outputs = outputs
         self._control = ControlHandler(self._state, outputs, server_args.to_public_dict())
         self._results = ResultProcessor(self._state, StopChecker(parts.tokenizer), outputs)
-        self._input = InputHandler(self._state, self._control, self._results, outputs)
+        self._grammar = GrammarQueue(parts.grammar_backend)
+        self._input = InputHandler(
+            self._state, self._control, self._results, outputs, self._grammar
+        )
         self._prefill = PrefillScheduler(self._state)
         self._decode = DecodeScheduler(self._state)
         self._last_was_prefill = False
@@ -126,6 +134,7 @@ class Scheduler:
         if self._control.is_drained():
             self._input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
+        self._grammar.poll(state.waiting)
         self._input.end_aborted()
         self._control.tick()
         self._did_forward = not self.is_stopped and self._run_batch()
@@ -151,7 +160,8 @@ class Scheduler:
                 channel.send(output)
 
     def close(self) -> None:
-        """End the threads of the cache."""
+        """End the threads of the cache and what compiles grammars."""
+        self._grammar.close()
         self._state.tree.shutdown()
 
     def is_idle(self) -> bool:
@@ -194,7 +204,9 @@ class Scheduler:
         if scheduled is None:
             return False
         works, load = scheduled
-        info = state.sampling_info([work.req for work in works])
+        info = state.sampling_info(
+            [work.req for work in works], [work.is_last_chunk for work in works]
+        )
         batch = make_prefill_batch(works, state.pools, info, load)
         started = time.monotonic()
         with self._parts.forward_guard():
@@ -244,6 +256,7 @@ def _make_state(server_args: ServerArgs, parts: SchedulerParts) -> SchedulerStat
         limits=BatchLimits(
             page_size=allocator.page_size,
             max_running_requests=worker.req_to_token_pool.size,
+            max_queued_requests=server_args.max_queued_requests,
             max_prefill_tokens=server_args.max_prefill_tokens,
             chunk_tokens=None if chunk in (None, -1) else chunk,
             pool_tokens=allocator.size,

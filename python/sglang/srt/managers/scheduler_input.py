@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import ToScheduler
     from sglang.srt.managers.scheduler_control import ControlHandler
+    from sglang.srt.managers.scheduler_grammar import GrammarQueue
     from sglang.srt.managers.scheduler_output import OutputCollector
     from sglang.srt.managers.scheduler_results import ResultProcessor
     from sglang.srt.managers.scheduler_state import SchedulerState
@@ -36,11 +37,13 @@ class InputHandler:
         control: ControlHandler,
         results: ResultProcessor,
         outputs: OutputCollector,
+        grammar: GrammarQueue,
     ) -> None:
         self._state = state
         self._control = control
         self._results = results
         self._outputs = outputs
+        self._grammar = grammar
         self._num_arrivals = 0
 
     def handle(self, message: ToScheduler) -> None:
@@ -81,14 +84,7 @@ class InputHandler:
             return
         refusal = self._why_not(message)
         if refusal is not None:
-            output = RequestOutput(
-                rid=message.rid,
-                output_ids=[],
-                finish_reason=refusal,
-                prompt_tokens=len(message.input_ids),
-            )
-            self._outputs.refuse(output)
-            self._state.counters.aborted += 1
+            self._refuse(message, refusal)
             return
         req = Req.from_message(
             message,
@@ -97,10 +93,24 @@ class InputHandler:
             eos_token_ids=self._state.eos_token_ids,
             is_probe=message.rid.startswith(HEALTH_CHECK_RID_PREFIX),
         )
+        refusal = self._grammar.on_arrival(req)
+        if refusal is not None:
+            self._refuse(message, refusal)
+            return
         self._num_arrivals += 1
         self._state.waiting.append(req)
         if not req.is_probe:
             self._start_prefetch(req)
+
+    def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
+        output = RequestOutput(
+            rid=message.rid,
+            output_ids=[],
+            finish_reason=reason,
+            prompt_tokens=len(message.input_ids),
+        )
+        self._outputs.refuse(output)
+        self._state.counters.aborted += 1
 
     def _why_not(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
         """Why a request cannot be accepted, or None."""
@@ -108,6 +118,13 @@ class InputHandler:
         num_input = len(message.input_ids)
         if self._control.is_draining:
             return _refusal("the server is shutting down", 503)
+        full = len(self._state.waiting) >= limits.max_queued_requests
+        if full and not message.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return _refusal(
+                f"the request queue is full: --max-queued-requests {limits.max_queued_requests} "
+                "wait already; try again later",
+                503,
+            )
         if num_input == 0:
             return _refusal("input_ids is empty: give at least one token", 400)
         if num_input > limits.max_input_tokens:

@@ -19,6 +19,7 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_state import SchedulerState
@@ -47,6 +48,7 @@ class PrefillScheduler:
         self._blocked_by: tuple[int, int] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
+        self._shares_prompts = isinstance(state.tree, RadixCache) and not state.tree.disable
 
     def schedule(self) -> tuple[list[PrefillWork], int] | None:
         """The next prefill batch, and the load from L2 that it must wait for (-1: none).
@@ -100,7 +102,10 @@ class PrefillScheduler:
     def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
         state = self._state
         self._blocked_by = None
+        ahead = self._prompts_ahead()
         for req in order_waiting(state.policy, state.waiting, self._matched_tokens):
+            if req.grammar_ticket is not None or req.sample_of in ahead:
+                continue
             if not state.tree.check_prefetch_progress(req.rid):
                 continue
             outcome, work = self._try_add(req, adder)
@@ -117,6 +122,15 @@ class PrefillScheduler:
                 self._blocked_by = (state.num_running + len(works), len(state.waiting))
                 self._blocked_ticks = 0
             break
+
+    def _prompts_ahead(self) -> set[str]:
+        """Requests whose prompts are not computed yet and whose samples had better wait for that:
+        then they find them in the cache."""
+        state = self._state
+        if not self._shares_prompts or all(req.sample_of is None for req in state.waiting):
+            return set()
+        ahead = {req.rid for req in state.waiting}
+        return ahead if state.chunked is None else ahead | {state.chunked.rid}
 
     def _matched_tokens(self, req: Req) -> int:
         match = self._state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import psutil
 from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.grammar_backend import create_grammar_backend
 from sglang.srt.managers.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts
 from sglang.srt.managers.scheduler_channel import ZmqChannel
@@ -34,7 +36,6 @@ from sglang.srt.utils.process import start_parent_watch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.ipc import IpcAddresses
-    from sglang.srt.managers.scheduler_stop import TextDecoder
     from sglang.srt.mem_cache.radix_cache import RadixCache
     from sglang.srt.server_args import ServerArgs
 
@@ -100,16 +101,19 @@ def build_scheduler(
     tree = _make_tree(server_args, runner, metrics)
     tiers += tree.tiers() if isinstance(tree, HiRadixCache) else []
     parts = SchedulerParts(
-        worker=TpModelWorker(runner), tree=tree, metrics=metrics, tokenizer=tokenizer
+        worker=TpModelWorker(runner),
+        tree=tree,
+        metrics=metrics,
+        tokenizer=tokenizer,
+        grammar_backend=lambda: create_grammar_backend(
+            server_args.grammar_backend,
+            tokenizer.tokenizer,
+            model_config.vocab_size,
+            model_config.eos_token_ids,
+        ),
     )
     if watchdog is not None:
-        parts = SchedulerParts(
-            worker=parts.worker,
-            tree=tree,
-            metrics=metrics,
-            tokenizer=tokenizer,
-            forward_guard=watchdog.guard,
-        )
+        parts = dataclasses.replace(parts, forward_guard=watchdog.guard)
     return BuiltScheduler(Scheduler(server_args, parts), tiers)
 
 
@@ -223,7 +227,7 @@ def _make_tree(
     )
 
 
-def _load_tokenizer(server_args: ServerArgs) -> TextDecoder:
+def _load_tokenizer(server_args: ServerArgs) -> _TokenizerText:
     path = server_args.tokenizer_path or server_args.model_path
     assert path is not None, "resolved arguments name the model"
     tokenizer: Any = get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)

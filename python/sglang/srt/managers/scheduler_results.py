@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.schedule_batch import PrefillWork, Req, release_slots
 
 if TYPE_CHECKING:
@@ -11,10 +12,15 @@ if TYPE_CHECKING:
 
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.managers.io_struct import FinishReason
     from sglang.srt.managers.scheduler_output import OutputCollector
     from sglang.srt.managers.scheduler_state import SchedulerState
     from sglang.srt.managers.scheduler_stop import StopChecker
+
+_DEAD_END = FinishReason(
+    type="abort",
+    message="no token of this model's vocabulary continues what the constraint asks for",
+    status_code=400,
+)
 
 
 class ResultProcessor:
@@ -89,6 +95,9 @@ class ResultProcessor:
 
     def _append(self, req: Req, token: int, row: int, logprobs: _Logprobs) -> None:
         req.output_ids.append(token)
+        if req.matcher is not None and not req.matcher.accept_token(token):
+            # Nothing in the vocabulary fits what the grammar wants next.
+            req.to_abort = req.to_abort or _DEAD_END
         if not req.is_probe:
             self._state.metrics.num_generated += 1
         if req.return_logprob:

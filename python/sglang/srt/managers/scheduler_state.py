@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sglang.srt.layers.grammar_mask import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.schedule_policy import ceil_to_page
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -97,8 +98,20 @@ class SchedulerState:
         tokens = self.estimate.reserve(req.rest_new_tokens)
         return ceil_to_page(tokens, self.limits.page_size)
 
-    def sampling_info(self, reqs: Sequence[Req]) -> SamplingBatchInfo:
-        """Sampling parameters of a batch, its requests' history included."""
+    def sampling_info(
+        self, reqs: Sequence[Req], samples: Sequence[bool] | None = None
+    ) -> SamplingBatchInfo:
+        """Sampling parameters of a batch, its requests' history included.
+
+        Args:
+            reqs: Row by row.
+            samples: Whether the row's token is used; None: all are.
+        """
+        grammars = [
+            self._grammar_row(row, req)
+            for row, req in enumerate(reqs)
+            if req.matcher is not None and (samples is None or samples[row])
+        ]
         return SamplingBatchInfo.from_reqs(
             [req.sampling_params for req in reqs],
             self.vocab_size,
@@ -106,4 +119,16 @@ class SchedulerState:
             eos_token_ids=self.eos_token_ids,
             prompt_ids=[req.origin_input_ids for req in reqs],
             output_ids=[req.output_ids for req in reqs],
+            grammars=grammars,
+        )
+
+    def _grammar_row(self, row: int, req: Req) -> GrammarRow:
+        assert req.matcher is not None
+        params = req.sampling_params
+        return GrammarRow(
+            row,
+            req.matcher,
+            req.output_ids,
+            params.min_new_tokens,
+            (*self.eos_token_ids, *(params.stop_token_ids or ())),
         )

@@ -32,6 +32,12 @@ class StopChecker:
         """Why `req` ends with its last output token, or None."""
         num_output = len(req.output_ids)
         params = req.sampling_params
+        if req.matcher is not None:
+            failure = req.matcher.failure
+            if failure is not None:
+                return FinishReason(type="abort", message=failure, status_code=400)
+            if req.matcher.is_terminated():
+                return FinishReason(type="stop", matched=req.output_ids[-1])
         if num_output >= params.min_new_tokens:
             token = req.output_ids[-1]
             if token in req.stop_token_ids:

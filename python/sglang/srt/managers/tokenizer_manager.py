@@ -195,8 +195,10 @@ class TokenizerManager:
         return await self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     async def abort(self, rid: str) -> None:
-        """End the request `rid`; its reader sees the finish reason `abort`."""
-        await self._send(AbortReq(rid=rid))
+        """End the request `rid`, all its samples; readers see the finish reason `abort`."""
+        samples = [state.rid for state in self._states.values() if state.sample_of == rid]
+        for one in (rid, *samples):
+            await self._send(AbortReq(rid=one))
 
     async def abort_all(self) -> None:
         """End every request."""
@@ -349,5 +351,6 @@ def _to_message(
         top_logprobs_num=request.top_logprobs_num,
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
         priority=request.priority,
+        sample_of=request.sample_of,
         created_time=now,
     )

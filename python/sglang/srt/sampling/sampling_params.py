@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from sglang.srt.constrained.constraint import constraint_of
+
 GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this are greedy decoding: dividing by them would overflow fp32."""
 
@@ -19,6 +21,7 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 4096
+MAX_SAMPLES = 128
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -47,9 +50,12 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    """Outputs of one prompt."""
     json_schema: str | None = None
+    """What the output must be, as JSON text; at most one of this and the next two."""
     regex: str | None = None
     ebnf: str | None = None
+    """In the notation of the `xgrammar` library, with a rule `root`."""
     sampling_seed: int | None = None
     """None: the server draws one when the request arrives."""
     logit_bias: dict[str, float] | None = None
@@ -59,6 +65,11 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     def is_greedy(self) -> bool:
         """Whether every token is the argmax of the (penalised, biased) logits."""
         return self.top_k == 1 or self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar decides which tokens are possible."""
+        return not (self.json_schema is None and self.regex is None and self.ebnf is None)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -76,7 +87,9 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         Raises:
             ValueError: Names the field, the value and what is allowed.
         """
-        self._verify_unsupported()
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise ValueError(f"n={self.n} must be from 1 to {MAX_SAMPLES}")
+        constraint_of(self.json_schema, self.regex, self.ebnf)
         _require_float("temperature", self.temperature, 0.0, math.inf)
         _require_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_float("min_p", self.min_p, 0.0, 1.0)
@@ -115,17 +128,6 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         if self.is_greedy:
             self.temperature = 1.0
             self.top_k = 1
-
-    def _verify_unsupported(self) -> None:
-        if self.n != 1:
-            raise ValueError(
-                f"n={self.n} is not supported yet: send {max(self.n, 2)} requests with n=1"
-            )
-        for name in ("json_schema", "regex", "ebnf"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} (constrained decoding) is not supported yet: leave it out"
-                )
 
     def _verify_stops(self, vocab_size: int) -> None:
         strings = self.stop_strings

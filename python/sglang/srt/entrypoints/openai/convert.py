@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from sglang.srt.constrained.constraint import schema_of_response_format
 from sglang.srt.entrypoints.http_body import refuse_fields
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody
@@ -20,25 +21,17 @@ MAX_TEMPERATURE: Final = 2.0
 _SAME_NAME: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
-    "skip_special_tokens",
+    "skip_special_tokens", "n", "json_schema", "regex", "ebnf",
 )  # fmt: skip
 
 
 def check_common(body: CommonBody) -> None:
-    """Refuse what is not served yet.
+    """Refuse what is not served, or not in this combination.
 
     Raises:
         ApiError: 400 that names the field.
     """
     refuse_fields(body, NOT_SERVED, NEUTRAL)
-    if body.n not in (None, 1):
-        raise bad_request(f"n={body.n} is not supported yet: send as many requests with n=1", "n")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise bad_request(
-            f"response_format.type={body.response_format.type!r} is not supported yet: structured "
-            "output needs constrained decoding; use text",
-            "response_format",
-        )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
     if body.temperature is not None and not 0 <= body.temperature <= MAX_TEMPERATURE:
@@ -72,11 +65,27 @@ def sampling_params(body: CommonBody, max_tokens: int | None, field: str) -> Sam
                 f"min_tokens={body.min_tokens} must be from 0 to {field}", "min_tokens"
             )
         values["min_new_tokens"] = body.min_tokens
+    schema = _schema_of_format(body)
+    if schema is not None:
+        values["json_schema"] = schema
     seed = body.seed if body.sampling_seed is None else body.sampling_seed
     if seed is not None:
         # OpenAI's seeds are signed; two's complement keeps different ones different enough.
         values["sampling_seed"] = seed & MAX_SEED
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+def _schema_of_format(body: CommonBody) -> str | None:
+    """The JSON schema that `response_format` asks for, None where it asks for none."""
+    if body.response_format is None:
+        return None
+    try:
+        schema = schema_of_response_format(msgspec.to_builtins(body.response_format))
+    except ValueError as error:
+        raise bad_request(str(error), "response_format") from None
+    if schema is not None and body.json_schema is not None:
+        raise bad_request("json_schema contradicts response_format: keep one", "response_format")
+    return schema
 
 
 def new_id(prefix: str) -> str:
@@ -100,8 +109,9 @@ def matched_stop(state: RequestState) -> int | str | None:
 
 
 def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, Any]:
-    """Token counts over all prompts of one request."""
-    prompt = sum(state.prompt_tokens for state in states)
+    """Token counts over all prompts and samples of one request; a prompt counts once."""
+    firsts = [state for state in states if state.sample_of is None]
+    prompt = sum(state.prompt_tokens for state in firsts)
     completion = sum(len(state.output_ids) for state in states)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -109,7 +119,7 @@ def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, An
         "total_tokens": prompt + completion,
     }
     if cache_report:
-        cached = sum(state.cached_tokens for state in states)
+        cached = sum(state.cached_tokens for state in firsts)
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
     return usage
 

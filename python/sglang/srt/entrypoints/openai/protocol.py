@@ -22,9 +22,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Only `text` is served."""
+    """`text`, `json_object`, or `json_schema` with its schema."""
 
     type: str
+    json_schema: Any = None
 
 
 class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +53,9 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     n: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -70,9 +74,6 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     # Refused by name, unless neutral.
-    regex: Any = None
-    ebnf: Any = None
-    json_schema: Any = None
     structural_tag: Any = None
     lora_path: Any = None
     session_params: Any = None
@@ -152,16 +153,12 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-_CONSTRAINED: Final = "constrained decoding is not served yet; leave it out"
 _APART: Final = "prefill and decode are not served apart yet; leave it out"
 _TOOLS: Final = "tool calls are not served yet; leave it out"
 _TEXT: Final = "this engine serves text models"
 
 NOT_SERVED: Final = {
-    "regex": _CONSTRAINED,
-    "ebnf": _CONSTRAINED,
-    "json_schema": _CONSTRAINED,
-    "structural_tag": _CONSTRAINED,
+    "structural_tag": "use response_format, json_schema, regex or ebnf",
     "lora_path": "SGLang has LoRA, this engine does not",
     "session_params": "send the whole conversation, its cached prefix is reused",
     "custom_logit_processor": "use logit_bias",

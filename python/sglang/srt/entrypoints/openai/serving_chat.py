@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -31,8 +31,10 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, chat_logprobs
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
+from sglang.srt.entrypoints.streams import gather_or_cancel, merge
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.request_state import OutputCursor, RequestState
+from sglang.srt.managers.samples import expand_samples
 
 MAX_TOP_LOGPROBS: Final = 20
 _RENDER_ARGUMENTS: Final = frozenset(
@@ -50,11 +52,11 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, ChatBody)
-    engine_request = to_request(body, context)
+    samples = expand_samples([to_request(body, context)])
     answers = ChatAnswers(body, context)
     if body.stream:
-        return await start_stream(request, answers.stream(engine_request))
-    work = context.manager.generate_whole(engine_request)
+        return await start_stream(request, answers.stream(samples))
+    work = gather_or_cancel([context.manager.generate_whole(one) for one in samples])
     return json_response(answers.whole(await unless_client_leaves(request, work)))
 
 
@@ -109,54 +111,68 @@ class ChatAnswers:
             "model": body.model or context.model_name,
         }
 
-    def whole(self, state: RequestState) -> dict[str, Any]:
+    def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The one answer of a request that does not stream."""
-        choice = {
-            "index": 0,
+        answer = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, state) for index, state in enumerate(states)],
+            "usage": usage_of(states, self._cache_report),
+        }
+        if self._body.return_cached_tokens_details:
+            answer["sglext"] = sglext_of(states[0])
+        return answer
+
+    def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
+        return {
+            "index": index,
             "message": {"role": "assistant", "content": state.text, "refusal": None},
             "logprobs": self._logprobs(state, 0),
             "finish_reason": finish_reason(state),
             "matched_stop": matched_stop(state),
         }
-        answer = {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": usage_of([state], self._cache_report),
-        }
-        if self._body.return_cached_tokens_details:
-            answer["sglext"] = sglext_of(state)
-        return answer
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """Chunks: the role, the text as it grows, the end, and the usage where asked for."""
-        cursor: OutputCursor | None = None
-        async with aclosing(self._manager.generate(request)) as states:
-            async for state in states:
-                if cursor is None:
-                    cursor = OutputCursor(state)
-                    yield self._chunk(state, {"role": "assistant", "content": ""})
-                text = cursor.advance()
-                logprobs = self._logprobs(state, cursor.first_new_token)
-                if text or (logprobs is not None and logprobs["content"]):
-                    yield self._chunk(state, {"content": text}, logprobs=logprobs)
-        assert cursor is not None, "every request yields at least its end"
-        state = cursor.state
-        end = self._chunk(state, {}, ended=True)
-        if self._body.return_cached_tokens_details:
-            end["sglext"] = sglext_of(state)
-        yield end
+    async def stream(
+        self, samples: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Chunks of all samples: the role, the text as it grows, the end; then the usage."""
+        states: dict[int, RequestState] = {}
+        pieces = [self._pieces(index, sample, states) for index, sample in enumerate(samples)]
+        async with aclosing(merge(pieces)) as merged:
+            async for _, piece in merged:
+                yield piece
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield {
                 **self._head,
                 "object": "chat.completion.chunk",
                 "choices": [],
-                "usage": usage_of([state], self._cache_report),
+                "usage": usage_of(list(states.values()), self._cache_report),
             }
+
+    async def _pieces(
+        self, index: int, request: GenerateRequest, states: dict[int, RequestState]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        cursor: OutputCursor | None = None
+        async with aclosing(self._manager.generate(request)) as updates:
+            async for state in updates:
+                if cursor is None:
+                    cursor = OutputCursor(state)
+                    states[index] = state
+                    yield self._chunk(index, state, {"role": "assistant", "content": ""})
+                text = cursor.advance()
+                logprobs = self._logprobs(state, cursor.first_new_token)
+                if text or (logprobs is not None and logprobs["content"]):
+                    yield self._chunk(index, state, {"content": text}, logprobs=logprobs)
+        assert cursor is not None, "every request yields at least its end"
+        end = self._chunk(index, cursor.state, {}, ended=True)
+        if self._body.return_cached_tokens_details:
+            end["sglext"] = sglext_of(cursor.state)
+        yield end
 
     def _chunk(
         self,
+        index: int,
         state: RequestState,
         delta: dict[str, Any],
         *,
@@ -164,7 +180,7 @@ class ChatAnswers:
         ended: bool = False,
     ) -> dict[str, Any]:
         choice = {
-            "index": 0,
+            "index": index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": finish_reason(state) if ended else None,

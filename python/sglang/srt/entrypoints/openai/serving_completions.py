@@ -33,6 +33,7 @@ from sglang.srt.entrypoints.sse import json_response, start_stream, unless_clien
 from sglang.srt.entrypoints.streams import gather_or_cancel, merge
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.request_state import OutputCursor, RequestState
+from sglang.srt.managers.samples import expand_samples
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's."""
@@ -52,7 +53,7 @@ async def completions(request: Request) -> Response:
 
 
 def to_requests(body: CompletionBody) -> list[GenerateRequest]:
-    """The engine's requests, one for each prompt.
+    """The engine's requests, one for each sample of each prompt.
 
     Raises:
         ApiError: 400 that names the field.
@@ -64,7 +65,8 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise bad_request(f"logprobs={body.logprobs} must be from 0 to {MAX_LOGPROBS}", "logprobs")
     prompts = _prompts(body.prompt)
-    return [_request(body, prompt, index, len(prompts)) for index, prompt in enumerate(prompts)]
+    requests = [_request(body, prompt, index, len(prompts)) for index, prompt in enumerate(prompts)]
+    return expand_samples(requests)
 
 
 def _request(

@@ -1,0 +1,78 @@
+"""A grammar backend without processes, over a vocabulary of single characters, for schedulers."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+from sglang.srt.constrained.constraint import Constraint, ConstraintKind
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
+from sglang.srt.constrained.vocabulary import Vocabulary
+from sglang.srt.constrained.xgrammar_grammar import (
+    XGrammarGrammar,
+    compile_constraint,
+    make_compiler,
+)
+
+VOCAB_SIZE: Final = 160
+"""Of `SchedulerRig`'s tiny model."""
+EOS_ID: Final = 0
+_CHARACTERS: Final = string.digits + string.ascii_letters + string.punctuation + " "
+
+
+def character_vocabulary() -> Vocabulary:
+    """Token i is the i-th character, from 1; 0 ends; what is left over is never allowed."""
+    tokens = [b""] + [character.encode() for character in _CHARACTERS]
+    tokens += [b""] * (VOCAB_SIZE - len(tokens))
+    return Vocabulary(tokens=tokens, eos_token_ids=[EOS_ID], add_prefix_space=False)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """The characters of `ids`; the end token has none."""
+    return "".join(_CHARACTERS[i - 1] for i in ids if i != EOS_ID)
+
+
+@dataclass
+class HandBackend(GrammarBackend):
+    """Compiles where it is called, at once or when told to."""
+
+    hold: bool = False
+    """While set, new tickets stay as they are until `release`."""
+    limits: GrammarLimits = field(default_factory=GrammarLimits)
+    held: list[GrammarTicket] = field(default_factory=list)
+    num_asked: int = 0
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._vocabulary = character_vocabulary()
+        self._compiler = make_compiler(self._vocabulary)
+
+    def get(self, kind: ConstraintKind | str, text: str) -> GrammarTicket:
+        self.num_asked += 1
+        ticket = GrammarTicket(Constraint(ConstraintKind(kind), text))
+        self.held.append(ticket)
+        if not self.hold:
+            self.release()
+        return ticket
+
+    def release(self) -> None:
+        """Compile what is held."""
+        for ticket in self.held:
+            try:
+                compiled = compile_constraint(self._compiler, ticket.constraint)
+            except GrammarError as error:
+                ticket.fail(str(error))
+                continue
+            kind = ticket.constraint.kind
+            ticket.resolve(XGrammarGrammar(compiled, kind, self._vocabulary, self.limits))
+        self.held = []
+
+    def warm_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True
