@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import queue
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.storage_io import StorageIO
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, RigRequest
+from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")
@@ -388,6 +389,146 @@ def test_any_order_of_requests_splits_evictions_and_landings() -> None:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
+
+
+# -- a split at every page, under every kind of operation ----------------------------------------
+
+PAGES = 6
+CUTS = range(1, PAGES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
+        yield tmp_path
+
+
+def stepped(storage: str | None = "file") -> SteppedRig:
+    return SteppedRig(
+        l1_pages=16,
+        page_size=2,
+        settings=HiCacheSettings(
+            hicache_ratio=2.0,
+            hicache_storage_backend=storage,
+            hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": 2}),
+        ),
+    )
+
+
+def pages_of(count: int) -> list[int]:
+    """A prompt whose `count` first pages can be reused."""
+    return list(range(2 * count + 1))
+
+
+def split_at(rig: SteppedRig, cut: int) -> None:
+    match = rig.hi.match_prefix(MatchPrefixParams(RadixKey([*range(2 * cut), 99, 99])))
+    assert len(match.best_match_node.key) <= 2 * cut
+    rig.hi.check_integrity()
+
+
+def everything(rig: SteppedRig) -> EvictParams:
+    return EvictParams(num_tokens=rig.allocator.size)
+
+
+def used_host_pages(rig: SteppedRig) -> int:
+    return (rig.hi.host_pool.size - rig.hi.host_pool.available_size()) // rig.page_size
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_split_under_a_write(cut: int) -> None:
+    rig = stepped(storage=None)
+    rig.run(pages_of(PAGES))
+    rig.tick()
+    split_at(rig, cut)
+    assert rig.hi.evict(everything(rig)).num_tokens_evicted == 0, "it is being copied from"
+    # Used again meanwhile, neither part is written a second time.
+    request, _ = rig.start(pages_of(cut))
+    rig.finish(request)
+    rig.settle()
+    assert used_host_pages(rig) == PAGES
+    assert rig.hi.evict(everything(rig)).num_tokens_evicted == 2 * PAGES
+    assert rig.run(pages_of(PAGES)) == Reused(host=2 * PAGES)
+    rig.settle()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_split_under_a_load(cut: int) -> None:
+    rig = stepped(storage=None)
+    rig.run(pages_of(PAGES))
+    rig.settle()
+    rig.hi.evict(everything(rig))
+    match = rig.hi.match_prefix(MatchPrefixParams(RadixKey(pages_of(PAGES))))
+    rig.hi.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
+    split_at(rig, cut)
+    assert rig.hi.evict_host(1000) == 0, "it is being copied from"
+    assert rig.hi.evict(everything(rig)).num_tokens_evicted == 0, "it is being copied to"
+    rig.settle()
+    assert rig.hi.protected_size() == 0
+    assert rig.hi.evict_host(1000) == 2 * PAGES
+    assert rig.run(pages_of(PAGES)) == Reused(device=2 * PAGES)
+    rig.settle()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_split_under_a_backup(cut: int, folder: Path) -> None:
+    rig = stepped()
+    rig.run(pages_of(PAGES))
+    rig.tick()
+    rig.writes.run()
+    rig.tick()
+    assert rig.hi.is_busy() == {"backups": 1}
+    split_at(rig, cut)
+    assert rig.hi.evict(everything(rig)).num_tokens_evicted == 2 * PAGES
+    assert rig.hi.evict_host(1000) == 0, "it is being read from"
+    rig.run(pages_of(cut))
+    rig.settle()
+    stored = sum(len(node.key) for node in rig.hi.nodes() if node.storage_epoch == 0)
+    assert stored == 2 * PAGES
+    assert rig.hi.metrics.backup_outcomes.labels("landed")._value.get() == 1, "and once"
+    assert rig.hi.evict_host(1000) == 2 * PAGES
+    rig.flush()
+    assert rig.run(pages_of(PAGES)) == Reused(storage=2 * PAGES)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_split_under_a_prefetch(cut: int, folder: Path) -> None:
+    """The read continues a node of two pages; others bring pages of it meanwhile, or cut there."""
+    writer, rig = stepped(), stepped()
+    writer.run(pages_of(PAGES))
+    writer.settle()
+    rig.run(pages_of(2))
+    rig.settle()
+    rig.arrive("r", pages_of(PAGES))
+    assert rig.hi.is_busy()["prefetches"] == 1
+    rig.run([*range(2 * cut), 99, 99, 7])
+    split_at(rig, min(cut, 2))
+    rig.prefetches(None)
+    rig.tick()
+    assert rig.hi.check_prefetch_progress("r")
+    request, reused = rig.admit("r", pages_of(PAGES))
+    known = max(cut, 2)
+    assert reused == Reused(device=2 * known, storage=2 * (PAGES - known))
+    rig.finish(request)
+    rig.settle()
+
+
+def test_what_a_prefetch_continues_leaves_meanwhile(folder: Path) -> None:
+    writer, rig = stepped(), stepped()
+    writer.run(pages_of(PAGES))
+    writer.settle()
+    rig.run(pages_of(2))
+    rig.settle()
+    rig.arrive("r", pages_of(PAGES))
+    rig.hi.evict(everything(rig))
+    rig.hi.evict_host(1000)
+    rig.prefetches(None)
+    rig.tick()
+    assert rig.hi.check_prefetch_progress("r")
+    assert rig.hi.metrics.prefetch_outcomes.labels("orphan")._value.get() == 1
+    request, reused = rig.admit("r", pages_of(PAGES))
+    assert reused == Reused()
+    rig.finish(request)
+    rig.settle()
 
 
 if __name__ == "__main__":
