@@ -26,17 +26,26 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template: str | None = None if path is None else _read_template(path)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        source = self._template or self._tokenizer.chat_template or ""
+        texts = source.values() if isinstance(source, dict) else [source]
+        return any("tools" in text for text in texts)
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
     ) -> str:
         """The prompt for `messages`; special tokens are part of its text.
 
         Args:
+            tools: In OpenAI's form; see `takes_tools`.
             variables: Further names for the template (`chat_template_kwargs`).
 
         Raises:
@@ -51,6 +60,7 @@ class ChatTemplate:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
+                tools=None if tools is None else list(tools),
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

@@ -110,7 +110,7 @@ def matched_stop(state: RequestState) -> int | str | None:
 
 def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, Any]:
     """Token counts over all prompts and samples of one request; a prompt counts once."""
-    firsts = [state for state in states if state.sample_of is None]
+    firsts = [state for state in states if state.sample_of is None] or states
     prompt = sum(state.prompt_tokens for state in firsts)
     completion = sum(len(state.output_ids) for state in states)
     usage: dict[str, Any] = {

@@ -88,6 +88,53 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_room: Any = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """A call that an earlier answer made."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object, as text or as it is."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """One of an earlier answer's calls."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+    index: int | None = None
+
+
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One of a request's tools."""
+
+    function: FunctionSpec
+    type: str = "function"
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Names a tool."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The one tool that must be called."""
+
+    function: FunctionName
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn. `content` is text, or parts of type `text`."""
 
@@ -99,8 +146,8 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -116,8 +163,8 @@ class ChatBody(CommonBody, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
-    tool_choice: Any = None
-    tools: Any = None
+    tool_choice: str | ToolChoice | None = None
+    tools: list[Tool] | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -154,7 +201,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _APART: Final = "prefill and decode are not served apart yet; leave it out"
-_TOOLS: Final = "tool calls are not served yet; leave it out"
+_TOOLS: Final = "use tools and tool_choice"
 _TEXT: Final = "this engine serves text models"
 
 NOT_SERVED: Final = {
@@ -174,8 +221,6 @@ NOT_SERVED: Final = {
 """Common fields to why they are refused."""
 
 CHAT_NOT_SERVED: Final = {
-    "tools": _TOOLS,
-    "tool_choice": _TOOLS,
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "modalities": _TEXT,
@@ -185,9 +230,7 @@ CHAT_NOT_SERVED: Final = {
     "verbosity": "say it in the messages",
 }
 MESSAGE_NOT_SERVED: Final = {
-    "tool_calls": _TOOLS,
-    "tool_call_id": _TOOLS,
-    "function_call": _TOOLS,
+    "function_call": "use tool_calls",
     "audio": _TEXT,
 }
 COMPLETION_NOT_SERVED: Final = {

@@ -42,6 +42,7 @@ async def model(request: Request, name: str) -> Response:
     return json_response(_model_card(context))
 
 
+@router.post("/tokenize")
 @router.post("/v1/tokenize")
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of several."""
@@ -60,6 +61,7 @@ async def tokenize(request: Request) -> Response:
     )
 
 
+@router.post("/detokenize")
 @router.post("/v1/detokenize")
 async def detokenize(request: Request) -> Response:
     """Text of token ids, of one list or of several."""

@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_body import read_json, refuse_fields
 from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.chat_output import ChatOutput
+from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
 from sglang.srt.entrypoints.openai.convert import (
     check_common,
     created_now,
@@ -23,50 +25,44 @@ from sglang.srt.entrypoints.openai.convert import (
 )
 from sglang.srt.entrypoints.openai.protocol import (
     CHAT_NOT_SERVED,
-    MESSAGE_NOT_SERVED,
     NEUTRAL,
     ChatBody,
-    ChatMessage,
 )
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, chat_logprobs
+from sglang.srt.entrypoints.openai.tools import ToolUse, tool_use
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
 from sglang.srt.entrypoints.streams import gather_or_cancel, merge
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.request_state import OutputCursor, RequestState
 from sglang.srt.managers.samples import expand_samples
+from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 MAX_TOP_LOGPROBS: Final = 20
-_RENDER_ARGUMENTS: Final = frozenset(
-    {
-        "conversation", "messages", "chat_template", "tokenize", "tools", "documents", "padding",
-        "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
-        "return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message",
-    }
-)  # fmt: skip
-"""Arguments of the renderer itself, which a client may not set through template variables."""
-_ROLES: Final = ("system", "developer", "user", "assistant")
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, ChatBody)
-    samples = expand_samples([to_request(body, context)])
-    answers = ChatAnswers(body, context)
+    engine_request, tools = to_request(body, context)
+    samples = expand_samples([engine_request])
+    constrained = engine_request.sampling_params.is_constrained
+    answers = ChatAnswers(body, context, tools, constrained=constrained)
     if body.stream:
         return await start_stream(request, answers.stream(samples))
     work = gather_or_cancel([context.manager.generate_whole(one) for one in samples])
     return json_response(answers.whole(await unless_client_leaves(request, work)))
 
 
-def to_request(body: ChatBody, context: ServerContext) -> GenerateRequest:
-    """The engine's request for `body`.
+def to_request(body: ChatBody, context: ServerContext) -> tuple[GenerateRequest, ToolUse | None]:
+    """The engine's request for `body`, and how it uses tools.
 
     Raises:
         ApiError: 400 that names the field.
     """
     check_common(body)
+    tools = tool_use(body, context.args.tool_call_parser)
     refuse_fields(body, CHAT_NOT_SERVED, NEUTRAL)
     top_logprobs = body.top_logprobs or 0
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
@@ -77,10 +73,13 @@ def to_request(body: ChatBody, context: ServerContext) -> GenerateRequest:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     max_tokens = getattr(body, field)
+    params = sampling_params(body, max_tokens, field)
+    if tools is not None and tools.json_schema is not None:
+        params.json_schema = tools.json_schema
     request = GenerateRequest(
-        text=_prompt(body, context),
+        text=chat_prompt(body, context.chat_template, tools),
         add_special_tokens=False,
-        sampling_params=sampling_params(body, max_tokens, field),
+        sampling_params=params,
         default_max_new_tokens=0 if max_tokens is None else None,
         max_tokens_field=field,
         prompt_field="messages",
@@ -94,16 +93,25 @@ def to_request(body: ChatBody, context: ServerContext) -> GenerateRequest:
     )
     if body.rid is not None:
         request.rid = body.rid
-    return request
+    return request, tools
 
 
 class ChatAnswers:
     """Writes the answers to one chat request."""
 
-    def __init__(self, body: ChatBody, context: ServerContext) -> None:
+    def __init__(
+        self, body: ChatBody, context: ServerContext, tools: ToolUse | None, *, constrained: bool
+    ) -> None:
+        """Args:
+        tools: How the request uses tools.
+        constrained: A grammar holds from the first token: the model has no room to reason.
+        """
         self._body = body
         self._manager = context.manager
         self._shower = TokenShower(context.manager.tokenizer) if body.logprobs else None
+        self._tools = tools
+        splits = body.separate_reasoning is not False and not constrained
+        self._reasoning_parser = context.args.reasoning_parser if splits else None
         self._cache_report = context.args.enable_cache_report
         self._head: dict[str, Any] = {
             "id": new_id("chatcmpl"),
@@ -124,13 +132,22 @@ class ChatAnswers:
         return answer
 
     def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
+        output = self._new_output()
         return {
             "index": index,
-            "message": {"role": "assistant", "content": state.text, "refusal": None},
+            "message": output.message(state.text),
             "logprobs": self._logprobs(state, 0),
-            "finish_reason": finish_reason(state),
+            "finish_reason": _finish_reason(state, output),
             "matched_stop": matched_stop(state),
         }
+
+    def _new_output(self) -> ChatOutput:
+        return ChatOutput(
+            None if self._reasoning_parser is None else ReasoningParser(self._reasoning_parser),
+            None if self._tools is None else self._tools.new_parser(),
+            parallel=self._tools is None or self._tools.parallel,
+            stream_reasoning=self._body.stream_reasoning is not False,
+        )
 
     async def stream(
         self, samples: Sequence[GenerateRequest]
@@ -154,21 +171,32 @@ class ChatAnswers:
         self, index: int, request: GenerateRequest, states: dict[int, RequestState]
     ) -> AsyncGenerator[dict[str, Any], None]:
         cursor: OutputCursor | None = None
+        output = self._new_output()
         async with aclosing(self._manager.generate(request)) as updates:
             async for state in updates:
                 if cursor is None:
                     cursor = OutputCursor(state)
                     states[index] = state
                     yield self._chunk(index, state, {"role": "assistant", "content": ""})
-                text = cursor.advance()
+                deltas = output.feed(cursor.advance())
+                if state.ended:
+                    deltas += output.finish()
                 logprobs = self._logprobs(state, cursor.first_new_token)
-                if text or (logprobs is not None and logprobs["content"]):
-                    yield self._chunk(index, state, {"content": text}, logprobs=logprobs)
+                if not deltas and logprobs is not None and logprobs["content"]:
+                    deltas = [{"content": ""}]
+                for delta in deltas:
+                    yield self._chunk(index, state, delta, logprobs=logprobs)
+                    logprobs = None
         assert cursor is not None, "every request yields at least its end"
-        end = self._chunk(index, cursor.state, {}, ended=True)
+        yield self._last_chunk(index, cursor.state, output)
+
+    def _last_chunk(self, index: int, state: RequestState, output: ChatOutput) -> dict[str, Any]:
+        chunk = self._chunk(index, state, {})
+        chunk["choices"][0]["finish_reason"] = _finish_reason(state, output)
+        chunk["choices"][0]["matched_stop"] = matched_stop(state)
         if self._body.return_cached_tokens_details:
-            end["sglext"] = sglext_of(cursor.state)
-        yield end
+            chunk["sglext"] = sglext_of(state)
+        return chunk
 
     def _chunk(
         self,
@@ -177,16 +205,8 @@ class ChatAnswers:
         delta: dict[str, Any],
         *,
         logprobs: dict[str, Any] | None = None,
-        ended: bool = False,
     ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason(state) if ended else None,
-        }
-        if ended:
-            choice["matched_stop"] = matched_stop(state)
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         options = self._body.stream_options
         if options is not None and options.continuous_usage_stats:
@@ -197,68 +217,6 @@ class ChatAnswers:
         return None if self._shower is None else chat_logprobs(state, first, self._shower)
 
 
-def _prompt(body: ChatBody, context: ServerContext) -> str:
-    if not body.messages:
-        raise bad_request("messages is empty: send at least one message", "messages")
-    continues = bool(body.continue_final_message)
-    if continues and body.messages[-1].role != "assistant":
-        raise bad_request(
-            "continue_final_message needs a last message of role assistant",
-            "continue_final_message",
-        )
-    adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    if continues and adds:
-        raise bad_request(
-            "add_generation_prompt contradicts continue_final_message: give one of them",
-            "add_generation_prompt",
-        )
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-    for name in variables.keys() & _RENDER_ARGUMENTS:
-        raise bad_request(
-            f"chat_template_kwargs.{name}: not a template's variable; leave it out",
-            "chat_template_kwargs",
-        )
-    return context.chat_template.render(
-        [_turn(f"messages[{i}]", message) for i, message in enumerate(body.messages)],
-        add_generation_prompt=adds,
-        continue_final_message=continues,
-        variables=variables,
-    )
-
-
-def _turn(field: str, message: ChatMessage) -> dict[str, Any]:
-    """The message as templates read it."""
-    if message.role not in _ROLES:
-        raise bad_request(
-            f"{field}.role={message.role[:32]!r} must be one of {', '.join(_ROLES)}", "messages"
-        )
-    refuse_fields(message, MESSAGE_NOT_SERVED, NEUTRAL)
-    # OpenAI's newer name for the same turn; templates know the older one.
-    role = "system" if message.role == "developer" else message.role
-    turn: dict[str, Any] = {"role": role, "content": _content(field, message.content)}
-    if message.name is not None:
-        turn["name"] = message.name
-    if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
-    return turn
-
-
-def _content(field: str, content: str | list[dict[str, Any]] | None) -> str:
-    if content is None:
-        raise bad_request(f"{field}.content: expected text, got null", "messages")
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        if part.get("type") != "text":
-            raise bad_request(
-                f"{field}.content[{index}].type={str(part.get('type'))[:32]!r} is not supported: "
-                "this engine serves text models, send parts of type text",
-                "messages",
-            )
-        if not isinstance(part.get("text"), str):
-            raise bad_request(f"{field}.content[{index}].text: expected text", "messages")
-        texts.append(part["text"])
-    return "\n".join(texts)
+def _finish_reason(state: RequestState, output: ChatOutput) -> str | None:
+    reason = finish_reason(state)
+    return "tool_calls" if reason == "stop" and output.has_calls else reason

@@ -1,0 +1,317 @@
+"""Tools and reasoning with the real `openai` client; the echo says what the last message says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_engine import FrontServer, front_server
+
+register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+
+END = "~"
+"""Stops the echo."""
+LAST_MESSAGE = "{{ messages[-1]['content'] }}{# it knows of tools #}"
+QWEN_LIKE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}|{% endfor %}"
+)
+
+
+def tool(name: str, **parameters: Any) -> Any:
+    schema = {"type": "object", "properties": parameters, "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+F, G = tool("f"), tool("g", x={"type": "integer"})
+
+
+@pytest.fixture(scope="module", name="templates")
+def make_templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("templates")
+    paths = {}
+    for name, text in {"last": LAST_MESSAGE, "qwen": QWEN_LIKE, "none": "{{ '' }}x"}.items():
+        path: Path = folder / f"{name}.jinja"
+        path.write_text(text)
+        paths[name] = str(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def qwen(templates: dict[str, str]) -> Iterator[FrontServer]:
+    with front_server(
+        chat_template=templates["last"], tool_call_parser="qwen25", reasoning_parser="qwen3"
+    ) as running:
+        yield running
+
+
+def client_of(server: FrontServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+
+def said(text: str) -> list[Any]:
+    """A conversation that makes the echo say `text`."""
+    return [{"role": "user", "content": text + END}]
+
+
+def ask(server: FrontServer, text: str, **fields: Any) -> Any:
+    """The answer, or all chunks of its stream."""
+    with client_of(server) as client:
+        reply = client.chat.completions.create(
+            model="echo", messages=said(text), stop=END, **fields
+        )
+        return [*reply] if fields.get("stream") else reply
+
+
+class Gathered:
+    """What the deltas of a stream add up to."""
+
+    def __init__(self, chunks: Any) -> None:
+        self.content = self.reasoning = ""
+        self.calls: list[list[str]] = []
+        self.finish_reason: str | None = None
+        self.num_chunks = 0
+        ids = set()
+        for chunk in chunks:
+            self.num_chunks += 1
+            [choice] = chunk.choices
+            self.content += choice.delta.content or ""
+            self.reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                if call.id is not None:
+                    ids.add(call.id)
+                    self.calls.append([call.function.name, ""])
+                    assert call.index == len(self.calls) - 1
+                self.calls[call.index][1] += call.function.arguments or ""
+            self.finish_reason = choice.finish_reason or self.finish_reason
+        assert len(ids) == len(self.calls)
+
+
+CALL_G = '<tool_call>{"name":"g","arguments":{"x":7}}</tool_call>'
+
+
+def test_a_call_is_parsed(qwen: FrontServer) -> None:
+    reply = ask(qwen, "Hm. " + CALL_G, tools=[F, G])
+    [choice] = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Hm."
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "g")
+    assert json.loads(call.function.arguments) == {"x": 7}
+    assert call.id.startswith("call_")
+
+
+def test_a_call_is_streamed(qwen: FrontServer) -> None:
+    got = Gathered(ask(qwen, "Hm." + CALL_G, tools=[F, G], stream=True))
+    assert (got.content, got.calls) == ("Hm.", [["g", '{"x":7}']])
+    assert got.finish_reason == "tool_calls"
+    assert got.num_chunks >= 4, "role, content, call, end at least"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_tools_a_call_is_text(qwen: FrontServer, stream: bool) -> None:
+    for fields in ({}, {"tools": [F, G], "tool_choice": "none"}):
+        reply = ask(qwen, CALL_G, stream=stream, **fields)
+        if stream:
+            got = Gathered(reply)
+            assert (got.content, got.calls, got.finish_reason) == (CALL_G, [], "stop")
+        else:
+            assert reply.choices[0].message.content == CALL_G
+            assert reply.choices[0].message.tool_calls is None
+
+
+def test_a_tool_round_trip(templates: dict[str, str], qwen: FrontServer) -> None:
+    messages: list[Any] = said(CALL_G)
+    with client_of(qwen) as client:
+        first = client.chat.completions.create(model="echo", messages=messages, tools=[G], stop=END)
+        [call] = first.choices[0].message.tool_calls or []
+        messages.append(first.choices[0].message)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "it is 42" + END})
+        second = client.chat.completions.create(
+            model="echo", messages=messages, tools=[G], stop=END
+        )
+    assert (second.choices[0].message.content, second.choices[0].finish_reason) == (
+        "it is 42",
+        "stop",
+    )
+
+
+def test_what_the_template_is_given(templates: dict[str, str]) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages: list[Any] = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+    ]
+    bare: Any = {"type": "function", "function": {"name": "f", "strict": False}}
+    with (
+        front_server(chat_template=templates["qwen"], tool_call_parser="qwen") as server,
+        client_of(server) as client,
+    ):
+        client.chat.completions.create(model="echo", messages=messages, tools=[bare], max_tokens=1)
+        [request] = [
+            m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)
+        ]
+        assert server.engine.tokenizer.decode(request.input_ids) == (
+            '{"type": "function", "function": {"name": "f"}}'
+            'assistant:{"name": "f", "arguments": {"a": 1}}|tool:ok(c1)|'
+        )
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_calls(templates: dict[str, str], stream: bool, parallel: bool) -> None:
+    text = '{"name":"f","parameters":{}};{"name":"g","parameters":{"x":1}}'
+    want = [["f", "{}"], ["g", '{"x":1}']][: 2 if parallel else 1]
+    with front_server(chat_template=templates["last"], tool_call_parser="llama3") as server:
+        reply = ask(server, text, tools=[F, G], stream=stream, parallel_tool_calls=parallel)
+        if stream:
+            got = Gathered(reply)
+            assert (got.calls, got.content) == (want, "")
+        else:
+            message = reply.choices[0].message
+            assert [[c.function.name, c.function.arguments] for c in message.tool_calls] == want
+            assert message.content is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", ["f", "g"]), ({"type": "function", "function": {"name": "g"}}, ["g"])],
+)
+def test_a_call_that_must_be_made_is_enforced(
+    templates: dict[str, str], choice: Any, names: list[str]
+) -> None:
+    text = '{"name": "g", "parameters": {"x": 3}}'
+    with front_server(chat_template=templates["last"]) as server:
+        for stream in (False, True):
+            reply = ask(server, text, tools=[F, G], tool_choice=choice, stream=stream)
+            if stream:
+                got = Gathered(reply)
+                assert (got.calls, got.finish_reason) == ([["g", '{"x": 3}']], "tool_calls")
+            else:
+                [call] = reply.choices[0].message.tool_calls
+                assert (call.function.name, call.function.arguments) == ("g", '{"x": 3}')
+        request = server.scheduler.received[-1]
+        assert isinstance(request, TokenizedGenerateReqInput)
+        schema = json.loads(request.sampling_params.json_schema or "")
+        branches = schema.get("anyOf", [schema])
+        assert [b["properties"]["name"]["const"] for b in branches] == names
+        assert branches[-1]["properties"]["parameters"] == G["function"]["parameters"]
+
+
+THOUGHT = "<think>two and two</think>four"
+
+
+def test_reasoning_is_split_off(qwen: FrontServer) -> None:
+    message = ask(qwen, THOUGHT).choices[0].message
+    assert (message.content, message.reasoning_content) == ("four", "two and two")
+    message = ask(qwen, "four").choices[0].message
+    assert (message.content, message.reasoning_content) == ("four", None)
+    whole = ask(qwen, THOUGHT, extra_body={"separate_reasoning": False}).choices[0].message
+    assert whole.content == THOUGHT
+    with_call = ask(qwen, "<think>hm</think>" + CALL_G, tools=[G]).choices[0].message
+    assert (with_call.reasoning_content, with_call.content) == ("hm", None)
+    assert len(with_call.tool_calls) == 1
+
+
+def test_reasoning_is_streamed_or_held_until_complete(qwen: FrontServer) -> None:
+    got = Gathered(ask(qwen, THOUGHT, stream=True))
+    assert (got.content, got.reasoning) == ("four", "two and two")
+    pieces = [
+        chunk.choices[0].delta.reasoning_content
+        for chunk in ask(qwen, THOUGHT, stream=True, extra_body={"stream_reasoning": False})
+        if getattr(chunk.choices[0].delta, "reasoning_content", None)
+    ]
+    assert pieces == ["two and two"]
+
+
+def test_a_constraint_leaves_no_room_for_reasoning(qwen: FrontServer) -> None:
+    reply = ask(qwen, THOUGHT, response_format={"type": "json_object"})
+    assert reply.choices[0].message.content == THOUGHT
+
+
+NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs": {"q": {}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"tools": [F, F]}, ["tools[1].function.name", "twice"]),
+        ({"tools": [tool("")]}, ["tools[0].function.name", "empty"]),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, ["tools[0].type"]),
+        ({"tools": [{"type": "function"}]}, ["tools[0].function", "required"]),
+        ({"tools": [tool(f"t{i}") for i in range(129)]}, ["tools", "128"]),
+        ({"tools": [F], "tool_choice": "any"}, ["tool_choice", "any"]),
+        ({"tool_choice": "required"}, ["tool_choice", "no tools"]),
+        (
+            {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "z"}}},
+            ["tool_choice.function.name", "z"],
+        ),
+        ({"tools": [F], "response_format": {"type": "json_object"}}, ["response_format", "tools"]),
+        ({"tools": [F], "regex": "a"}, ["regex", "tools"]),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            ["tools[0].function.strict"],
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}],
+                "tool_choice": "required",
+            },
+            ["tools[0].function.parameters", "$ref"],
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            ["messages[0].tool_calls[0].function.arguments"],
+        ),
+        ({"functions": [{"name": "f"}]}, ["functions", "tools"]),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(
+    qwen: FrontServer, fields: dict[str, Any], names: list[str]
+) -> None:
+    body = {"messages": said("x"), **fields}
+    reply = httpx.post(f"{qwen.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400, reply.text
+    for name in names:
+        assert name in reply.json()["error"]["message"]
+
+
+def test_tools_need_a_parser_and_a_template_that_shows_them(templates: dict[str, str]) -> None:
+    with front_server(chat_template=templates["last"]) as server:
+        body = {"messages": said("x"), "tools": [F]}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert reply.status_code == 400
+        assert "--tool-call-parser" in reply.json()["error"]["message"]
+    with front_server(chat_template=templates["none"], tool_call_parser="qwen") as server:
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert reply.status_code == 400
+        assert "--chat-template" in reply.json()["error"]["message"]
+
+
+def test_tokenize_under_both_paths(qwen: FrontServer) -> None:
+    for prefix in ("", "/v1"):
+        reply = httpx.post(f"{qwen.url}{prefix}/tokenize", json={"prompt": "ab"}).json()
+        assert reply["count"] == 2
+        back = httpx.post(f"{qwen.url}{prefix}/detokenize", json={"tokens": reply["tokens"]})
+        assert back.json() == {"text": "ab"}
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
