@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.prompt_encoder import _core_encode
 from sglang.srt.utils.hf_tokenizer import get_tokenizer, is_byte_level, special_token_ids
 from sglang.srt.utils.portable_tokenizer import PortableTokenizer, tokenizer_data
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -33,6 +34,15 @@ def test_texts_are_the_same(ids: list[int], skip: bool) -> None:
     assert PORTABLE.decode(
         known, skip_special_tokens=skip, clean_up_tokenization_spaces=False
     ) == LIBRARY.decode(known, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+@given(st.text(max_size=40), st.booleans())
+def test_the_core_encodes_as_the_library(text: str, add_special_tokens: bool) -> None:
+    encode = _core_encode(LIBRARY)
+    assert encode is not None
+    for sample in (text, f"<|im_start|>user {text}<|im_end|>"):
+        wanted = LIBRARY.encode(sample, add_special_tokens=add_special_tokens)
+        assert encode(sample, add_special_tokens) == wanted
 
 
 def test_facts_are_the_same() -> None:

@@ -1,11 +1,13 @@
-"""A tokenizer's way back to text, for a process that shall not import transformers (and torch).
+"""The core of a tokenizer without transformers around it.
 
-The process that has loaded the tokenizer takes what decoding needs out of it; the other one makes
-the library's core of it again, in a tenth of the time and a fifth of the memory.
+For a process that only decodes and shall not import transformers (and torch): the process that has
+loaded the tokenizer takes out what decoding needs, and the other one makes the core again, in a
+tenth of the time and a fifth of the memory. And for encoding without the wrapper's work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,16 +45,26 @@ class TokenizerData:
 
 def tokenizer_data(tokenizer: PreTrainedTokenizerBase) -> TokenizerData | None:
     """What `PortableTokenizer` needs, or None where the tokenizer does more than its core."""
+    text = _core_json(tokenizer, ("decode", "_decode", "convert_ids_to_tokens"))
+    return None if text is None else TokenizerData(text, special_token_ids(tokenizer))
+
+
+def core_tokenizer(tokenizer: PreTrainedTokenizerBase, methods: Sequence[str]) -> Tokenizer | None:
+    """A copy of the core, or None where `tokenizer` has its own versions of `methods`."""
+    text = _core_json(tokenizer, methods)
+    return None if text is None else Tokenizer.from_str(text)
+
+
+def _core_json(tokenizer: PreTrainedTokenizerBase, methods: Sequence[str]) -> str | None:
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
     own_ways = any(
-        getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name)
-        for name in ("decode", "_decode", "convert_ids_to_tokens")
+        getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name) for name in methods
     )
     if own_ways or not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
-    return TokenizerData(tokenizer.backend_tokenizer.to_str(), special_token_ids(tokenizer))
+    return str(tokenizer.backend_tokenizer.to_str())
 
 
 class PortableTokenizer:
