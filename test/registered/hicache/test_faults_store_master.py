@@ -18,10 +18,10 @@ from sglang.test.engine_server import EngineServer
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.storage_rigs import StorageRigs, counts, storage_io_of
 
-register_cpu_ci(est_time=65, suite="base-b-test-cpu")
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 TIMEOUT_S = 1.0
-EPSILON_S = 0.6
+EPSILON_S = 1.0
 PAGE = 64
 FLAGS = (
     "--hicache-storage-backend", "mooncake", "--hicache-storage-prefetch-policy", "timeout",
@@ -106,7 +106,7 @@ def test_c9_a_server_degrades_resumes_and_degrades_again() -> None:
             for seed in (9, 10, 11):
                 began = time.monotonic()
                 answer = server.generate(tokens(seed))
-                assert time.monotonic() - began < 2.1 + 2.0, "the policy's time, and the prefill"
+                assert time.monotonic() - began < 2.1 + 4.0, "the policy's time, and the prefill"
                 assert answer.cached["storage"] == 0
                 if seed == 9:
                     assert answer.output_ids == cold
@@ -126,7 +126,7 @@ def test_c9_a_server_exits_at_once_where_the_master_is_missing() -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"status [1-9]") as ended:
         EngineServer(*FLAGS, env=env).start()
-    assert time.monotonic() - began < 30, "not Mooncake's own 90 seconds"
+    assert time.monotonic() - began < 80, "not Mooncake's own 90 seconds"
     assert "MOONCAKE_MASTER" in str(ended.value)
     assert "Traceback" not in str(ended.value)
 

@@ -28,7 +28,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=18, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
 
