@@ -20,7 +20,7 @@ register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 LONG: dict[str, Any] = {
     "text": "a",
     "stream": True,
-    "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
+    "sampling_params": {"max_new_tokens": 120, "ignore_eos": True},
 }
 ENDLESS: dict[str, Any] = {
     "text": "a",
@@ -77,7 +77,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
         lines = stream.end()
         assert lines[-1] == "data: [DONE]"
         meta = json.loads(lines[-2].removeprefix("data: "))["meta_info"]
-        assert meta["finish_reason"] == {"type": "length", "length": 400}
+        assert meta["finish_reason"] == {"type": "length", "length": 120}
         assert server.process.wait(40) == 0
         assert wait_until(lambda: all_gone(children), 10)
 
