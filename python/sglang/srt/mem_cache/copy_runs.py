@@ -35,7 +35,7 @@ def page_runs(
     """The copies that move whole pages of `layers`; what adjoins on both sides is one copy.
 
     Args:
-        parts: Each with `is_paged_run`.
+        parts: Each with runs per page and layer.
         host_pages: int64 `[n]`: pages of `page_size` tokens.
         device_pages: int64 `[n]`.
         page_size: Tokens.
@@ -45,7 +45,7 @@ def page_runs(
     runs = []
     for part in parts:
         rows = part.rows
-        if not rows.is_paged_run:
+        if not rows.has_page_runs(page_size):
             raise ValueError(
                 "a layout whose pages have no run per layer is copied with --hicache-io-backend "
                 "kernel"
@@ -59,7 +59,7 @@ def page_runs(
         piece = page_size * rows.row_bytes
         device = bases[:, None] + device_pages * piece
         to, source = (host, device) if to_host else (device, host)
-        runs.append(_merge(to.reshape(-1), source.reshape(-1), piece))
+        runs.append(merge_pieces(to.reshape(-1), source.reshape(-1), piece))
     return CopyRuns(
         np.concatenate([run.destinations for run in runs]),
         np.concatenate([run.sources for run in runs]),
@@ -67,9 +67,10 @@ def page_runs(
     )
 
 
-def _merge(
+def merge_pieces(
     destinations: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], piece: int
 ) -> CopyRuns:
+    """Copies of `piece` bytes each; neighbours in the list that adjoin on both sides are one."""
     adjoins = (np.diff(destinations) == piece) & (np.diff(sources) == piece)
     starts = np.concatenate(
         [np.zeros(min(1, len(sources)), dtype=np.int64), np.flatnonzero(~adjoins) + 1]

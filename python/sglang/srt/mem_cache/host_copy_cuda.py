@@ -1,8 +1,10 @@
 """Copies of whole pages between a device pool on CUDA and page-locked host memory.
 
 `kernel`: one Triton kernel that reads or writes host memory itself; a launch a layer to load, one
-launch for all layers to back up. `direct`: the same as lists of plain copies for the copy engines.
-Both issue into the current stream and return at once; neither loops over pages.
+launch for all layers to back up. `direct`: lists of plain copies for the copy engines. Where a page
+is one run of host memory, both back up through staged_copy.py, and `direct` loads through it too.
+All of them issue in order with the current stream and return at once, except that `direct` on
+layer_first waits for device slots that the CPU does not know. None loops over pages.
 
 Called by whoever issues copies: on CUDA that is the scheduler's thread, inside a `CopyStream`.
 """
@@ -22,10 +24,17 @@ from sglang.srt.mem_cache.copy_runs import page_runs
 from sglang.srt.mem_cache.host_layout import IoBackend
 from sglang.srt.mem_cache.host_page_list import whole_pages
 from sglang.srt.mem_cache.host_rows import PartRows, TokenCopyTuning
+from sglang.srt.mem_cache.staged_copy import (
+    StagedBackup,
+    StagedLoad,
+    layers_are_runs,
+    pages_are_runs,
+)
 from sglang.srt.utils.device import current_stream_handle, keep_for_current_stream, stage_to_device
 
-LOAD_TUNING: Final = TokenCopyTuning(programs=16, tile_bytes=16384, num_warps=8)
-BACKUP_TUNING: Final = TokenCopyTuning(programs=16, tile_bytes=16384, num_warps=8)
+# As few multiprocessors as come within 1% of what more of them reach.
+LOAD_TUNING: Final = TokenCopyTuning(programs=8, tile_bytes=65536, num_warps=16)
+BACKUP_TUNING: Final = TokenCopyTuning(programs=4, tile_bytes=16384, num_warps=8)
 
 
 class PageCopy(ABC):
@@ -89,6 +98,33 @@ class _DirectCopy(PageCopy):
         self._engine.copy(runs, current_stream_handle(self._pool.device))
 
 
+class _StagedLoad(PageCopy):
+    def __init__(
+        self, pool: CudaPageCopier, stage: StagedLoad, host: torch.Tensor, device: torch.Tensor
+    ) -> None:
+        self._stage = stage
+        self._host_pages = whole_pages(host, pool.page_size, pool.host_pages)
+        if device.is_cpu:
+            whole_pages(device, pool.page_size, pool.device_pages)
+        keep_for_current_stream(device)
+        self._device_slots = stage_to_device(device, pool.device)
+        self._num_layers = pool.num_layers
+        self._issued_until = 0
+        stage.start()
+
+    def issue(self, layers: range, *, to_host: bool) -> None:
+        assert not to_host
+        if layers.stop <= self._issued_until:
+            return
+        # A load goes from layer 0 on; one that starts elsewhere is of that layer alone.
+        in_order = layers.start == self._issued_until
+        stop = layers.start + self._stage.layers_at_once if in_order else layers.stop
+        stop = min(stop, self._num_layers)
+        self._stage.load(self._host_pages, self._device_slots, range(layers.start, stop))
+        if in_order:
+            self._issued_until = stop
+
+
 class CudaPageCopier:
     """What stays the same between the copies of one pair of pools.
 
@@ -122,6 +158,8 @@ class CudaPageCopier:
         self.groups = [(group, self._device_table(group)) for group in together]
         """Parts with equal rows move in one launch; with each its table of device addresses."""
         self._engine: CopyEngine | None = None
+        self._staged: StagedBackup | None = None
+        self._staged_load: StagedLoad | None = None
         self._loading: tuple[torch.Tensor, torch.Tensor, PageCopy] | None = None
 
     def backup(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> None:
@@ -135,14 +173,31 @@ class CudaPageCopier:
         Raises:
             ValueError: Slots that the CPU can see are not whole pages of their pool.
         """
+        _check_backend(io_backend)
+        check_equally_many(host, device)
+        if all(pages_are_runs(part, self.page_size) for part in self.parts):
+            self._backup_staged(host, device)
+            return
         copy = self._prepare(host, device, io_backend)
         copy.issue(range(self.num_layers), to_host=True)
+
+    def _backup_staged(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        pages = whole_pages(host, self.page_size, self.host_pages)
+        if device.is_cpu:
+            whole_pages(device, self.page_size, self.device_pages)
+        keep_for_current_stream(device)
+        if self._staged is None:
+            self._staged = StagedBackup(
+                self.groups, self.page_size, self.device, self._copy_engine()
+            )
+        self._staged.backup(pages, stage_to_device(device, self.device))
 
     def load_layer(
         self, host: torch.Tensor, device: torch.Tensor, layer: int, io_backend: str
     ) -> None:
         """Copy one layer to the device; otherwise as `backup`.
 
+        Layers that follow may come with it: they are part of the same load.
         Indices are checked and staged once for all layers of a load, so they must not change
         before its last one. Layer 0 starts afresh.
         """
@@ -157,17 +212,30 @@ class CudaPageCopier:
 
     def _prepare(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> PageCopy:
         check_equally_many(host, device)
+        _check_backend(io_backend)
         if io_backend == IoBackend.KERNEL:
             return _KernelCopy(self, host, device)
-        if io_backend != IoBackend.DIRECT:
-            raise ValueError(f"io_backend {io_backend}: CUDA pools copy with kernel or direct")
+        if not all(layers_are_runs(part, self.page_size) for part in self.parts):
+            return _DirectCopy(self, self._copy_engine(), host, device)
+        if self._staged_load is None:
+            self._staged_load = StagedLoad(
+                self.groups, self.page_size, self.device, self._copy_engine()
+            )
+        return _StagedLoad(self, self._staged_load, host, device)
+
+    def _copy_engine(self) -> CopyEngine:
         if self._engine is None:
             self._engine = CopyEngine()
-        return _DirectCopy(self, self._engine, host, device)
+        return self._engine
 
     def _device_table(self, group: Sequence[PartRows]) -> torch.Tensor:
         addresses = [part.device_addresses for part in group]
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
+
+
+def _check_backend(io_backend: str) -> None:
+    if io_backend not in (IoBackend.KERNEL, IoBackend.DIRECT):
+        raise ValueError(f"io_backend {io_backend}: CUDA pools copy with kernel or direct")
 
 
 def check_equally_many(host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:

@@ -38,10 +38,9 @@ class HostRows:
     alignment: int
     """Bytes, at most 16, that divide the address of every buffer on both sides."""
 
-    @property
-    def is_paged_run(self) -> bool:
+    def has_page_runs(self, page_size: int) -> bool:
         """Whether the tokens of a page lie one after the other in each layer."""
-        return self.token_stride == self.row_bytes
+        return page_size == 1 or self.token_stride == self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,9 @@ def part_rows(host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor
     device_addresses = tuple(buffer.data_ptr() for buffer in device)
     layer_stride = addresses[1] - addresses[0] if len(addresses) > 1 else 0
     page_stride, token_stride = (first.stride(dim) * size for dim in (0, 1))
-    if token_stride * page_tokens == page_stride:
+    if page_tokens == 1:
+        token_stride = page_stride  # torch leaves the stride of a dimension of 1 open
+    elif token_stride * page_tokens == page_stride:
         # Pages adjoin: a token's place does not depend on its page.
         page_tokens, page_stride = 1, token_stride
     rows = HostRows(

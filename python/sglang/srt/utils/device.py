@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -160,6 +161,28 @@ def device_memory(device: torch.device | str) -> tuple[int, int]:
         return free, total
     memory = psutil.virtual_memory()
     return memory.available, memory.total
+
+
+class SideStream:
+    """A CUDA stream beside the current one, for work that it forks and joins again."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            self._device, priority=-1
+        )
+
+    def follow(self) -> None:
+        """Order this stream after what the current one has queued until now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Make this stream the current one."""
+        return torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """Order the current stream after what this one has queued until now."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
