@@ -171,6 +171,8 @@ class FakeScheduler:
                 break
         if reason is not None:
             del self.running[request.rid]
+        start = request.logprob_start_len
+        told = ids[start + 1 :] if start >= 0 and first == 0 else None
         fresh = [ids[i % len(ids)] for i in range(first, one.sent)]
         return RequestOutput(
             rid=request.rid,
@@ -185,6 +187,10 @@ class FakeScheduler:
             output_logprobs=[-float(t) for t in fresh] if request.return_logprob else None,
             output_top_logprobs=[[(-float(t), t), (-999.0, 0)] for t in fresh]
             if request.top_logprobs_num
+            else None,
+            input_logprobs=None if told is None else [-float(t) for t in told],
+            input_top_logprobs=[[(-float(t), t)] for t in told]
+            if told is not None and request.top_logprobs_num
             else None,
             skip_special_tokens=params.skip_special_tokens,
         )

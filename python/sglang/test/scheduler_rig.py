@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     RequestOutput,
     TokenizedGenerateReqInput,
+    TopLogprobs,
     ToScheduler,
 )
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
@@ -50,6 +51,8 @@ class Collected:
     """New tokens of each message."""
     last: RequestOutput | None = None
     logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -190,6 +193,8 @@ class SchedulerRig:
         got.output_ids += output.output_ids
         got.pieces.append(len(output.output_ids))
         got.logprobs += output.output_logprobs or []
+        got.input_logprobs += output.input_logprobs or []
+        got.input_top_logprobs += output.input_top_logprobs or []
         got.last = output
         assert output.completion_tokens == len(got.output_ids)
 

@@ -66,6 +66,24 @@ def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
     return requests[-1]
 
 
+def test_logprobs_of_the_prompt(client: httpx.Client) -> None:
+    body = {
+        "text": "abc",
+        "sampling_params": {"max_new_tokens": 2},
+        "return_logprob": True,
+        "logprob_start_len": [1],
+        "top_logprobs_num": 1,
+        "return_text_in_logprobs": True,
+    }
+    assert client.post("/generate", json=body).status_code == 400, "a list needs a batch"
+    meta = client.post("/generate", json={**body, "logprob_start_len": 1}).json()["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 65, "b"], [-66.0, 66, "c"]]
+    assert meta["input_top_logprobs"] == [None, [[-66.0, 66, "c"]]]
+    assert meta["output_token_logprobs"] == [[-64.0, 64, "a"], [-65.0, 65, "b"]]
+    meta = client.post("/generate", json={**body, "logprob_start_len": -1}).json()["meta_info"]
+    assert (meta["input_token_logprobs"], meta["input_top_logprobs"]) == ([], [])
+
+
 def test_generate_answers_with_everything(client: httpx.Client) -> None:
     answer = generate(client, text="hello", sampling_params={"max_new_tokens": 8}, rid="mine")
     assert answer["text"] == "hellohel"

@@ -272,6 +272,36 @@ def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
     return [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)][-1]
 
 
+def test_echo_says_the_prompt_with_its_logprobs(client: openai.OpenAI) -> None:
+    """Token ids are those of the byte tokenizer, whose logprob in the echo is minus the id."""
+    plain = client.completions.create(model="echo", prompt="abc", max_tokens=2, echo=True)
+    assert plain.choices[0].text == "abcab"
+    reply = client.completions.create(
+        model="echo", prompt="abc", max_tokens=2, echo=True, logprobs=1, n=2
+    )
+    for choice in reply.choices:
+        assert choice.text == "abcab"
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert logprobs.tokens == ["a", "b", "c", "a", "b"]
+        assert logprobs.text_offset == [0, 1, 2, 3, 4]
+        values: Any = logprobs.token_logprobs
+        assert values[0] is None
+        assert values[1:] == [-65.0, -66.0, -64.0, -65.0]
+        tops: Any = logprobs.top_logprobs
+        assert tops[:2] == [None, {"b": -65.0}]
+    chunks = [
+        *client.completions.create(
+            model="echo", prompt=[64, 65], max_tokens=2, echo=True, logprobs=0, stream=True
+        )
+    ]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abab"
+    told = [chunk.choices[0].logprobs for chunk in chunks]
+    tokens = [token for part in told if part is not None for token in part.tokens or []]
+    offsets = [at for part in told if part is not None for at in part.text_offset or []]
+    assert (tokens, offsets) == (["a", "b", "a", "b"], [0, 1, 2, 3])
+
+
 def test_harmless_fields_of_the_router_are_accepted(server: FrontServer) -> None:
     body = {
         "model": "echo",

@@ -30,6 +30,8 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._with_text = text_in_logprobs
         self._logprobs: list[tuple[float, int, str | None]] = []
+        self._input_logprobs: list[tuple[float | None, int, str | None]] = []
+        self._input_top_logprobs: list[list[tuple[float, int, str | None]] | None] = []
         self._top_logprobs: list[list[tuple[float, int, str | None]]] = []
 
     def answer(self, state: RequestState) -> dict[str, Any]:
@@ -55,20 +57,33 @@ class AnswerWriter:
             meta["e2e_latency"] = state.finished_time - state.created_time
         if self._request.return_logprob:
             self._catch_up(state)
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = self._input_logprobs
             meta["output_token_logprobs"] = self._logprobs
             if self._request.top_logprobs_num:
-                meta["input_top_logprobs"] = []
+                meta["input_top_logprobs"] = self._input_top_logprobs
                 meta["output_top_logprobs"] = self._top_logprobs
         return meta
 
     def _catch_up(self, state: RequestState) -> None:
+        if not self._input_logprobs and state.logprob_ids:
+            self._add_input(state)
         for index in range(len(self._logprobs), len(state.output_logprobs)):
             self._logprobs.append(
                 self._entry(state.output_logprobs[index], state.output_ids[index])
             )
         for row in state.output_top_logprobs[len(self._top_logprobs) :]:
             self._top_logprobs.append([self._entry(value, token_id) for value, token_id in row])
+
+    def _add_input(self, state: RequestState) -> None:
+        """The prompt's logprobs came with the first output. Its first token has none: nothing is
+        before it, or the client asked for what follows it."""
+        first = self._entry(0.0, state.logprob_ids[0])
+        self._input_logprobs.append((None, *first[1:]))
+        for value, token_id in zip(state.input_logprobs, state.logprob_ids[1:], strict=False):
+            self._input_logprobs.append(self._entry(value, token_id))
+        self._input_top_logprobs.append(None)
+        for row in state.input_top_logprobs:
+            self._input_top_logprobs.append([self._entry(value, token) for value, token in row])
 
     def _entry(self, logprob: float, token_id: int) -> tuple[float, int, str | None]:
         text = self._tokenizer.decode([token_id]) if self._with_text else None

@@ -99,14 +99,13 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         ApiError: 400 that names the field.
     """
     refuse_fields(body, _UNSUPPORTED, _NEUTRAL)
-    _refuse_input_logprobs(body.logprob_start_len)
     prompts, is_batch = _prompts(body)
     count = len(prompts)
     columns = {
         name: _spread(name, getattr(body, name), count, is_batch)
         for name in (
             "rid", "sampling_params", "return_logprob", "top_logprobs_num",
-            "extra_key", "cache_salt",
+            "logprob_start_len", "extra_key", "cache_salt",
         )
     }  # fmt: skip
     if is_batch and isinstance(body.rid, str):
@@ -127,6 +126,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 stream=bool(body.stream),
                 return_logprob=bool(columns["return_logprob"][index]),
                 top_logprobs_num=columns["top_logprobs_num"][index] or 0,
+                logprob_start_len=_start_of(columns["logprob_start_len"][index]),
                 no_stop_trim=bool(body.no_stop_trim),
                 extra_key=columns["extra_key"][index],
                 cache_salt=columns["cache_salt"][index],
@@ -135,6 +135,10 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         )
     outputs = expand_samples(requests)
     return outputs, is_batch or len(outputs) > 1
+
+
+def _start_of(logprob_start_len: int | None) -> int:
+    return -1 if logprob_start_len is None else logprob_start_len
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str | list[int]], bool]:
@@ -190,13 +194,3 @@ def _sampling(
         raise bad_request(f"{field}.no_stop_trim: give it outside of {field}", "no_stop_trim")
     params = convert(given, SamplingParams, field)
     return params, None if "max_new_tokens" in given else _DEFAULT_NEW_TOKENS
-
-
-def _refuse_input_logprobs(start: int | list[int] | None) -> None:
-    starts = start if isinstance(start, list) else [start]
-    if any(value is not None and value >= 0 for value in starts):
-        raise bad_request(
-            "logprob_start_len: logprobs of the prompt are not supported yet; leave it out or "
-            "give -1 for those of the output alone",
-            "logprob_start_len",
-        )

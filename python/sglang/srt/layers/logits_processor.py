@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.input_logprobs import InputLogprobs, compute_input_logprobs
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -21,6 +22,8 @@ class LogitsProcessorOutput:
     next_token_top_logprobs_val: list[list[float]] | None = None
     """Per request, its `top_logprobs_nums` largest, descending."""
     next_token_top_logprobs_idx: list[list[int]] | None = None
+    input_logprobs: InputLogprobs | None = None
+    """Of prompt tokens, where asked for."""
 
 
 class LogitsProcessor(torch.nn.Module):
@@ -33,11 +36,14 @@ class LogitsProcessor(torch.nn.Module):
         hidden_states: `[num_tokens, hidden_size]`, after the final norm.
         head_weight: `[vocab_size, hidden_size]`.
         """
+        inputs: InputLogprobs | None = None
         if forward_batch.forward_mode.is_extend():
             assert forward_batch.extend_seq_lens_cpu is not None
+            if forward_batch.extend_logprob_start_lens_cpu is not None:
+                inputs = compute_input_logprobs(hidden_states, head_weight, forward_batch)
             lens = torch.tensor(forward_batch.extend_seq_lens_cpu, device=hidden_states.device)
             hidden_states = hidden_states.index_select(0, lens.cumsum(0) - 1)
         logits = apply_linear(
             hidden_states, head_weight, out=forward_batch.logits_out, out_dtype=torch.float32
         )
-        return LogitsProcessorOutput(next_token_logits=logits)
+        return LogitsProcessorOutput(next_token_logits=logits, input_logprobs=inputs)

@@ -55,6 +55,8 @@ class GenerateRequest:
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    """Prompt logprobs from this token on; -1: of the output alone."""
     no_stop_trim: bool = False
     extra_key: str | None = None
     cache_salt: str | None = None

@@ -34,6 +34,8 @@ class TokenizedGenerateReqInput(Message):
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    """Prompt logprobs from this token on, which itself has none; -1: none."""
     extra_key: str | None = None
     """`extra_key` and `cache_salt` in one unambiguous string, or None."""
     priority: int = 0
@@ -153,6 +155,9 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_logprobs: list[float] | None = None
     """One for each of `output_ids`."""
     output_top_logprobs: list[TopLogprobs] | None = None
+    input_logprobs: list[float] | None = None
+    """Of the prompt's tokens after `logprob_start_len`; in the first message alone."""
+    input_top_logprobs: list[TopLogprobs] | None = None
     queue_time: float = 0.0
     skip_special_tokens: bool = True
     no_stop_trim: bool = False

@@ -93,6 +93,27 @@ def check_prompt(input_ids: list[int], limits: RequestLimits, field: str) -> Non
         )
 
 
+def check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:
+    """Check from where on the prompt's logprobs are wanted.
+
+    Raises:
+        InvalidRequest: It is outside the prompt, or no logprobs are wanted at all.
+    """
+    start = request.logprob_start_len
+    if start == -1:
+        return
+    if not 0 <= start < prompt_len:
+        raise InvalidRequest(
+            f"logprob_start_len={start} must be -1 (no prompt logprobs) or from 0 to "
+            f"{prompt_len - 1}, the prompt's last token",
+            field="logprob_start_len",
+        )
+    if not request.return_logprob:
+        raise InvalidRequest(
+            "logprob_start_len needs return_logprob: true", field="logprob_start_len"
+        )
+
+
 def fit_max_new_tokens(request: GenerateRequest, prompt_len: int, limits: RequestLimits) -> None:
     """Settle `max_new_tokens`: a default shrinks to the room that is left, a wish must fit it.
 

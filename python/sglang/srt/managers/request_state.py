@@ -31,6 +31,11 @@ class RequestState:
     trimmer: StopTrimmer
     stream: bool
     sample_of: str | None = None
+    logprob_ids: list[int] = field(default_factory=list)
+    """Prompt tokens from `logprob_start_len` on; empty where their logprobs are not wanted."""
+    input_logprobs: list[float] = field(default_factory=list)
+    """Of all `logprob_ids` but the first, from the first output on."""
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     text_parts: list[str] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
@@ -48,7 +53,7 @@ class RequestState:
     _joined_parts: int = 0
 
     @classmethod
-    def start(cls, request: GenerateRequest, prompt_tokens: int, now: float) -> RequestState:
+    def start(cls, request: GenerateRequest, input_ids: list[int], now: float) -> RequestState:
         """State of a request that is about to be sent to the scheduler."""
         params = request.sampling_params
         trimmer = StopTrimmer(
@@ -58,11 +63,12 @@ class RequestState:
         )
         return cls(
             rid=request.rid,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(input_ids),
             created_time=now,
             trimmer=trimmer,
             stream=request.stream,
             sample_of=request.sample_of,
+            logprob_ids=input_ids[start:] if (start := request.logprob_start_len) >= 0 else [],
         )
 
     @property
@@ -99,6 +105,8 @@ class RequestState:
         self.output_ids.extend(output.output_ids)
         self.output_logprobs.extend(output.output_logprobs or ())
         self.output_top_logprobs.extend(output.output_top_logprobs or ())
+        self.input_logprobs.extend(output.input_logprobs or ())
+        self.input_top_logprobs.extend(output.input_top_logprobs or ())
         self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
         self.cached_tokens = output.cached_tokens
         self.cached_tokens_details = output.cached_tokens_details

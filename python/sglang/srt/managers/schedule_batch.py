@@ -54,6 +54,7 @@ class Req:
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    logprob_start_len: int = -1
     extra_key: str | None = None
     priority: int = 0
     sample_of: str | None = None
@@ -65,6 +66,9 @@ class Req:
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
+    """Of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     kv_committed_len: int = 0
     """Tokens whose keys and values are in the pool."""
     finish_reason: FinishReason | None = None
@@ -116,6 +120,7 @@ class Req:
             stream=message.stream,
             return_logprob=message.return_logprob,
             top_logprobs_num=message.top_logprobs_num,
+            logprob_start_len=message.logprob_start_len,
             extra_key=message.extra_key,
             priority=message.priority,
             sample_of=message.sample_of,
@@ -149,9 +154,18 @@ class Req:
         details = self.cached_tokens_details
         return details.device + details.host + details.storage
 
+    @property
+    def next_input_logprob(self) -> int | None:
+        """Position whose logits give the next prompt logprob; None: no more are wanted."""
+        if self.logprob_start_len < 0:
+            return None
+        position = self.logprob_start_len + len(self.input_logprobs)
+        return position if position < len(self.origin_input_ids) - 1 else None
+
     def match_key(self) -> RadixKey:
-        """What may be looked up in the cache: the last token is always computed."""
-        return RadixKey(self.all_ids[:-1], self.extra_key)
+        """What may be looked up in the cache: the last token is always computed, and so is what
+        gives logprobs."""
+        return RadixKey(self.all_ids[:-1][: self.next_input_logprob], self.extra_key)
 
     def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
         """int64: the slots that it owns itself, which are those after the tree's."""
@@ -223,6 +237,19 @@ def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
     return True, nums if any(nums) else None
 
 
+def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
+    """Of the tokens that `work` computes, the first that gives a prompt logprob; and the tokens
+    whose logprobs these are."""
+    req = work.req
+    begin = req.kv_committed_len
+    end = min(begin + work.extend_len, len(req.origin_input_ids) - 1)
+    wanted = req.next_input_logprob
+    if wanted is None or wanted >= end:
+        return work.extend_len, []
+    assert wanted >= begin, "what gives logprobs is never taken from the cache"
+    return wanted - begin, req.origin_input_ids[wanted + 1 : end + 1]
+
+
 def make_prefill_batch(
     works: Sequence[PrefillWork],
     pools: BatchPools,
@@ -238,6 +265,9 @@ def make_prefill_batch(
         input_ids.extend(work.req.all_ids[begin:end])
     reqs = [work.req for work in works]
     return_logprob, top_nums = _top_logprobs_nums(reqs)
+    inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
+    if not any(ids for _, ids in inputs):
+        inputs = []
     return ModelWorkerBatch(
         forward=ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
@@ -253,6 +283,8 @@ def make_prefill_batch(
             extend_seq_lens_cpu=extend_lens,
             return_logprob=return_logprob,
             top_logprobs_nums=top_nums,
+            extend_logprob_start_lens_cpu=[start for start, _ in inputs] or None,
+            extend_input_logprob_token_ids_cpu=[ids for _, ids in inputs] or None,
         ),
         sampling_info=sampling_info,
         seeds=pools.int64([req.seed for req in reqs]),

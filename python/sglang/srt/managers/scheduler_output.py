@@ -62,6 +62,7 @@ class OutputCollector:
     def _new_of(req: Req) -> RequestOutput:
         begin = req.num_sent
         tops = req.output_top_logprobs[begin:] if req.top_logprobs_num else None
+        is_first = begin == 0 and req.logprob_start_len >= 0
         return RequestOutput(
             rid=req.rid,
             output_ids=req.output_ids[begin:],
@@ -72,6 +73,8 @@ class OutputCollector:
             cached_tokens_details=req.cached_tokens_details,
             output_logprobs=req.output_logprobs[begin:] if req.return_logprob else None,
             output_top_logprobs=tops if req.return_logprob else None,
+            input_logprobs=req.input_logprobs if is_first else None,
+            input_top_logprobs=req.input_top_logprobs if is_first else None,
             queue_time=req.queue_time,
             skip_special_tokens=req.sampling_params.skip_special_tokens,
         )

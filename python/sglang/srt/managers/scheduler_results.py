@@ -49,6 +49,9 @@ class ResultProcessor:
             is_last = work.is_last_chunk
             req.kv_committed_len += work.extend_len
             state.counters.prefill_tokens += work.extend_len
+            if logits_output.input_logprobs is not None:
+                req.input_logprobs += logits_output.input_logprobs.values[row]
+                req.input_top_logprobs += logits_output.input_logprobs.tops[row]
             if is_last:
                 self._append(req, tokens[row], row, logprobs)
                 if self._end_if_finished(req):

@@ -40,6 +40,7 @@ from sglang.srt.managers.prompt_encoder import PromptEncoder
 from sglang.srt.managers.request_limits import (
     RequestLimits,
     check_fields,
+    check_logprob_start,
     check_prompt,
     check_sampling,
     fit_max_new_tokens,
@@ -213,10 +214,11 @@ class TokenizerManager:
         check_sampling(request.sampling_params, self.limits, self.tokenizer)
         input_ids = await self._prompt_ids(request)
         check_prompt(input_ids, self.limits, request.prompt_field)
+        check_logprob_start(request, len(input_ids))
         fit_max_new_tokens(request, len(input_ids), self.limits)
         # Again, for the wait above: two requests of one id may have passed the first look.
         self._check_rid(request.rid)
-        state = RequestState.start(request, len(input_ids), now)
+        state = RequestState.start(request, input_ids, now)
         self._states[request.rid] = state
         if request.no_stop_trim:
             self._no_stop_trim.add(request.rid)
@@ -349,6 +351,7 @@ def _to_message(
         stream=request.stream,
         return_logprob=request.return_logprob,
         top_logprobs_num=request.top_logprobs_num,
+        logprob_start_len=request.logprob_start_len,
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
         priority=request.priority,
         sample_of=request.sample_of,

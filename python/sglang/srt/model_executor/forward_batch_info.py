@@ -67,7 +67,10 @@ class ForwardBatch:
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
     extend_logprob_start_lens_cpu: list[int] | None = None
-    """Reserved for logprobs of prompt tokens."""
+    """Extend only: the first of each request's new tokens whose logits are wanted for a prompt
+    logprob; its number of new tokens where none are. None: nobody wants any."""
+    extend_input_logprob_token_ids_cpu: list[list[int]] | None = None
+    """Beside it: the tokens that follow those, whose logprobs these are."""
     logits_out: torch.Tensor | None = None
     """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
     attn_backend: AttentionBackend | None = None

@@ -234,7 +234,6 @@ MESSAGE_NOT_SERVED: Final = {
     "audio": _TEXT,
 }
 COMPLETION_NOT_SERVED: Final = {
-    "echo": "the client has the prompt; leave it out",
     "suffix": "leave it out",
 }
 NEUTRAL: Final[tuple[Any, ...]] = (None, False, [], "none", "", "auto", ["text"])

@@ -45,9 +45,9 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, CompletionBody)
     requests = to_requests(body)
-    answers = CompletionAnswers(body, context)
+    answers = CompletionAnswers(body, context, requests)
     if body.stream:
-        return await start_stream(request, answers.stream(requests))
+        return await start_stream(request, answers.stream())
     work = gather_or_cancel([context.manager.generate_whole(one) for one in requests])
     return json_response(answers.whole(await unless_client_leaves(request, work)))
 
@@ -82,6 +82,7 @@ def _request(
         stream=bool(body.stream),
         return_logprob=body.logprobs is not None,
         top_logprobs_num=body.logprobs or 0,
+        logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
         no_stop_trim=bool(body.no_stop_trim),
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
@@ -110,7 +111,10 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[i
 class CompletionAnswers:
     """Writes the answers to one completion request."""
 
-    def __init__(self, body: CompletionBody, context: ServerContext) -> None:
+    def __init__(
+        self, body: CompletionBody, context: ServerContext, requests: Sequence[GenerateRequest]
+    ) -> None:
+        self._requests = requests
         self._body = body
         self._manager = context.manager
         self._shower = TokenShower(context.manager.tokenizer) if body.logprobs is not None else None
@@ -125,7 +129,13 @@ class CompletionAnswers:
     def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The one answer of a request that does not stream."""
         choices = [
-            self._choice(index, state, state.text, self._logprobs(state, 0, 0), ended=True)
+            self._choice(
+                index,
+                state,
+                self._echo(index) + state.text,
+                self._logprobs(state, 0, 0),
+                ended=True,
+            )
             for index, state in enumerate(states)
         ]
         usage = usage_of(states, self._cache_report)
@@ -134,12 +144,23 @@ class CompletionAnswers:
             answer["sglext"] = sglext_of(states[0])
         return answer
 
-    async def stream(
-        self, requests: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    def _echo(self, index: int) -> str:
+        """The prompt's text, where it is to be said again."""
+        if not self._body.echo:
+            return ""
+        request = self._requests[index]
+        if request.text is not None:
+            return request.text
+        text = self._manager.tokenizer.decode(request.input_ids or [])
+        assert isinstance(text, str)
+        return text
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """Chunks of all prompts as they grow, and the usage where asked for."""
         states: dict[int, RequestState] = {}
-        pieces = [self._pieces(index, request, states) for index, request in enumerate(requests)]
+        pieces = [
+            self._pieces(index, request, states) for index, request in enumerate(self._requests)
+        ]
         async with aclosing(merge(pieces)) as merged:
             async for _, piece in merged:
                 yield piece
@@ -157,8 +178,9 @@ class CompletionAnswers:
         async with aclosing(self._manager.generate(request)) as updates:
             async for state in updates:
                 states[index] = state
+                echo = "" if cursor is not None else self._echo(index)
                 cursor = cursor or OutputCursor(state)
-                text = cursor.advance()
+                text = echo + cursor.advance()
                 logprobs = self._logprobs(state, cursor.first_new_token, sent_chars)
                 sent_chars += len(text)
                 if not (text or state.ended or self._shower is not None):
@@ -189,4 +211,5 @@ class CompletionAnswers:
     def _logprobs(self, state: RequestState, first: int, offset: int) -> dict[str, Any] | None:
         if self._shower is None:
             return None
-        return completion_logprobs(state, first, offset, self._shower)
+        echoes = bool(self._body.echo) and first == 0 and offset == 0
+        return completion_logprobs(state, first, offset, self._shower, with_prompt=echoes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.io_struct import TopLogprobs
 from sglang.srt.managers.request_state import RequestState
 from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
 
@@ -45,27 +46,41 @@ def chat_logprobs(state: RequestState, first: int, shower: TokenShower) -> dict[
 
 
 def completion_logprobs(
-    state: RequestState, first: int, text_offset: int, shower: TokenShower
+    state: RequestState,
+    first: int,
+    text_offset: int,
+    shower: TokenShower,
+    *,
+    with_prompt: bool = False,
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice, for the tokens from index `first` on.
 
     Args:
-        text_offset: Characters of the answer before token `first`.
+        text_offset: Characters of the answer before what is told.
+        with_prompt: Tell those of the prompt as well, before them.
     """
-    tokens: list[str] = []
+    ids = state.output_ids[first : len(state.output_logprobs)]
+    values: list[float | None] = [*state.output_logprobs[first:]]
+    rows: list[TopLogprobs | None] = [*state.output_top_logprobs[first:]]
+    rows += [None] * (len(ids) - len(rows))
+    if with_prompt:
+        tops = [*state.input_top_logprobs]
+        num_prompt = 1 + len(state.input_logprobs)
+        ids = state.logprob_ids[:num_prompt] + ids
+        values = [None, *state.input_logprobs, *values]
+        rows = [None, *tops, *[None] * (num_prompt - 1 - len(tops)), *rows]
+    tokens = [shower.text(token_id) for token_id in ids]
     offsets: list[int] = []
-    tops: list[dict[str, float] | None] = []
-    for index in range(first, len(state.output_logprobs)):
-        text = shower.text(state.output_ids[index])
-        tokens.append(text)
+    for text in tokens:
         offsets.append(text_offset)
         text_offset += len(text)
-        row = state.output_top_logprobs[index : index + 1]
-        tops.append({shower.text(token): value for value, token in row[0]} if row else None)
     return {
         "tokens": tokens,
-        "token_logprobs": state.output_logprobs[first:],
-        "top_logprobs": tops,
+        "token_logprobs": values,
+        "top_logprobs": [
+            None if row is None else {shower.text(token): value for value, token in row}
+            for row in rows
+        ],
         "text_offset": offsets,
     }
 
