@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import difflib
+import gc
 import re
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -16,6 +20,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_BODY_BYTES: Final = 16 * MIB
 """Several times what the longest contexts need; bounds the memory of a hostile body."""
+BODY_SECONDS: Final = 60.0
+"""For a whole body to arrive."""
+CHUNK_SECONDS: Final = 10.0
+"""For the next part of a body to arrive."""
+_LARGE_BYTES: Final = MIB
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
 _NAMED_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
@@ -25,20 +34,35 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 as soon as more than `limit` bytes are announced or have come.
+        ApiError: 413 as soon as more than `limit` bytes are announced or have come; 408 when
+            they come too slowly.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced[:20]) > limit:
         raise _too_large(limit)
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise _too_large(limit)
+        await _receive_into(body, request, limit)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body did not come within {CHUNK_SECONDS:g} s for a part and {BODY_SECONDS:g} s "
+            "in all: send it faster",
+        ) from None
     except ClientDisconnect:
         raise ApiError(499, "the client left before the body was complete") from None
     return bytes(body)
+
+
+async def _receive_into(body: bytearray, request: Request, limit: int) -> None:
+    now = asyncio.get_running_loop().time
+    end = now() + BODY_SECONDS
+    async with asyncio.timeout_at(min(now() + CHUNK_SECONDS, end)) as bound:
+        async for chunk in request.stream():
+            bound.reschedule(min(now() + CHUNK_SECONDS, end))
+            body += chunk
+            if len(body) > limit:
+                raise _too_large(limit)
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
@@ -48,7 +72,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         ApiError: 400 that names the field and what is expected there.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        with _without_collections(len(body)):
+            return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise describe_mismatch(str(error), kind) from None
     except msgspec.DecodeError as error:
@@ -111,6 +136,20 @@ def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[A
             value is word or (value == word and type(value) is type(word)) for word in neutral
         ):
             raise bad_request(f"{field} is not supported: {reason}", field)
+
+
+@contextlib.contextmanager
+def _without_collections(size: int) -> Iterator[None]:
+    """No garbage collections while a large body is decoded: of millions of empty lists they take
+    ten times as long as the decoding, which holds up the event loop."""
+    if size < _LARGE_BYTES or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _suggestion(name: str, kind: type[msgspec.Struct], path: str) -> str:

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
 from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
 from sglang.srt.entrypoints.http_errors import install_error_handlers
+from sglang.srt.entrypoints.http_protocol import bounded_protocol
 from sglang.srt.entrypoints.openai import routes as openai_routes
 from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.server_args import ServerArgs
@@ -97,6 +98,8 @@ class HttpServer(uvicorn.Server):
                 create_app(front.context, self._around_serving),
                 host=args.host,
                 port=args.port,
+                http=bounded_protocol(),
+                ws="none",
                 log_config=None,
                 log_level=None if args.log_level == "debug" else "warning",
                 access_log=args.log_level == "debug",

@@ -13,6 +13,11 @@ MAX_KEY_CHARS: Final = 4096
 """Of `extra_key` and `cache_salt` each."""
 MAX_RID_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 128
+MAX_CHARS_PER_TOKEN: Final = 32
+"""A text with more characters than this for each token that fits is refused before it is
+tokenized, which takes a second and 300 MB for each million. Prose has four to five."""
+CHEAP_CHARS: Final = 1 << 16
+"""Tokenized in any case: a client may count the tokens of what is a little too long."""
 _INT32_MAX: Final = 2**31 - 1
 
 
@@ -24,6 +29,12 @@ class RequestLimits:
     context_len: int
     max_input_len: int
     """Longest prompt that fits the pools and leaves room for one output token."""
+
+    @property
+    def max_text_chars(self) -> int:
+        """Characters of the longest text that is tokenized at all."""
+        tokens = min(self.context_len, self.max_input_len)
+        return max(MAX_CHARS_PER_TOKEN * tokens, CHEAP_CHARS)
 
 
 def check_fields(request: GenerateRequest) -> None:
@@ -64,6 +75,21 @@ def check_sampling(params: SamplingParams, limits: RequestLimits, tokenizer: obj
         raise InvalidRequest(str(error), field=_leading_name(str(error))) from error
     if params.top_k > limits.vocab_size:
         params.top_k = -1
+
+
+def check_text(text: str, limits: RequestLimits, field: str) -> None:
+    """Check the length of a text that is about to be tokenized.
+
+    Raises:
+        InvalidRequest: Names `field`, what is wrong and what is allowed.
+    """
+    if len(text) > limits.max_text_chars:
+        raise InvalidRequest(
+            f"{field} has {len(text)} characters, more than {limits.max_text_chars} cannot fit "
+            f"into a context of {limits.context_len} tokens: shorten it, or send token ids",
+            field=field,
+            code="context_length_exceeded",
+        )
 
 
 def check_prompt(input_ids: list[int], limits: RequestLimits, field: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import zmq
 
 from sglang.srt.managers.io_struct import (
@@ -15,7 +14,7 @@ from sglang.srt.managers.io_struct import (
     encode,
     scheduler_decoder,
 )
-from sglang.srt.utils.logging_utils import RateLimitedLogger
+from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 
 if TYPE_CHECKING:
     from sglang.srt.managers.ipc import IpcAddresses
@@ -42,9 +41,7 @@ class ZmqChannel:
         self._to_detokenizer = self._connect(ipc.detokenizer_input)
         self._to_server = self._connect(ipc.server_input)
         self._decoder = scheduler_decoder()
-        self._say = RateLimitedLogger(logger)
-        self.num_dropped = 0
-        """Payloads that were no messages."""
+        self._bad = BadMessages(logger, "message")
 
     def receive(self, timeout_ms: int) -> list[ToScheduler]:
         """Messages that are there, after waiting at most `timeout_ms` for the first."""
@@ -58,9 +55,8 @@ class ZmqChannel:
                 break
             try:
                 messages.append(self._decoder.decode(payload))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self.num_dropped += 1
-                self._say.warning("bad-message", "dropped %d bytes: %s", len(payload), error)
+            except MALFORMED as error:
+                self._bad.add(error)
         return messages
 
     def send(self, output: BatchTokenIDOutput | ControlReqOutput) -> None:

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -43,12 +42,13 @@ from sglang.srt.managers.request_limits import (
     check_logprob_start,
     check_prompt,
     check_sampling,
+    check_text,
     fit_max_new_tokens,
 )
 from sglang.srt.managers.request_state import RequestState
 from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.cache_key import combine_extra_key
-from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +84,7 @@ class TokenizerManager:
         self._leaving: set[str] = set()
         """Ids whose client has left and whose last output has not come yet: still taken."""
         self._decoder = server_decoder()
-        self._limited = RateLimitedLogger(logger)
+        self._bad = BadMessages(logger, "message")
         self._context: zmq.asyncio.Context | None = None
         self._sink: zmq.Socket[bytes] | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -243,6 +243,7 @@ class TokenizerManager:
                 f"{request.prompt_field} is empty: give at least one character",
                 field=request.prompt_field,
             )
+        check_text(request.text, self.limits, request.prompt_field)
         return await self._encoder.encode(
             request.text, add_special_tokens=request.add_special_tokens
         )
@@ -285,8 +286,8 @@ class TokenizerManager:
                 payload = await source.recv()
                 try:
                     message = self._decoder.decode(payload)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    self._limited.warning("bad-message", "dropped a message: %s", error)
+                except MALFORMED as error:
+                    self._bad.add(error)
                     continue
                 self._handle(message)
         except asyncio.CancelledError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,13 +11,18 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_body import read_json
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.native_protocol import MAX_BATCH
 from sglang.srt.entrypoints.openai.protocol import DetokenizeBody, TokenizeBody
 from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response
+from sglang.srt.managers.request_limits import RequestLimits
 
 router = APIRouter()
+
+MAX_DETOKENIZED_IDS: Final = 1 << 18
+"""Of one request: more would hold up the event loop for longer than a moment."""
 
 router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
 router.add_api_route("/v1/completions", completions, methods=["POST"])
@@ -50,7 +56,12 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeBody)
     adds = True if body.add_special_tokens is None else body.add_special_tokens
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    rows = [await context.manager.tokenize(text, add_special_tokens=adds) for text in texts]
+    _check_texts(texts, context.manager.limits)
+    rows = []
+    for text in texts:
+        rows.append(await context.manager.tokenize(text, add_special_tokens=adds))
+        # Short texts are encoded on this thread: let other requests in between.
+        await asyncio.sleep(0)
     single = isinstance(body.prompt, str)
     return json_response(
         {
@@ -71,6 +82,7 @@ async def detokenize(request: Request) -> Response:
     rows = [item for item in body.tokens if not isinstance(item, int)]
     if numbers and rows:
         raise bad_request("tokens: expected a list of ids or a list of such lists", "tokens")
+    _check_id_count(len(numbers) + len(rows) + sum(map(len, rows)))
     vocab_size = context.manager.limits.vocab_size
     for token_id in (*numbers, *(token for row in rows for token in row)):
         if not 0 <= token_id < vocab_size:
@@ -83,6 +95,27 @@ async def detokenize(request: Request) -> Response:
         for row in (rows if rows else [numbers])
     ]
     return json_response({"text": texts if rows else texts[0]})
+
+
+def _check_texts(texts: list[str], limits: RequestLimits) -> None:
+    if len(texts) > MAX_BATCH:
+        raise bad_request(f"prompt has {len(texts)} texts, at most {MAX_BATCH} fit", "prompt")
+    total = sum(map(len, texts))
+    if total > limits.max_text_chars:
+        raise bad_request(
+            f"prompt has {total} characters, at most {limits.max_text_chars} are tokenized in one "
+            "request: split it",
+            "prompt",
+        )
+
+
+def _check_id_count(count: int) -> None:
+    if count > MAX_DETOKENIZED_IDS:
+        raise bad_request(
+            f"tokens has {count} ids, at most {MAX_DETOKENIZED_IDS} are decoded in one request: "
+            "split it",
+            "tokens",
+        )
 
 
 def _model_card(context: ServerContext) -> dict[str, Any]:
