@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 from collections import OrderedDict
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import zmq
 
 from sglang.srt.managers.incremental_detokenizer import (
@@ -30,8 +28,9 @@ from sglang.srt.managers.io_struct import (
     encode,
 )
 from sglang.srt.managers.ready_message import send_error, send_ready
+from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
-from sglang.srt.utils.logging_utils import RateLimitedLogger, configure_logger
+from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.portable_tokenizer import PortableTokenizer, TokenizerData
 from sglang.srt.utils.process import start_parent_watch
 
@@ -97,7 +96,7 @@ def serve(detokenizer: Detokenizer, source: zmq.Socket[bytes], sink: zmq.Socket[
     Bytes that are no message are dropped and counted in the log.
     """
     decoder = detokenizer_decoder()
-    limited = RateLimitedLogger(logger)
+    bad = BadMessages(logger, "message")
     while True:
         try:
             payload = source.recv()
@@ -105,8 +104,8 @@ def serve(detokenizer: Detokenizer, source: zmq.Socket[bytes], sink: zmq.Socket[
             return
         try:
             batch = decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            limited.warning("bad-message", "dropped %d bytes: %s", len(payload), error)
+        except MALFORMED as error:
+            bad.add(error)
             continue
         sink.send(encode(detokenizer.process(batch)))
 
@@ -147,7 +146,7 @@ def run_detokenizer_process(
     configure_logger(server_args.log_level, "detokenizer")
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        start_parent_watch(parent.pid, lambda: os._exit(1))
+        start_parent_watch(parent.pid, ipc.leave_as_orphan)
     try:
         detokenizer = _load(server_args, tokenizer)
     except ValueError as error:

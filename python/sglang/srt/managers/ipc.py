@@ -10,8 +10,12 @@ Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH side
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sglang.srt.utils.network import remove_ipc_directory
 
 if TYPE_CHECKING:
     from sglang.srt.utils.network import IpcNames
@@ -33,3 +37,8 @@ class IpcAddresses:
             detokenizer_input=names.detokenizer,
             server_input=names.tokenizer,
         )
+
+    def leave_as_orphan(self) -> None:
+        """End this child process, whose parent has gone and can remove the sockets no more."""
+        remove_ipc_directory(str(Path(self.server_input.removeprefix("ipc://")).parent))
+        os._exit(1)

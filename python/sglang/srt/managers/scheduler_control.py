@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     ShutdownReq,
 )
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.utils.listeners import log_exposed_ports
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_output import OutputCollector
@@ -163,6 +164,8 @@ class ControlHandler:
                 hicache_write_policy=message.hicache_write_policy,
             ),
         )
+
+        log_exposed_ports(logger, "the store of L3")
 
     def _detach(self, message: DetachHiCacheStorageReqInput) -> None:
         self._administer(message.req_id, lambda tree: tree.detach_storage_backend())

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_req
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.process import start_parent_watch
 
@@ -143,7 +143,7 @@ def run_scheduler_process(
     # Bars share a lock between processes unless told otherwise: a semaphore that a killed process
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())
-    start_parent_watch(os.getppid() if parent_pid is None else parent_pid, _exit_now)
+    start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)
     watchdog = ForwardWatchdog(server_args.watchdog_timeout)
     try:
         built = build_scheduler(server_args, tp_rank, watchdog)
@@ -156,6 +156,7 @@ def run_scheduler_process(
         raise SystemExit(1) from None
     for line in built.tiers:
         logger.info("%s", line)
+    log_exposed_ports(logger, "the store of L3")
     channel = ZmqChannel(ipc)
     send_ready(ready_pipe, built.ready_details())
     try:
@@ -248,6 +249,3 @@ class _TokenizerText:
         )
         assert isinstance(text, str)
         return text
-
-
-_exit_now: Callable[[], None] = lambda: os._exit(1)  # noqa: E731

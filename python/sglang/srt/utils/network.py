@@ -11,6 +11,9 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+_IPC_PREFIX: Final = "sglang-ipc-"
 
 
 def get_free_port(host: str = "127.0.0.1") -> int:
@@ -99,7 +102,7 @@ class IpcNames:
     @classmethod
     def create(cls) -> IpcNames:
         """Make a fresh directory (mode 0700) and name the endpoints in it."""
-        directory = tempfile.mkdtemp(prefix="sglang-ipc-")
+        directory = tempfile.mkdtemp(prefix=_IPC_PREFIX)
         return cls(
             directory=directory,
             tokenizer=f"ipc://{directory}/tokenizer",
@@ -109,5 +112,10 @@ class IpcNames:
 
     def remove(self) -> None:
         """Remove the directory with its sockets. Idempotent."""
-        if Path(self.directory).name.startswith("sglang-ipc-"):
-            shutil.rmtree(self.directory, ignore_errors=True)
+        remove_ipc_directory(self.directory)
+
+
+def remove_ipc_directory(directory: str) -> None:
+    """Remove a directory that `IpcNames.create` made, with its sockets. Idempotent."""
+    if Path(directory).name.startswith(_IPC_PREFIX):
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,33 @@
+"""Which TCP ports this process listens on, and the line in the log about the exposed ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import psutil
+
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
+
+
+def ports_on_all_addresses() -> list[int]:
+    """TCP ports on which this process listens on every address of the machine, sorted."""
+    return sorted(
+        {
+            connection.laddr.port
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in _WILDCARDS
+        }
+    )
+
+
+def log_exposed_ports(logger: logging.Logger, opened_by: str) -> None:
+    """Warn in one line of the ports that `opened_by` opened on all addresses, if any."""
+    ports = ports_on_all_addresses()
+    if ports:
+        logger.warning(
+            "TCP ports %s are open on all addresses, by %s, which has no setting for that: "
+            "keep them behind a firewall",
+            ", ".join(map(str, ports)),
+            opened_by,
+        )
