@@ -1,0 +1,170 @@
+"""Copies of the built-in model with something wrong, and starting a server on them (row F7)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle  # noqa: TID251 - makes the hostile file; nothing is unpickled here
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.environ import child_environment
+from sglang.srt.utils.network import get_free_port
+
+WEIGHTS: Final = "model.safetensors"
+TIMEOUT_S: Final = 120.0
+
+
+def weights(model: Path) -> dict[str, torch.Tensor]:
+    return load_file(model / WEIGHTS)
+
+
+def change_config(model: Path, **changes: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def pickled(model: Path) -> None:
+    """The right weights, as a pickled state dict."""
+    torch.save(weights(model), model / "pytorch_model.bin")
+    (model / WEIGHTS).unlink()
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+def booby_trapped(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    torch.save({"model.embed_tokens.weight": Bomb(model / "ran")}, model / "pytorch_model.bin")
+
+
+def plainly_booby_trapped(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(model / "ran")))
+
+
+def emptied(model: Path) -> None:
+    shutil.rmtree(model)
+    model.mkdir()
+
+
+def huge_header(model: Path) -> None:
+    (model / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+def offsets_outside(model: Path) -> None:
+    raw = (model / WEIGHTS).read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + size])
+    name = next(key for key in header if key != "__metadata__")
+    header[name]["data_offsets"] = [0, 1 << 50]
+    text = json.dumps(header).encode()
+    (model / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+
+def without_a_tensor(model: Path) -> None:
+    tensors = weights(model)
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, model / WEIGHTS)
+
+
+def of_another_shape(model: Path) -> None:
+    tensors = weights(model)
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, model / WEIGHTS)
+
+
+def remote_code(model: Path) -> None:
+    (model / "trap.py").write_text(f"import os\nos.mkdir({str(model / 'ran')!r})\n")
+    change_config(
+        model,
+        architectures=["TrapForCausalLM"],
+        model_type="trap",
+        auto_map={"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"},
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is done to a copy of the built-in model, and what the one line has to say."""
+
+    name: str
+    spoil: Callable[[Path], object]
+    words: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+
+CASES: Final = (
+    Case("empty-directory", emptied, ("config.json",)),
+    Case("config-missing", lambda m: (m / "config.json").unlink(), ("config.json",)),
+    Case("config-torn", lambda m: (m / "config.json").write_text('{"a": '), ("config.json",)),
+    Case("config-no-object", lambda m: (m / "config.json").write_text("[]"), ("config.json",)),
+    Case("config-impossible", lambda m: change_config(m, num_attention_heads=7), ("num_",)),
+    Case("config-wrong-type", lambda m: change_config(m, hidden_size="wide"), ("hidden_size",)),
+    Case("config-of-a-larger-model", lambda m: change_config(m, hidden_size=4096), (WEIGHTS,)),
+    Case("config-more-layers", lambda m: change_config(m, num_hidden_layers=99), ("layers",)),
+    Case("weights-missing", lambda m: (m / WEIGHTS).unlink(), ("safetensors", "missing")),
+    Case("weights-empty", lambda m: (m / WEIGHTS).write_bytes(b""), (WEIGHTS,)),
+    Case("weights-huge-header", huge_header, (WEIGHTS,)),
+    Case("weights-offsets-outside", offsets_outside, (WEIGHTS,)),
+    Case("weights-without-a-tensor", without_a_tensor, ("down_proj",)),
+    Case("weights-of-another-shape", of_another_shape, ("down_proj",)),
+    Case("pickled", pickled, ("pickled", "--load-format pt")),
+    Case("booby-trapped", booby_trapped, ("pytorch_model.bin",), ("--load-format", "pt")),
+    Case("plain-pickle", plainly_booby_trapped, ("pytorch_model.bin",), ("--load-format", "pt")),
+    Case("tokenizer-torn", lambda m: (m / "tokenizer.json").write_text("{"), ("tokenizer",)),
+    Case("remote-code", remote_code, ("TrapForCausalLM",)),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How a start ended."""
+
+    status: int
+    output: str
+    ran_code: bool
+    """Whether code of the checkpoint was run."""
+
+    def check(self, case: Case) -> None:
+        """Assert that it was one clear line and nothing else."""
+        assert self.status == 1, self.output
+        assert not self.ran_code, "code of the checkpoint was run"
+        assert "Traceback" not in self.output, self.output
+        line = [line for line in self.output.splitlines() if line.strip()][-1]
+        assert line.startswith("error: "), self.output
+        for word in case.words:
+            assert word in line, line
+
+
+def start_refused(case: Case, folder: Path) -> Refusal:
+    """Start a server on the spoiled model; it must not serve."""
+    model = folder / case.name
+    shutil.copytree(BUILTIN_MODEL_DIR, model)
+    case.spoil(model)
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--port", str(get_free_port()),
+        "--model-path", str(model), "--max-total-tokens", "4096", *case.flags,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    return Refusal(done.returncode, done.stdout + done.stderr, (model / "ran").exists())

@@ -1,0 +1,35 @@
+"""Row F1, longer: as many nearly right bodies as fit into some minutes, other ones every time."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+from sglang.test.http_fuzz import FuzzedRequest, fuzzed_requests, judge
+
+register_cpu_ci(est_time=180, suite="base-b-test-cpu", nightly=True)
+
+
+def test_f1_ten_thousand_nearly_right_bodies() -> None:
+    with EngineServer() as server, httpx.Client(timeout=30) as client:
+
+        @settings(
+            max_examples=10_000,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(fuzzed_requests())
+        def ask(request: FuzzedRequest) -> None:
+            judge(client, server.url, request)
+
+        ask()
+        server.flush()
+        assert len(server.generate("name", max_new_tokens=2).output_ids) == 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

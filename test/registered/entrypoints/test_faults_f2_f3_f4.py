@@ -1,0 +1,468 @@
+"""Rows F2, F3 and F4 on a real server: keys, hostile bytes on every socket, clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from sglang.srt.managers.io_struct import ControlReqOutput, encode
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import ADMIN_KEY, EngineServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
+
+USER_KEY: Final = "test-user-key"
+HEADERS: Final = {"Authorization": f"Bearer {USER_KEY}"}
+ADMIN: Final = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+class KeyedServer(EngineServer):
+    """A server with both keys, asked with the right ones."""
+
+    def __init__(self, *args: str, **options: Any) -> None:
+        super().__init__("--api-key", USER_KEY, *args, **options)
+
+    def __enter__(self) -> KeyedServer:
+        self.start()
+        return self
+
+    def ask(self, prompt: list[int] | None = None, **fields: Any) -> httpx.Response:
+        params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+        body = {"input_ids": prompt or [300, 301], "sampling_params": params, **fields}
+        return httpx.post(f"{self.url}/generate", json=body, headers=HEADERS, timeout=60)
+
+    def call(self, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        return httpx.request(method, self.url + path, headers=headers or ADMIN, timeout=60)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def log(self) -> str:
+        return self.process.log_path.read_text(errors="replace")
+
+    def members(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    with MooncakeCluster(segment_size="64mb") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(cluster: MooncakeCluster) -> Iterator[KeyedServer]:
+    flags = ("--hicache-storage-backend", "mooncake", "--enable-metrics")
+    with KeyedServer(*flags, env=cluster.engine_env()) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _serves_on(server: KeyedServer) -> Iterator[None]:
+    """After each test the same processes answer a normal request."""
+    before = {member.pid for member in server.members()}
+    yield
+    answer = server.ask()
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["output_ids"]) == 2
+    assert before <= {member.pid for member in server.members()}
+
+
+# ---- F2: keys ------------------------------------------------------------------------------
+
+USER_PATHS: Final = [
+    ("POST", "/generate"), ("PUT", "/generate"), ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/tokenize"), ("POST", "/v1/detokenize"),
+    ("GET", "/v1/models"), ("GET", "/model_info"), ("GET", "/server_info"), ("GET", "/get_load"),
+]  # fmt: skip
+ADMIN_PATHS: Final = [
+    ("POST", "/flush_cache"), ("POST", "/abort_request"), ("GET", "/hicache/storage-backend"),
+    ("PUT", "/hicache/storage-backend"), ("DELETE", "/hicache/storage-backend"),
+    ("POST", "/hicache/storage-backend/clear"),
+]  # fmt: skip
+WRONG: Final = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer"},
+    {"Authorization": "Bearer wrong"},
+    {"Authorization": f"Basic {USER_KEY}"},
+    {"Authorization": USER_KEY},
+    {"Authorization": f"Bearer {USER_KEY}x"},
+    {"Authorization": f"Bearer {USER_KEY[:-1]}"},
+    {"Authorization": f"bearer {USER_KEY.upper()}"},
+    {"X-Api-Key": USER_KEY},
+]
+
+
+def test_f2_without_the_right_key_every_endpoint_answers_401(server: KeyedServer) -> None:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        for (method, path), headers in itertools.product(USER_PATHS + ADMIN_PATHS, WRONG):
+            response = client.request(method, path, headers=headers)
+            assert response.status_code == 401, (method, path, headers, response.text)
+            assert response.json()["error"]["type"] == "authentication_error"
+            assert USER_KEY not in response.text
+        for method, path in ADMIN_PATHS:
+            assert client.request(method, path, headers=HEADERS).status_code == 401, (method, path)
+
+
+DISGUISES: Final = (
+    "/flush_cache/", "//flush_cache", "/%66lush_cache", "/flush_cache?x=/health", "/nowhere",
+    "/health/../flush_cache", "/hicache/storage-backend/", "/hicache/storage-backend/clear/",
+)  # fmt: skip
+
+
+def test_f2_a_path_that_is_spelled_otherwise_needs_the_key_too(server: KeyedServer) -> None:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        for path in DISGUISES:
+            assert client.post(path).status_code == 401, path
+            # None of them is the administration in disguise for a user either.
+            assert client.post(path, headers=HEADERS).status_code in (307, 401, 404, 405), path
+
+
+def test_f2_right_keys_open_and_reading_methods_change_nothing(server: KeyedServer) -> None:
+    for method, path in (("GET", "/v1/models"), ("GET", "/server_info"), ("GET", "/get_load")):
+        assert server.call(method, path, HEADERS).status_code == 200
+    for path in ("/health", "/metrics"):
+        assert httpx.get(server.url + path).status_code == 200
+    for path in ("/flush_cache", "/abort_request", "/hicache/storage-backend/clear"):
+        for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH"):
+            assert server.call(method, path).status_code == 405, (method, path)
+    assert server.call("GET", "/hicache/storage-backend").status_code == 200
+    assert server.call("POST", "/flush_cache?timeout=30").status_code == 200
+    shown = server.call("GET", "/server_info").text + server.log()
+    assert USER_KEY not in shown
+    assert ADMIN_KEY not in shown
+
+
+# ---- F3: hostile bytes ---------------------------------------------------------------------
+
+
+def test_f3_tcp_is_loopback_but_for_the_ports_that_the_log_names(server: KeyedServer) -> None:
+    exposed = []
+    for member in server.members():
+        for connection in member.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN:
+                continue
+            if connection.laddr.ip in ("0.0.0.0", "::"):
+                exposed.append(connection.laddr.port)
+            else:
+                assert connection.laddr.ip == "127.0.0.1"
+                assert connection.laddr.port == server.port
+    # Mooncake's two, which cannot be told otherwise.
+    assert len(exposed) == 2
+    named = re.findall(r"TCP ports ([\d, ]+) are open on all addresses", server.log())
+    assert named == [", ".join(map(str, sorted(exposed)))]
+
+
+def ipc_sockets(server: KeyedServer) -> dict[str, Path]:
+    """Unix sockets that the server's processes listen on, by file name."""
+    owned = {
+        Path(str(connection.laddr))
+        for member in server.members()
+        for connection in member.net_connections("unix")
+        if "sglang-ipc-" in str(connection.laddr)
+    }
+    return {path.name: path for path in owned if path.exists()}
+
+
+def nested(depth: int, inside: bytes) -> bytes:
+    """`inside` with `depth` msgpack lists around it."""
+    return b"\x91" * depth + inside
+
+
+def hostile_payloads() -> list[bytes]:
+    """Bytes that are no message of any of the three kinds."""
+    answer = msgspec.msgpack.encode({"type": "ControlReqOutput", "req_id": "x", "success": True})
+    deep = nested(100_000, b"\xc0")
+    return [
+        b"",
+        b"\x00",
+        b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.",  # a pickle
+        b"\xff" * 1000,
+        b'{"type": "ShutdownReq", "timeout": 0}',
+        b"\xdf\xff\xff\xff\xff",  # a map of 2^32 - 1 items that do not come
+        b"\xdd\xff\xff\xff\xff" + b"\xc0" * 1000,
+        b"\xa4\xff\xfe\xfd\xfc",  # a string that is no UTF-8
+        deep,
+        # The fields' own types are right; a value of any type is nested too deeply.
+        bytes([answer[0] + 1]) + answer[1:] + b"\xa4data" + b"\x81\xa1x" + deep,
+        msgspec.msgpack.encode({"type": "ShutdownReq", "timeout": "now"}),
+        msgspec.msgpack.encode({"type": "BatchTokenIDOutput", "outputs": [{"rid": 1}]}),
+        msgspec.msgpack.encode({"type": "BatchStrOutput", "outputs": {}}),
+        msgspec.msgpack.encode({"type": "NoSuchMessage"}),
+        # Unknown fields are skipped, however deep they are.
+        b"\x82\xa4type\xabShutdownReq\xa1x" + deep,
+    ]
+
+
+ZMTP_GREETING: Final = b"\xff" + b"\x00" * 8 + b"\x7f\x03\x00NULL" + b"\x00" * 48
+ZMTP_READY: Final = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+
+
+def raw_attacks() -> list[bytes]:
+    """Byte streams on a socket that speaks ZMTP."""
+    huge = b"\x02" + struct.pack(">Q", 1 << 62)
+    large = b"\x02" + struct.pack(">Q", 1 << 33)
+    return [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00" * 4096,
+        bytes(range(256)) * 64,
+        ZMTP_GREETING[:20],
+        ZMTP_GREETING,
+        ZMTP_GREETING + b"\xff" * 512,
+        ZMTP_GREETING + ZMTP_READY + huge + b"x" * 100,
+        ZMTP_GREETING + ZMTP_READY + large + b"x" * 100,
+        ZMTP_GREETING + ZMTP_READY + b"\x04\xff" + b"\x05PONGX" * 40,
+    ]
+
+
+def send_raw(path: Path, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(2.0)
+        peer.connect(str(path))
+        try:
+            peer.sendall(data)
+            peer.recv(64)  # the greeting
+            peer.sendall(b"\x00" * 64)
+        except OSError:
+            pass
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "scheduler", "detokenizer"])
+def test_f3_hostile_bytes_on_an_ipc_socket_are_dropped_and_counted(
+    server: KeyedServer, name: str
+) -> None:
+    path = ipc_sockets(server)[name]
+    assert path.parent.stat().st_mode & 0o077 == 0
+    already = len(server.log())
+    rss = sum(member.memory_info().rss for member in server.members())
+    for data in raw_attacks():
+        send_raw(path, data)
+    payloads = hostile_payloads() * 5
+    with zmq.Context() as context:
+        for kind in (zmq.PUSH, zmq.DEALER, zmq.PUB, zmq.REQ):
+            with context.socket(kind) as peer:
+                peer.setsockopt(zmq.LINGER, 500)
+                peer.setsockopt(zmq.SNDTIMEO, 500)
+                peer.connect(f"ipc://{path}")
+                try:
+                    for payload in payloads if kind == zmq.PUSH else payloads[:1]:
+                        peer.send(payload)
+                except zmq.Again:
+                    pass  # a PULL socket takes nothing from such a peer
+    # 75 payloads were no messages; the log has every power of two.
+    assert wait_until(lambda: "(64 so far)" in server.log()[already:], 10), server.log()[already:]
+    assert server.ask().status_code == 200
+    assert sum(member.memory_info().rss for member in server.members()) - rss < 64 << 20
+
+
+def test_f3_well_formed_messages_about_nobody_change_nothing(server: KeyedServer) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
+        peer.connect(f"ipc://{ipc_sockets(server)['tokenizer']}")
+        peer.send(encode(ControlReqOutput(req_id="nobody", success=True)))
+        assert server.ask().status_code == 200
+
+
+def http_attacks() -> list[bytes]:
+    post = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
+    key = b"Authorization: Bearer " + USER_KEY.encode() + b"\r\n"
+    return [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,  # TLS
+        b"\x00" * 10_000,
+        bytes(range(256)) * 400,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 50_000,
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 1_000_000,
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        post + b"Content-Length: -1\r\n\r\n",
+        post + b"Content-Length: 99999999999999999999999999\r\n\r\n",
+        post + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        post + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        post + key + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        post + key + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n",
+        post + key + b"Content-Length: 10\r\n\r\nhalf",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"garbage\r\n\r\n",
+    ]
+
+
+def test_f3_hostile_bytes_on_the_http_port(server: KeyedServer) -> None:
+    already = len(server.log())
+    rss = server.members()[0].memory_info().rss
+    for data in http_attacks() * 3:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+            try:
+                peer.sendall(data)
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(65536):
+                    pass
+            except OSError:
+                pass
+    assert server.ask().status_code == 200
+    said = server.log()[already:]
+    assert "dropped a bad HTTP request" in said
+    assert "Traceback" not in said, said
+    assert server.members()[0].memory_info().rss - rss < 64 << 20
+
+
+def test_f3_garbage_is_answered_like_every_error(server: KeyedServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+        peer.sendall(b"nonsense\r\n\r\n")
+        answer = b"".join(iter(lambda: peer.recv(65536), b""))
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+SLOW_HEAD: Final = b"POST /generate HTTP/1.1\r\nHost: x\r\nX-Long: "
+SLOW_BODY: Final = (
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+    + USER_KEY.encode()
+    + b"\r\nContent-Length: 1000\r\n\r\n"
+)
+
+
+def slow_end(port: int, first: bytes, drip: bytes) -> tuple[float, bytes]:
+    """Seconds until the server ends a connection that sends `drip` once a second, and its words."""
+    began = time.monotonic()
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=1.0) as peer:
+        peer.sendall(first)
+        while time.monotonic() - began < 40:
+            try:
+                part = peer.recv(65536)
+                if not part:
+                    break
+                answer += part
+            except TimeoutError:
+                try:
+                    peer.sendall(drip)
+                except OSError:
+                    break
+            except OSError:
+                break
+    return time.monotonic() - began, answer
+
+
+def test_f3_slow_clients_are_cut_off_within_a_bound_and_block_nobody(server: KeyedServer) -> None:
+    kinds = [(b"", b""), (SLOW_HEAD, b"a"), (SLOW_BODY, b"")] * 32
+    ends: list[tuple[float, bytes]] = []
+    threads = [
+        threading.Thread(target=lambda k=kind: ends.append(slow_end(server.port, *k)))
+        for kind in kinds
+    ]
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    assert server.ask().status_code == 200
+    assert time.monotonic() - began < 5
+    for thread in threads:
+        thread.join()
+    assert len(ends) == len(kinds)
+    assert max(seconds for seconds, _ in ends) < 16
+    assert sum(answer.startswith(b"HTTP/1.1 408 ") for _, answer in ends) == 32
+
+
+# ---- F4: clients that vanish ---------------------------------------------------------------
+
+CLIENTS: Final = 400
+
+
+async def vanish(port: int, rid: str, abort: bool) -> bool:
+    """Start a stream, read its first event, and hang up; whether it had begun."""
+    body = json.dumps(
+        {
+            "input_ids": [300 + sum(rid.encode()) % 1000] * 40,
+            "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+            "stream": True,
+            "rid": rid,
+        }
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(_head("/generate", USER_KEY, len(body)) + body)
+        first = await asyncio.wait_for(reader.readuntil(b"data: "), 60)
+        if abort:
+            await _abort(port, rid)
+    finally:
+        writer.close()
+    return first.startswith(b"HTTP/1.1 200")
+
+
+async def _abort(port: int, rid: str) -> None:
+    body = json.dumps({"rid": rid}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_head("/abort_request", ADMIN_KEY, len(body)) + body)
+    await asyncio.wait_for(reader.readuntil(b"\r\n"), 60)
+    writer.close()
+
+
+def _head(path: str, key: str, length: int) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def test_f4_hundreds_of_clients_that_vanish_in_mid_stream_leave_nothing(
+    server: KeyedServer,
+) -> None:
+    rids = [f"vanishes-{number}" for number in range(CLIENTS)]
+
+    async def storm() -> list[bool]:
+        return await asyncio.gather(
+            *(vanish(server.port, rid, number % 2 == 0) for number, rid in enumerate(rids))
+        )
+
+    assert all(asyncio.run(storm()))
+
+    def load() -> dict[str, int]:
+        answer: dict[str, int] = server.call("GET", "/get_load", HEADERS).json()[0]
+        return answer
+
+    assert wait_until(lambda: load()["num_reqs"] == 0, 20), load()
+    assert server.call("POST", "/flush_cache?timeout=30").status_code == 200
+    state = server.call("GET", "/server_info", HEADERS).json()["internal_states"][0]
+    assert (state["used_tokens"], state["evictable_tokens"]) == (0, 0)
+    assert state["free_tokens"] == state["max_total_num_tokens"]
+    assert state["busy"] == {}
+    # An id that a request still held anywhere would be refused as being in use.
+    again = {"input_ids": [[300, 301]] * CLIENTS, "rid": rids}
+    params = {"max_new_tokens": 1, "temperature": 0}
+    answers = httpx.post(
+        f"{server.url}/generate",
+        json={**again, "sampling_params": params},
+        headers=HEADERS,
+        timeout=60,
+    )
+    assert answers.status_code == 200, answers.text[:300]
+    assert [answer["meta_info"]["id"] for answer in answers.json()] == rids
+    connections = psutil.Process(server.process.pid).net_connections("tcp")
+    assert sum(c.status == psutil.CONN_CLOSE_WAIT for c in connections) == 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

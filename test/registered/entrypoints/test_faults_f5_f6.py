@@ -1,0 +1,177 @@
+"""Rows F5 and F6 on real servers: how they end, by a signal or with one of their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+import pytest
+
+from sglang.srt.utils.network import is_port_available, wait_until
+from sglang.srt.utils.process import is_alive
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+
+register_cpu_ci(est_time=45, suite="base-b-test-cpu")
+
+PAGE: Final = 64
+PAGES: Final = 120
+PROMPT: Final = [300 + (number * 7919) % 1500 for number in range(PAGES * PAGE + 10)]
+DRAIN_BOUND_S: Final = 20.0
+DEATH_BOUND_S: Final = 10.0
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("l3")
+
+
+@pytest.fixture
+def server(storage: Path) -> Iterator[EngineServer]:
+    flags = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy")
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(storage)}
+    with EngineServer(*flags, "wait_complete", env=env) as running:
+        yield running
+
+
+def stored_pages(storage: Path) -> int:
+    return sum(1 for path in storage.rglob("*") if path.is_file())
+
+
+def log_of(server: EngineServer) -> str:
+    return server.process.log_path.read_text(errors="replace")
+
+
+def members(server: EngineServer) -> list[psutil.Process]:
+    root = psutil.Process(server.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def member_listening_on(server: EngineServer, name: str) -> psutil.Process:
+    """The child that owns the ipc socket called `name`."""
+    for member in members(server):
+        for connection in member.net_connections("unix"):
+            if str(connection.laddr).endswith(f"/{name}"):
+                return member
+    raise AssertionError(f"no process listens on {name}")
+
+
+def ipc_directory(server: EngineServer) -> Path:
+    for connection in psutil.Process(server.process.pid).net_connections("unix"):
+        if "sglang-ipc-" in str(connection.laddr):
+            return Path(str(connection.laddr)).parent
+    raise AssertionError("the server has no ipc socket")
+
+
+class Client(threading.Thread):
+    """One request in flight: what became of it is in `outcome`."""
+
+    def __init__(self, server: EngineServer, stream: bool, prompt: list[int], tokens: int) -> None:
+        super().__init__()
+        self._url = f"{server.url}/generate"
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        self._body = {"input_ids": prompt, "sampling_params": params, "stream": stream}
+        self.begun = threading.Event()
+        self.status: int | None = None
+        self.last: Any = None
+        """The answer, the last event, or the exception's text."""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+                self.status = response.status_code
+                for line in response.iter_lines():
+                    self.begun.set()
+                    if line and line != "data: [DONE]":
+                        self.last = json.loads(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            self.last = {"error": {"message": repr(error)}}
+
+
+def test_f5_sigterm_drains_writes_back_and_exits_0(server: EngineServer, storage: Path) -> None:
+    request = Client(server, False, PROMPT, 8)
+    assert wait_until(lambda: server.request("GET", "/get_load").body[0]["num_reqs"] == 1, 20, 0.01)
+    half_sent = httpx.Client()  # a connection that stays open must not hold up the end
+    half_sent.get(f"{server.url}/health")
+    written = stored_pages(storage)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert time.monotonic() - began < DRAIN_BOUND_S
+    half_sent.close()
+    request.join()
+    assert request.status == 200
+    assert request.last["meta_info"]["completion_tokens"] == 8
+    # When the signal came most of the prompt was still to be written; now all of it is there.
+    assert written < PAGES // 2
+    assert stored_pages(storage) >= PAGES
+    assert "Traceback" not in log_of(server)
+    assert is_port_available("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+
+
+def test_f5_after_sigterm_storage_has_it_and_sigkill_leaves_nothing_in_the_way(
+    server: EngineServer, storage: Path
+) -> None:
+    answer = server.generate(PROMPT, max_new_tokens=4)
+    assert answer.cached["storage"] >= (PAGES - 1) * PAGE
+    # Killed while it computes, writes and streams.
+    other = [token + 1 for token in PROMPT]
+    running = [Client(server, True, [300, 301], 8000), Client(server, False, other, 8)]
+    assert running[0].begun.wait(30)
+    family, directory = members(server), ipc_directory(server)
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(10)
+    assert wait_until(lambda: not any(map(is_alive, family)), 2.0, 0.02), family
+    for client in running:
+        client.join(10)
+        assert "error" in client.last
+    assert is_port_available("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    # The directory goes with the last process, as it would after an end in order.
+    assert not directory.exists()
+    server.start()
+    again = server.generate(PROMPT, max_new_tokens=4)
+    assert again.cached["storage"] >= (PAGES - 1) * PAGE
+    assert again.output_ids == answer.output_ids
+    server.generate(other, max_new_tokens=4)
+    kill_and_judge(server, "scheduler")
+
+
+def test_f6_the_detokenizers_death_ends_the_server(server: EngineServer) -> None:
+    kill_and_judge(server, "detokenizer")
+
+
+def kill_and_judge(server: EngineServer, name: str) -> None:
+    """SIGKILL one child with requests in flight; how the server and its clients end (row F6)."""
+    clients = [Client(server, stream, [300, 301], 8000) for stream in (True, False, True)]
+    assert clients[0].begun.wait(30)
+    assert clients[2].begun.wait(30)
+    family, directory = members(server), ipc_directory(server)
+    victim = member_listening_on(server, name)
+    victim.kill()
+    began = time.monotonic()
+    status = server.process.wait(30)
+    assert status not in (0, -signal.SIGKILL)
+    assert time.monotonic() - began < DEATH_BOUND_S
+    for client in clients:
+        client.join(5)
+        assert not client.is_alive()
+        assert name in client.last["error"]["message"], client.last
+    assert clients[1].status == 503
+    assert wait_until(lambda: not any(map(is_alive, family)), 2.0, 0.02), family
+    assert not directory.exists()
+    last = server.process.log_tail(2)
+    assert f"{name} (pid {victim.pid}, killed by SIGKILL)" in last
+    assert "Traceback" not in log_of(server)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

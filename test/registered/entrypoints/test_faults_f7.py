@@ -1,0 +1,34 @@
+"""Row F7: models that cannot be served. One clear line, a non-zero status, and no code is run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+from sglang.test.spoiled_models import CASES, Case, pickled, start_refused
+
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+
+QUICK = ("pickled", "booby-trapped", "weights-huge-header", "weights-without-a-tensor")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in QUICK], ids=lambda c: c.name)
+def test_f7_one_clear_line(case: Case, tmp_path: Path) -> None:
+    start_refused(case, tmp_path).check(case)
+
+
+def test_f7_pickled_weights_are_served_when_asked_for(tmp_path: Path) -> None:
+    model = tmp_path / "pickled"
+    shutil.copytree(BUILTIN_MODEL_DIR, model)
+    pickled(model)
+    with EngineServer("--load-format", "pt", model=str(model)) as server:
+        assert len(server.generate("name", max_new_tokens=2).output_ids) == 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

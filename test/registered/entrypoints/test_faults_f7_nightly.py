@@ -1,0 +1,21 @@
+"""Row F7 with every spoiled model, the quick ones of `test_faults_f7.py` among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.spoiled_models import CASES, Case, start_refused
+
+register_cpu_ci(est_time=200, suite="base-b-test-cpu", nightly=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_f7_one_clear_line(case: Case, tmp_path: Path) -> None:
+    start_refused(case, tmp_path).check(case)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
