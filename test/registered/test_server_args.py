@@ -26,8 +26,8 @@ def prepare(*argv: str) -> ServerArgs:
 def test_defaults_touch_nothing() -> None:
     args = ServerArgs(model_path="dummy").resolve()
     assert args.model_path == args.tokenizer_path == args.served_model_name == "dummy"
-    assert (args.page_size, args.device, args.attention_backend) == (1, "cpu", "torch_native")
-    assert (args.host, args.port, args.chunked_prefill_size) == ("127.0.0.1", 30000, 2048)
+    assert (args.page_size, args.device, args.attention_backend) == (1, "auto", None)
+    assert (args.host, args.port, args.chunked_prefill_size) == ("127.0.0.1", 30000, None)
     assert not args.enable_hierarchical_cache
 
 
@@ -55,6 +55,40 @@ def test_resolve_is_idempotent_and_frozen() -> None:
     assert args.resolve() == args
     with pytest.raises(dataclasses.FrozenInstanceError):
         args.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "chunk"), [("cpu", "torch_native", 2048), ("cuda", "triton", 8192)]
+)
+def test_what_depends_on_the_device(device: str, backend: str, chunk: int) -> None:
+    want = (device, backend, chunk)
+    open_ = prepare("--page-size", "64")
+    for args in (open_.on_device(device), prepare("--device", device, "--page-size", "64")):
+        assert (args.device, args.attention_backend, args.chunked_prefill_size) == want
+        assert args.resolve() == args == args.on_device(device)
+    named = prepare("--attention-backend", "torch_native", "--chunked-prefill-size", "-1")
+    args = named.on_device(device)
+    assert (args.attention_backend, args.chunked_prefill_size) == ("torch_native", -1)
+    assert prepare("--page-size", "10000").on_device(device).chunked_prefill_size == 10000
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--kv-cache-dtype", "fp8_e4m3"], "fp8_e4m3 needs a GPU; use auto"),
+        (["--attention-backend", "triton"], "triton needs a GPU; use torch_native"),
+        (["--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs 8 has no effect on a CPU"),
+    ],
+)
+def test_what_only_a_gpu_can_do(argv: list[str], message: str) -> None:
+    prepare(*argv).on_device("cuda")
+    prepare(*argv, "--device", "cuda")
+    with pytest.raises(ValueError, match=message):
+        prepare(*argv, "--device", "cpu")
+    with pytest.raises(ValueError, match=message):
+        prepare(*argv).on_device("cpu")
+    with pytest.raises(ValueError, match="--device npu: SGLang has it"):
+        prepare(*argv).on_device("npu")
 
 
 def test_storage_implies_the_hierarchical_cache_and_says_so(
@@ -87,10 +121,13 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--tensor-parallel-size", "2"], "--tp-size 2: SGLang has it, .* not yet"),
         (["--attn-cp-size", "2"], "--attn-cp-size 2: SGLang has it"),
         (["--nnodes", "2"], "--nnodes 2: SGLang has it"),
-        (["--device", "cuda"], "--device cuda: SGLang has it, .* not yet"),
+        (["--device", "npu"], "--device npu: SGLang has it, .* not yet"),
+        (["--attention-backend", "flashinfer"], "flashinfer: SGLang has it, .* use triton"),
+        (["--attention-backend", "ascend"], "ascend: SGLang has it, .* NPU"),
+        (["--cuda-graph-max-bs", "0"], "--cuda-graph-max-bs 0: must be at least 1"),
+        (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], "with --disable-cuda-graph"),
+        (["--cuda-graph-bs", "1"], "not yet: tuning of CUDA graphs"),
         (["--device", "tpu"], "--device tpu: choose one of auto, cpu, cuda, npu"),
-        (["--kv-cache-dtype", "fp8_e4m3"], "needs a GPU"),
-        (["--attention-backend", "triton"], "needs a GPU"),
         (["--schedule-policy", "LPM"], "--schedule-policy LPM: choose one of fcfs, lpm"),
         (["--page-size", "x"], "--page-size: invalid int value"),
         (["--page-size", "0"], "--page-size 0: must be at least 1"),

@@ -37,7 +37,8 @@ from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_CHUNK_TOKENS: Final = 2048
+_DEFAULT_CHUNK_TOKENS: Final = {"cpu": 2048, "cuda": 8192}
+_DEFAULT_ATTENTION: Final = {"cpu": "torch_native", "cuda": "triton"}
 _NEEDS_STORAGE: Final = ("hicache_storage_backend_extra_config",)
 
 
@@ -103,9 +104,15 @@ class ServerArgs:
     )
 
     # Memory and scheduling
-    device: str = flag("auto", "Where the model runs.", choices=("auto", "cpu", "cuda", "npu"))
+    device: str = flag(
+        "auto",
+        "Where the model runs; auto: on a GPU where torch sees one.",
+        choices=("auto", "cpu", "cuda", "npu"),
+    )
     mem_fraction_static: float | None = flag(
-        None, "Share of device memory for weights and L1; absent: sized from the machine."
+        None,
+        "Share of device memory for weights and L1; absent: sized from the machine, on a GPU 0.88 "
+        "less what CUDA graphs take.",
     )
     max_running_requests: int | None = flag(None, "Requests decoded together; absent: sized.")
     max_queued_requests: int = flag(
@@ -114,7 +121,8 @@ class ServerArgs:
     max_total_tokens: int | None = flag(None, "Tokens in L1; absent: sized from the memory.")
     max_prefill_tokens: int = flag(16384, "Most prompt tokens in one prefill batch.")
     chunked_prefill_size: int | None = flag(
-        None, "Most prompt tokens of one pass; -1: whole prompts; absent: about 2048."
+        None,
+        "Most prompt tokens of one pass; -1: whole prompts; absent: about 2048, on a GPU 8192.",
     )
     page_size: int | None = flag(None, "Tokens a page; absent: 1, 64 with the hierarchical cache.")
     schedule_policy: str = flag(
@@ -131,8 +139,12 @@ class ServerArgs:
     )
     attention_backend: str | None = flag(
         None,
-        "Attention kernels; absent: torch_native on a CPU.",
+        "Attention kernels; absent: torch_native on a CPU, triton on a GPU.",
         choices=("torch_native", "triton", "flashinfer", "ascend"),
+    )
+    disable_cuda_graph: bool = flag(False, "On a GPU, launch decode steps kernel by kernel.")
+    cuda_graph_max_bs: int | None = flag(
+        None, "Most requests whose decode steps are captured as CUDA graphs; absent: 256."
     )
 
     # Parallelism
@@ -192,6 +204,8 @@ class ServerArgs:
     def resolve(self) -> ServerArgs:
         """Check every value and fill what needs no machine and no model.
 
+        With `device="auto"` what depends on the device stays open: see `on_device`.
+
         Idempotent: resolving a resolved copy gives an equal one.
 
         Raises:
@@ -204,14 +218,37 @@ class ServerArgs:
         args = _resolve_cache(self)
         model_path = args.model_path or str(BUILTIN_MODEL_DIR)
         name = args.model_path or BUILTIN_MODEL_NAME
-        return dataclasses.replace(
+        _check_chunk(args)
+        if args.disable_cuda_graph:
+            _refuse_ignored(args, "cuda_graph_max_bs", "with --disable-cuda-graph")
+        args = dataclasses.replace(
             args,
             model_path=model_path,
             tokenizer_path=args.tokenizer_path or model_path,
             served_model_name=args.served_model_name or name,
-            device="cpu",
-            attention_backend=args.attention_backend or "torch_native",
-            chunked_prefill_size=_resolve_chunk(args),
+        )
+        return args if args.device == "auto" else args.on_device(args.device)
+
+    def on_device(self, device: str) -> ServerArgs:
+        """Of a resolved copy: fill what depends on the device, and refuse what it cannot do.
+
+        Args:
+            device: `cpu` or `cuda`: what `auto` means on this machine, or the device named.
+
+        Raises:
+            ValueError: One line that names the flag and the remedy.
+        """
+        _check_device(self, device)
+        page_size = self.page_size
+        assert page_size is not None, "resolved arguments have a page size"
+        chunk = self.chunked_prefill_size
+        if chunk is None:
+            chunk = max(_DEFAULT_CHUNK_TOKENS[device] // page_size, 1) * page_size
+        return dataclasses.replace(
+            self,
+            device=device,
+            attention_backend=self.attention_backend or _DEFAULT_ATTENTION[device],
+            chunked_prefill_size=chunk,
         )
 
     def extra_config(self) -> dict[str, Any]:
@@ -227,26 +264,47 @@ class ServerArgs:
         return values
 
 
+def _not_yet(args: ServerArgs, field: str, what: str) -> ValueError:
+    value = getattr(args, field)
+    return ValueError(
+        f"{flag_name(field)} {value}: SGLang has it, this engine does not yet: {what}"
+    )
+
+
 def _check_not_yet(args: ServerArgs) -> None:
     """Refuse values that upstream serves and this engine does not serve yet."""
-
-    def refuse(field: str, what: str) -> ValueError:
-        value = getattr(args, field)
-        return ValueError(
-            f"{flag_name(field)} {value}: SGLang has it, this engine does not yet: {what}"
-        )
-
     for field in ("tp_size", "attn_cp_size", "nnodes"):
         if getattr(args, field) != 1:
-            raise refuse(field, "one process on one machine runs the model; leave it at 1")
+            raise _not_yet(args, field, "one process on one machine runs the model; leave it at 1")
     if args.disaggregation_mode != "null":
-        raise refuse("disaggregation_mode", "a server prefills and decodes; leave it at null")
-    if args.device not in ("auto", "cpu"):
-        raise refuse("device", "models run on the CPU; use --device cpu")
+        raise _not_yet(
+            args, "disaggregation_mode", "a server prefills and decodes; leave it at null"
+        )
+    if args.device == "npu":
+        raise _not_yet(args, "device", "models run on the CPU or on a GPU; use cpu or cuda")
+    if args.attention_backend == "flashinfer":
+        raise _not_yet(args, "attention_backend", "use triton, or leave the flag out")
+    if args.attention_backend == "ascend":
+        raise _not_yet(args, "attention_backend", "it needs an NPU; leave the flag out")
+
+
+def _check_device(args: ServerArgs, device: str) -> None:
+    """Refuse what `device` cannot do, and what would change nothing there."""
+    if device not in _DEFAULT_ATTENTION:
+        raise _not_yet(
+            dataclasses.replace(args, device=device),
+            "device",
+            "models run on the CPU or on a GPU; use --device cpu",
+        )
+    if device == "cuda":
+        return
     if args.kv_cache_dtype == "fp8_e4m3":
-        raise refuse("kv_cache_dtype", "it needs a GPU; use auto, bfloat16, float16 or float32")
-    if args.attention_backend not in (None, "torch_native"):
-        raise refuse("attention_backend", "it needs a GPU or an NPU; use torch_native")
+        raise ValueError(
+            "--kv-cache-dtype fp8_e4m3 needs a GPU; use auto, bfloat16, float16 or float32"
+        )
+    if args.attention_backend == "triton":
+        raise ValueError("--attention-backend triton needs a GPU; use torch_native")
+    _refuse_ignored(args, "cuda_graph_max_bs", "on a CPU")
 
 
 def _check_numbers(args: ServerArgs) -> None:
@@ -264,6 +322,7 @@ def _check_numbers(args: ServerArgs) -> None:
         "max_prefill_tokens",
         "page_size",
         "stream_interval",
+        "cuda_graph_max_bs",
     ):
         value = getattr(args, field)
         check(field, value is None or value >= 1, "at least 1")
@@ -323,19 +382,15 @@ def _refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
         raise ValueError(f"{flag_name(field)} {getattr(args, field)} has no effect {where}")
 
 
-def _resolve_chunk(args: ServerArgs) -> int:
-    """Tokens of a prefill chunk, a multiple of the page; -1 where prompts run whole."""
-    page_size = args.page_size
+def _check_chunk(args: ServerArgs) -> None:
+    """Refuse a prefill chunk that is not whole pages; -1 means that prompts run whole."""
+    page_size, chunk = args.page_size, args.chunked_prefill_size
     assert page_size is not None, "the page size is settled before the chunk"
-    chunk = args.chunked_prefill_size
-    if chunk is None:
-        return max(_DEFAULT_CHUNK_TOKENS // page_size, 1) * page_size
-    if chunk != -1 and chunk % page_size:
+    if chunk not in (None, -1) and chunk % page_size:
         raise ValueError(
             f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page_size}, "
             f"e.g. {max(chunk // page_size, 1) * page_size}"
         )
-    return chunk
 
 
 def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:

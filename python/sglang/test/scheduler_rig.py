@@ -83,7 +83,7 @@ class SchedulerRig:
     ) -> None:
         if not (model_path / "config.json").exists():
             save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
-        self.server_args = ServerArgs(model_path=str(model_path), **args).resolve()
+        self.server_args = ServerArgs(model_path=str(model_path), **args).resolve().on_device("cpu")
         page_size = self.server_args.page_size
         assert page_size is not None
         runner = ModelRunner(

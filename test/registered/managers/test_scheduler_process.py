@@ -28,9 +28,10 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.ipc import IpcAddresses
 from sglang.srt.managers.ready_message import receive_ready
-from sglang.srt.managers.scheduler_process import run_scheduler_process
+from sglang.srt.managers.scheduler_process import on_this_machine, run_scheduler_process
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.device import detect_device
 from sglang.srt.utils.network import IpcNames
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -106,6 +107,7 @@ def test_life_of_a_scheduler(tmp_path: Path) -> None:
         assert ready["status"] == "ready"
         assert ready["max_total_num_tokens"] == 4096
         assert ready["max_req_input_len"] == 4095
+        assert ready["device"] == detect_device()
         assert "--max-total-tokens 4096" in ready["tiers"][0]
         # Not a message, a message of another kind, a message with a wrong type.
         peer.sink.send(b"\x80\x04.hostile")
@@ -131,6 +133,20 @@ def test_life_of_a_scheduler(tmp_path: Path) -> None:
             pass
         process.join(30)
         assert process.exitcode == 0
+
+
+def test_auto_means_the_best_device_of_the_machine() -> None:
+    args = ServerArgs(model_path="dummy").resolve()
+    for detected, backend in (("cpu", "torch_native"), ("cuda", "triton")):
+        settled = on_this_machine(args, detected)
+        assert (settled.device, settled.attention_backend) == (detected, backend)
+    on_cpu = ServerArgs(model_path="dummy", device="cpu").resolve()
+    assert on_this_machine(on_cpu, "cuda").device == "cpu"
+    with pytest.raises(ValueError, match="--device npu"):
+        on_this_machine(args, "npu")
+    on_gpu = ServerArgs(model_path="dummy", device="cuda").resolve()
+    with pytest.raises(ValueError, match="torch sees no CUDA device here; use --device cpu"):
+        on_this_machine(on_gpu, "cpu")
 
 
 @pytest.mark.parametrize(

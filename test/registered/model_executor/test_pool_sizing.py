@@ -38,6 +38,26 @@ def test_tokens(fields: dict[str, Any], tokens: int, reason: str) -> None:
     assert reason in got.reason
 
 
+GPU = BASE | {"device": "cuda", "total_bytes": 100 * GIB, "available_bytes": 80 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("fields", "gib", "reason"),
+    [
+        ({"weight_bytes": 19 * GIB}, 68, "80.00 GiB free, less a reserve of 12.00 GiB"),
+        ({"weight_bytes": 40 * GIB}, 48, "0.88 of 100.0 GiB, less 40.00 GiB of weights"),
+        ({"weight_bytes": 40 * GIB, "graph_bytes": GIB}, 47, "and 1.00 GiB for CUDA graphs"),
+        ({"available_bytes": 20 * GIB}, 8, "20.00 GiB free"),
+        ({"mem_fraction_static": 0.5, "graph_bytes": GIB}, 50, "--mem-fraction-static 0.5"),
+        ({"max_total_tokens": GIB // 1024 - 64, "graph_bytes": GIB}, 1, "--max-total-tokens"),
+    ],
+)
+def test_tokens_on_a_gpu(fields: dict[str, Any], gib: int, reason: str) -> None:
+    got = size_kv_pool(**{**GPU, **fields})
+    assert abs((got.amount + 64) * 1024 - gib * GIB) <= 64 * 1024
+    assert reason in got.reason
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

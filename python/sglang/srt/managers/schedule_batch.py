@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     compute_extend_positions,
 )
+from sglang.srt.utils.device import stage_to_device
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
@@ -225,8 +226,8 @@ class BatchPools:
     device: torch.device
 
     def int64(self, values: Sequence[int]) -> torch.Tensor:
-        """`values` as an int64 tensor on the device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        """`values` as an int64 tensor on the device, in order with the current stream."""
+        return stage_to_device(torch.tensor(values, dtype=torch.int64), self.device)
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:

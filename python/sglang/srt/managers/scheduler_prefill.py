@@ -194,17 +194,20 @@ class PrefillScheduler:
         state, pools = self._state, self._state.pools
         begin, end = req.kv_committed_len, req.kv_committed_len + extend_tokens
         state.make_room(extend_tokens)
-        last = -1
-        if begin and prefix is not None:
-            last = int(prefix[-1])
-        elif begin:
-            last = int(pools.req_to_token_pool.req_to_token[req.req_pool_idx, begin - 1])
+        # A tensor all the way: a number would have to wait for the device.
+        if begin == 0:
+            last = pools.int64([-1])
+        elif prefix is not None:
+            last = prefix[-1:]
+        else:
+            row = pools.req_to_token_pool.req_to_token[req.req_pool_idx]
+            last = row[begin - 1 : begin].to(torch.int64)
         slots = pools.allocator.alloc_extend(
             pools.int64([begin]),
             [begin],
             pools.int64([end]),
             [end],
-            pools.int64([last]),
+            last,
             end - begin,
         )
         if slots is None:

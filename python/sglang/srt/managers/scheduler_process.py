@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-import psutil
 from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -29,6 +28,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfi
 from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.utils.device import detect_device, device_memory
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
@@ -47,6 +47,8 @@ class BuiltScheduler:
     """A scheduler that can serve, and what there is to say about it."""
 
     scheduler: Scheduler
+    server_args: ServerArgs
+    """With what depends on the machine filled in."""
     tiers: list[str]
     """One line per tier: its size, and why that size."""
 
@@ -58,6 +60,9 @@ class BuiltScheduler:
             "max_req_input_len": limits.max_input_tokens,
             "max_running_requests": limits.max_running_requests,
             "context_len": limits.context_len,
+            "device": self.server_args.device,
+            "attention_backend": self.server_args.attention_backend,
+            "chunked_prefill_size": self.server_args.chunked_prefill_size,
             "tiers": self.tiers,
         }
 
@@ -76,6 +81,7 @@ def build_scheduler(
         ValueError: One line that names the setting and the remedy.
         StorageUnavailable: L3 cannot be reached, and the settings say not to go on without it.
     """
+    server_args = on_this_machine(server_args, detect_device())
     assert server_args.model_path is not None and server_args.page_size is not None, "resolved"
     model_config = ModelConfig.from_path(
         server_args.model_path,
@@ -89,7 +95,9 @@ def build_scheduler(
             device=server_args.device,
             kv_cache_dtype=server_args.kv_cache_dtype,
             page_size=server_args.page_size,
-            attention_backend=server_args.attention_backend or "torch_native",
+            attention_backend=server_args.attention_backend,
+            disable_cuda_graph=server_args.disable_cuda_graph,
+            cuda_graph_max_bs=server_args.cuda_graph_max_bs,
             load_format=server_args.load_format,
             random_seed=server_args.random_seed,
             tp_rank=tp_rank,
@@ -114,7 +122,23 @@ def build_scheduler(
     )
     if watchdog is not None:
         parts = dataclasses.replace(parts, forward_guard=watchdog.guard)
-    return BuiltScheduler(Scheduler(server_args, parts), tiers)
+    return BuiltScheduler(Scheduler(server_args, parts), server_args, tiers)
+
+
+def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
+    """Settle what depends on the device.
+
+    Args:
+        server_args: Resolved.
+        detected: The best device of this machine, which `auto` means.
+
+    Raises:
+        ValueError: The device named is not there, or cannot do what was asked for.
+    """
+    device = detected if server_args.device == "auto" else server_args.device
+    if device == "cuda" and detected != "cuda":
+        raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return server_args.on_device(device)
 
 
 def run_scheduler_process(
@@ -174,17 +198,18 @@ def run_scheduler_process(
 
 def _init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
     """Make L1; the line that says how large it is and why."""
-    memory = psutil.virtual_memory()
+    available, total = device_memory(server_args.device)
     page_size = runner.config.page_size
     size = size_kv_pool(
         device=server_args.device,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         page_size=page_size,
-        total_bytes=memory.total,
-        available_bytes=memory.available,
+        total_bytes=total,
+        available_bytes=available,
         mem_fraction_static=server_args.mem_fraction_static,
         max_total_tokens=server_args.max_total_tokens,
         weight_bytes=runner.weight_bytes(),
+        graph_bytes=runner.graph_bytes(),
     )
     rows = size_running_requests(
         pool_tokens=size.amount,

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH_SIZE = 256
 _WARM_UP_STEPS = 2
+_FIXED_BYTES = 512 << 20
+"""Of kernels, library workspaces and the activations of one layer, whatever the model."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardBatch], LogitsProcessorOutput]
 
@@ -48,6 +50,11 @@ def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> 
     while sizes[-1] < largest:
         sizes.append(sizes[-1] // 8 * 8 + max(8, (sizes[-1] // 8) // 8 * 8))
     return sorted({min(size, largest) for size in sizes})
+
+
+def estimate_graph_bytes(max_batch_size: int, vocab_size: int) -> int:
+    """Device memory of all graphs: their logits, in fp32 and as computed, and what they hold."""
+    return 2 * 4 * max_batch_size * vocab_size + _FIXED_BYTES
 
 
 class CudaGraphRunner:

@@ -14,7 +14,12 @@ from sglang.srt.layers.attention.attention_registry import (
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, graph_batch_sizes
+from sglang.srt.model_executor.cuda_graph_runner import (
+    MAX_BATCH_SIZE,
+    CudaGraphRunner,
+    estimate_graph_bytes,
+    graph_batch_sizes,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import LoadConfig, get_model
@@ -106,6 +111,14 @@ class ModelRunner:
         model = self.model_config
         per_layer = 2 * model.num_key_value_heads * model.head_dim * self.kv_cache_dtype.itemsize
         return per_layer * model.num_hidden_layers
+
+    def graph_bytes(self) -> int:
+        """Estimate of the device memory that captured decode steps take; 0 where there are none."""
+        on_cuda = torch.device(self.config.device).type == "cuda"
+        if not on_cuda or self.config.disable_cuda_graph or not self.attn_backend.can_be_captured:
+            return 0
+        largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
+        return estimate_graph_bytes(largest, self.model_config.vocab_size)
 
     def init_memory_pool(self, max_total_tokens: int, max_running_requests: int) -> None:
         """Make the pools and the allocator; on CUDA, warm up, and capture decoding.

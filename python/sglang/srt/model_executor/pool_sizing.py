@@ -10,6 +10,7 @@ from typing import NamedTuple
 GIB = 1 << 30
 CPU_POOL_BYTES = 1 * GIB
 CPU_POOL_FRACTION = 0.1
+GPU_STATIC_FRACTION = 0.88
 MAX_RUNNING_REQUESTS = 256
 REQ_TABLE_BYTES = 256 << 20
 """Most that the table of requests' slots may take unless more requests are asked for."""
@@ -33,6 +34,7 @@ def size_kv_pool(
     mem_fraction_static: float | None = None,
     max_total_tokens: int | None = None,
     weight_bytes: int = 0,
+    graph_bytes: int = 0,
 ) -> Sizing:
     """Decide how many tokens the device pool (L1) holds.
 
@@ -43,14 +45,17 @@ def size_kv_pool(
         total_bytes: Memory of the device.
         available_bytes: Of it, what is free after the weights were loaded.
         mem_fraction_static: Share of `total_bytes` for weights and pool together; None: on a
-            CPU min(1 GiB, 10% of the memory), elsewhere 0.85.
+            CPU min(1 GiB, 10% of the memory), elsewhere 0.88 less `graph_bytes`.
         max_total_tokens: An upper bound that the user set.
         weight_bytes: What the weights take of the static share.
+        graph_bytes: What CUDA graphs will take.
 
     Raises:
         ValueError: Not one page fits, or the memory for it is not there; names the flag.
     """
     budget, reason = _budget(device, total_bytes, mem_fraction_static, weight_bytes)
+    if mem_fraction_static is None and device != "cpu":
+        budget, reason = _default_budget(budget, reason, total_bytes, available_bytes, graph_bytes)
     tokens = budget // kv_bytes_per_token - page_size
     if max_total_tokens is not None and (mem_fraction_static is None or max_total_tokens < tokens):
         tokens, reason = max_total_tokens, f"--max-total-tokens {max_total_tokens}"
@@ -79,7 +84,7 @@ def _budget(
         if tenth < CPU_POOL_BYTES:
             return tenth, f"10% of {total_bytes / GIB:.1f} GiB memory"
         return CPU_POOL_BYTES, "1 GiB, the default on a CPU"
-    fraction = 0.85 if mem_fraction_static is None else mem_fraction_static
+    fraction = GPU_STATIC_FRACTION if mem_fraction_static is None else mem_fraction_static
     if not 0.0 < fraction < 1.0:
         raise ValueError(f"--mem-fraction-static {fraction} must be between 0 and 1")
     return (
@@ -87,6 +92,19 @@ def _budget(
         f"--mem-fraction-static {fraction:g} of {total_bytes / GIB:.1f} GiB, "
         f"less {weight_bytes / GIB:.2f} GiB of weights",
     )
+
+
+def _default_budget(
+    budget: int, reason: str, total_bytes: int, available_bytes: int, graph_bytes: int
+) -> tuple[int, str]:
+    """Leave room for graphs; and where others use the device too, the same reserve as alone."""
+    reserve = int(total_bytes * (1.0 - GPU_STATIC_FRACTION))
+    if available_bytes - reserve < budget:
+        budget = available_bytes - reserve
+        reason = f"{available_bytes / GIB:.2f} GiB free, less a reserve of {reserve / GIB:.2f} GiB"
+    if graph_bytes:
+        reason += f" and {graph_bytes / GIB:.2f} GiB for CUDA graphs"
+    return budget - graph_bytes, reason
 
 
 def size_running_requests(

@@ -1,0 +1,136 @@
+"""The same words from every tier of a server on a GPU: built-in model, real pools, real stores.
+
+One prompt of about 1,500 tokens is answered cold, from L1, from L2 by each I/O backend and layout,
+and from L3 by the server that wrote it and by one that never saw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.utils.device import detect_device
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.engine_server import Answer, EngineServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.recall_task import heldout_conversation
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
+
+PAGE = 64
+PAIRS = (
+    ("kernel", "layer_first"),
+    ("kernel", "page_first"),
+    ("direct", "layer_first"),
+    ("direct", "page_first_direct"),
+)
+L3 = {"file": "HiCacheFile", "mooncake": "MooncakeStore"}
+
+Servers = dict[str, EngineServer]
+
+
+def prompt_ids(seed: int) -> tuple[list[int], str]:
+    """A held-out conversation up to its question, as token ids, and the right answer."""
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODEL_DIR)
+    conversation = heldout_conversation(seed, 1500)
+    turn = conversation.first_tail_turn
+    text = tokenizer.apply_chat_template(
+        conversation.messages_before(turn), tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"], conversation.turns[turn].answer
+
+
+def whole_pages(ids: list[int]) -> int:
+    """Tokens of the prompt that a page-wise cache can give back."""
+    return (len(ids) - 1) // PAGE * PAGE
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """All that the tests below ask, started side by side."""
+    with ExitStack() as stack:
+        store = stack.enter_context(MooncakeCluster(segment_size="256mb"))
+        folder = tmp_path_factory.mktemp("l3")
+        envs = {
+            "file": {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)},
+            "mooncake": store.engine_env(),
+        }
+        made: Servers = {"cold": EngineServer("--device", "cuda", "--disable-radix-cache")}
+        for io, layout in PAIRS:
+            made[f"{io} {layout}"] = EngineServer(
+                "--device", "cuda", "--enable-hierarchical-cache", "--hicache-io-backend", io,
+                "--hicache-mem-layout", layout, "--max-total-tokens", "4096",
+                "--hicache-ratio", "4",
+            )  # fmt: skip
+        for backend, env in envs.items():
+            for role in ("writer", "reader"):
+                made[f"{backend} {role}"] = EngineServer(
+                    "--device", "cuda", "--hicache-storage-backend", backend,
+                    "--hicache-storage-prefetch-policy", "wait_complete", env=env,
+                )  # fmt: skip
+        for server in made.values():
+            stack.callback(server.kill)
+        with ThreadPoolExecutor(len(made)) as pool:
+            list(pool.map(EngineServer.start, made.values()))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cold(servers: Servers) -> tuple[list[int], Answer]:
+    """Prompt, and the answer without any cache."""
+    ids, answer = prompt_ids(seed=1)
+    first = servers["cold"].generate(ids)
+    second = servers["cold"].generate(ids)
+    assert first.cached["device"] == second.cached["device"] == 0
+    assert first.output_ids == second.output_ids
+    assert first.text.strip() == answer
+    return ids, first
+
+
+def test_the_server_says_where_it_runs(servers: Servers) -> None:
+    info = servers["cold"].request("GET", "/server_info").body
+    assert (info["device"], info["attention_backend"]) == ("cuda", "triton")
+    assert "on cuda" in info["tiers"][0]
+
+
+@pytest.mark.parametrize(("io", "layout"), PAIRS)
+def test_l1_and_l2(servers: Servers, cold: tuple[list[int], Answer], io: str, layout: str) -> None:
+    ids, expected = cold
+    server = servers[f"{io} {layout}"]
+    assert server.generate(ids).output_ids == expected.output_ids
+    hit = server.generate(ids)
+    assert hit.output_ids == expected.output_ids
+    assert hit.cached["device"] == whole_pages(ids)
+    for seed in range(100, 104):  # push it out of L1
+        server.generate(prompt_ids(seed)[0], max_new_tokens=1)
+    loaded = server.generate(ids)
+    assert loaded.output_ids == expected.output_ids
+    assert (loaded.cached["device"], loaded.cached["host"]) == (0, whole_pages(ids))
+    server.flush()  # checks the books, too
+
+
+@pytest.mark.parametrize("backend", L3)
+def test_l3_of_this_server_and_of_another(
+    servers: Servers, cold: tuple[list[int], Answer], backend: str, tmp_path: Path
+) -> None:
+    ids, expected = cold
+    writer, reader = servers[f"{backend} writer"], servers[f"{backend} reader"]
+    assert writer.generate(ids).output_ids == expected.output_ids
+    writer.flush()
+    for server in (writer, reader):
+        got = server.generate(ids)
+        assert got.output_ids == expected.output_ids
+        assert got.cached["storage_backend"] == L3[backend]
+        assert got.cached["storage"] == whole_pages(ids), got.cached
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

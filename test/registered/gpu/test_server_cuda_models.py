@@ -1,0 +1,144 @@
+"""Servers on a GPU: what they answer with graphs and without, under load, and a large shape."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.utils.device import detect_device
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.engine_server import EngineServer
+from sglang.test.run_eval import EvalArgs, run_eval
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
+
+LARGE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+"""Qwen3-8B's shape."""
+
+QUESTION = "The code of heron is 7391. The code of otter is 2846. What is the code of heron?"
+
+Servers = dict[str, EngineServer]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """All that the tests below ask, started side by side."""
+    large = tmp_path_factory.mktemp("large")
+    (large / "config.json").write_text(json.dumps(LARGE), encoding="utf-8")
+    made = {
+        "graphs": EngineServer("--device", "cuda"),
+        "launches": EngineServer("--device", "cuda", "--disable-cuda-graph"),
+        "torch": EngineServer("--device", "cuda", "--attention-backend", "torch_native"),
+        "fp8": EngineServer("--device", "cuda", "--kv-cache-dtype", "fp8_e4m3"),
+        "tiers": EngineServer(
+            "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "16",
+            "--enable-cache-report",
+        ),
+        "large": EngineServer(
+            "--device", "cuda", "--load-format", "dummy",
+            "--tokenizer-path", str(BUILTIN_MODEL_DIR),
+            "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "2",
+            model=str(large),
+        ),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for server in made.values():
+            stack.callback(server.kill)
+        with ThreadPoolExecutor(len(made)) as pool:
+            list(pool.map(EngineServer.start, made.values()))
+        yield made
+
+
+@pytest.mark.parametrize("other", ["launches", "torch"])
+def test_greedy_words_and_logprobs_are_those_of_other_kernels(servers: Servers, other: str) -> None:
+    answers = [
+        servers[name].generate(QUESTION, max_new_tokens=12, return_logprob=True)
+        for name in ("graphs", other)
+    ]
+    assert answers[0].output_ids == answers[1].output_ids
+    logprobs = [[entry[0] for entry in a.meta_info["output_token_logprobs"]] for a in answers]
+    assert len(logprobs[0]) == len(answers[0].output_ids)
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "min_p": 0.01}],
+)
+def test_sampled_words_are_those_without_graphs(
+    servers: Servers, sampling: dict[str, float]
+) -> None:
+    sampling = {**sampling, "sampling_seed": 11, "ignore_eos": True, "frequency_penalty": 0.5}
+    answers = []
+    for name in ("graphs", "launches", "graphs"):
+        servers[name].flush()  # a cached prompt rounds otherwise, and luck may hang on a bit
+        answers.append(servers[name].generate(QUESTION, max_new_tokens=24, sampling=sampling))
+    assert answers[0].output_ids == answers[1].output_ids == answers[2].output_ids
+    assert len(set(answers[0].output_ids)) > 4
+
+
+def test_a_grammar_holds(servers: Servers) -> None:
+    answer = servers["graphs"].generate(
+        QUESTION, max_new_tokens=30, sampling={"regex": "code: [0-9]{4}"}
+    )
+    assert re.fullmatch("code: [0-9]{4}", answer.text), answer.text
+
+
+@pytest.mark.parametrize("name", ["graphs", "fp8", "tiers"])
+def test_recall_under_load(servers: Servers, name: str) -> None:
+    result = run_eval(
+        EvalArgs(
+            base_url=servers[name].url,
+            num_examples=16,
+            num_threads=16,
+            num_questions=3,
+            order="round",
+            cached_tokens_details=True,
+        )
+    )
+    assert result["score"] >= 0.95, result["wrong"]
+    if name == "tiers":
+        assert result["cached_tokens_details"]["host"] > 1000, result
+
+
+def test_a_large_shape(servers: Servers) -> None:
+    server = servers["large"]
+    rng = random.Random(3)
+    prompts = [[rng.randrange(151936) for _ in range(5000)] for _ in range(3)]
+    for ids in (*prompts, prompts[0]):
+        answer = server.generate(ids, max_new_tokens=16, sampling={"ignore_eos": True})
+        assert len(answer.output_ids) == 16
+        assert all(0 <= token < 151936 for token in answer.output_ids)
+    assert answer.cached["host"] == 5000 // 64 * 64, answer.cached
+    server.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
