@@ -28,6 +28,9 @@ from sglang.srt.utils.network import check_port_available
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED: Final = 1
+KEEP_ALIVE_SECONDS: Final = 75
+"""For idle connections: longer than clients keep theirs (5 to 15 s), so that closing one is theirs
+to do. A server that closes first breaks the request that is just being sent."""
 DEATH_GRACE_SECONDS: Final = 5.0
 """For telling clients that the engine has died, before the server ends in any case."""
 
@@ -104,6 +107,7 @@ class HttpServer(uvicorn.Server):
                 log_level=None if args.log_level == "debug" else "warning",
                 access_log=args.log_level == "debug",
                 timeout_graceful_shutdown=int(DRAIN_SECONDS),
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 server_header=False,
                 # Nobody here reads the client's address.
                 proxy_headers=False,
