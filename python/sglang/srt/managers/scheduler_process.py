@@ -210,6 +210,7 @@ def _init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
         max_total_tokens=server_args.max_total_tokens,
         weight_bytes=runner.weight_bytes(),
         graph_bytes=runner.graph_bytes(),
+        context_len=runner.model_config.context_len,
     )
     rows = size_running_requests(
         pool_tokens=size.amount,

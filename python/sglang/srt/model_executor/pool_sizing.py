@@ -35,6 +35,7 @@ def size_kv_pool(
     max_total_tokens: int | None = None,
     weight_bytes: int = 0,
     graph_bytes: int = 0,
+    context_len: int | None = None,
 ) -> Sizing:
     """Decide how many tokens the device pool (L1) holds.
 
@@ -49,6 +50,8 @@ def size_kv_pool(
         max_total_tokens: An upper bound that the user set.
         weight_bytes: What the weights take of the static share.
         graph_bytes: What CUDA graphs will take.
+        context_len: Longest context of the model. Unless a size was asked for, a GPU's pool holds
+            at most `MAX_RUNNING_REQUESTS` of them, so that a small model leaves memory alone.
 
     Raises:
         ValueError: Not one page fits, or the memory for it is not there; names the flag.
@@ -57,6 +60,10 @@ def size_kv_pool(
     if mem_fraction_static is None and device != "cpu":
         budget, reason = _default_budget(budget, reason, total_bytes, available_bytes, graph_bytes)
     tokens = budget // kv_bytes_per_token - page_size
+    if mem_fraction_static is None and device != "cpu" and context_len is not None:
+        most = MAX_RUNNING_REQUESTS * context_len
+        if most < tokens:
+            tokens, reason = most, f"{MAX_RUNNING_REQUESTS} contexts of {context_len} tokens"
     if max_total_tokens is not None and (mem_fraction_static is None or max_total_tokens < tokens):
         tokens, reason = max_total_tokens, f"--max-total-tokens {max_total_tokens}"
     tokens = tokens // page_size * page_size
