@@ -34,14 +34,22 @@ class PromptEncoder:
         core = _core_encode(tokenizer)
         self._near = core or _library_encode(tokenizer)
         self._far = core or _library_encode(copy.deepcopy(tokenizer))
+        self._in_flight: dict[tuple[str, bool], asyncio.Future[list[int]]] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, of any length."""
+        """Token ids of `text`, of any length. Not to be changed: others may get the same list."""
         if len(text) <= SHORT_CHARS:
             return self._near(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._far, text, add_special_tokens)
+        # The samples of one prompt ask at the same time.
+        key = (text, add_special_tokens)
+        encoding = self._in_flight.get(key)
+        if encoding is None:
+            loop = asyncio.get_running_loop()
+            encoding = loop.run_in_executor(self._pool, self._far, text, add_special_tokens)
+            self._in_flight[key] = encoding
+            encoding.add_done_callback(lambda _: self._in_flight.pop(key))
+        return await asyncio.shield(encoding)
 
     def close(self) -> None:
         """Let the thread end after what it is doing."""
