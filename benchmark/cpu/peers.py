@@ -19,6 +19,7 @@ import orjson
 
 from sglang.benchmark.load_generator import open_session
 from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.environ import child_environment, envs
 
 
 class TransformersPeer:
@@ -31,6 +32,8 @@ class TransformersPeer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # As the engine has it: OpenMP's default on a busy machine would flatter us.
+            env=child_environment({envs.GOMP_SPINCOUNT.name: str(envs.GOMP_SPINCOUNT.get())}),
         )
         self.about = self._read()
         return self
@@ -61,7 +64,7 @@ class TransformersPeer:
 
 
 class StreamClient:
-    """Times first tokens, a request at a time, each over a connection opened before the clock starts."""
+    """Times first tokens, a request at a time, on connections made before the clock starts."""
 
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(url)
