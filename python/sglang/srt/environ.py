@@ -147,13 +147,6 @@ class EnvInt(EnvField[int]):
         return int(text)
 
 
-class EnvFloat(EnvField[float]):
-    expects = "a number"
-
-    def parse(self, text: str) -> float:
-        return float(text)
-
-
 class EnvBool(EnvField[bool]):
     expects = "1/true/yes/on or 0/false/no/off"
 

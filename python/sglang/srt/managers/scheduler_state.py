@@ -68,11 +68,6 @@ class SchedulerState:
         """Requests that hold slots."""
         return len(self.decoding) + (self.chunked is not None)
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.waiting) or self.num_running > 0
-
     def free_tokens(self) -> int:
         """Slots that are free or can be evicted."""
         return self.pools.allocator.available_size() + self.tree.evictable_size()
