@@ -18,8 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.testing import do_bench
 
+from sglang.benchmark.device_limits import (
+    StepWork,
+    decode_work,
+    least_seconds,
+    measure_limits,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
@@ -48,9 +53,6 @@ QWEN3_8B = {
     "eos_token_id": 151645,
 }
 """config.json of Qwen3-8B, but for what serving does not read."""
-
-LAYER_WEIGHTS = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
-HEAD_WEIGHTS = 151936 * 4096
 
 
 class Rig:
@@ -151,33 +153,6 @@ class Rig:
         return (time.perf_counter() - begun) / steps * 1e3, on_cpu / steps * 1e3
 
 
-def measure_limits() -> tuple[float, float]:
-    """Bytes a second of a large copy, read and written; FLOP/s of a large product."""
-    a = torch.randn(2 << 30, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    copy = 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode="median") * 1e3
-    x, y = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product = 2 * 8192**3 / do_bench(lambda: x @ y, rep=200, return_mode="median") * 1e3
-    return float(copy), float(product)
-
-
-def least_seconds(
-    new: int, pairs: float, kv_bytes: int, heads: int, limits: tuple[float, float]
-) -> float:
-    """The larger of what arithmetic and what memory take at the measured limits.
-
-    Args:
-        new: Tokens computed, in all requests.
-        pairs: Query and key pairs, in all requests.
-        kv_bytes: Keys and values that are read, in all layers.
-        heads: Tokens that go through the output head.
-    """
-    copy, product = limits
-    flops = 2 * 36 * LAYER_WEIGHTS * new + 36 * 4 * 4096 * pairs + 2 * HEAD_WEIGHTS * heads
-    moved = 2 * (36 * LAYER_WEIGHTS + HEAD_WEIGHTS) + kv_bytes
-    return max(flops / product, moved / copy)
-
-
 def profiled(name: str, work: Callable[[], object], directory: Path | None) -> None:
     """Where the GPU's time goes, to a file."""
     if directory is None:
@@ -209,14 +184,18 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    limits = measure_limits()
-    report(rows, "limits", copy_tb_s=limits[0] / 1e12, matmul_tflop_s=limits[1] / 1e12)
+    limits = measure_limits("cuda", torch.bfloat16)
+    report(
+        rows, "limits", copy_tb_s=limits.copy_bytes_per_s / 1e12,
+        matmul_tflop_s=limits.product_flop_per_s / 1e12,
+    )  # fmt: skip
     rig = Rig(
         args.page_size,
         163840,
         disable_cuda_graph=args.disable_cuda_graph,
         kv_cache_dtype=args.kv_cache_dtype,
     )
+    model = rig.runner.model_config
     kv_bytes = rig.runner.kv_bytes_per_token()
     free, total = device_memory("cuda")
     report(
@@ -237,7 +216,9 @@ def main() -> None:
             rig.runner.forward(batch)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
-        least = least_seconds(new, new * prefix + new * (new + 1) / 2, prefix * kv_bytes, 1, limits)
+        pairs = new * prefix + new * (new + 1) / 2
+        work = StepWork(new_tokens=new, pairs=pairs, read_kv_bytes=prefix * kv_bytes, logits=1)
+        least = least_seconds(model, work, limits)
         report(
             rows, f"prefill {new} after {prefix}", first_s=seconds[0], s=sorted(seconds[1:])[1],
             target_or_expected_s=expected.get((prefix, new), 0.0), limit_s=least,
@@ -250,8 +231,8 @@ def main() -> None:
     for count, context in wanted:
         rig.lay_out(count, context + args.steps)
         step_ms, cpu_ms = rig.decode_steps(count, context, args.steps)
-        middle = count * (context + args.steps // 2)
-        least = least_seconds(count, middle, middle * kv_bytes, count, limits) * 1e3
+        work = decode_work(count, context + args.steps // 2, kv_bytes)
+        least = least_seconds(model, work, limits) * 1e3
         report(
             rows, f"decode {count} x {context}", ms=step_ms, cpu_ms=cpu_ms,
             target_ms=wanted[count, context], limit_ms=least, of_limit=least / step_ms,

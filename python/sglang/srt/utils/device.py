@@ -163,6 +163,18 @@ def device_memory(device: torch.device | str) -> tuple[int, int]:
     return memory.available, memory.total
 
 
+def synchronize(device: torch.device | str) -> None:
+    """Wait until `device` has done what was queued; a CPU has."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device | str) -> str:
+    """What the vendor calls the device; `cpu` for a CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 class SideStream:
     """A CUDA stream beside the current one, for work that it forks and joins again."""
 

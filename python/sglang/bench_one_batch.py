@@ -1,0 +1,295 @@
+"""Latency of one static batch, in this process: `python -m sglang.bench_one_batch --help`.
+
+No server and no scheduler: prompts of random tokens are prefilled in one step and decoded
+together, through the model runner that a server uses. Each figure is printed beside what the
+device's copy and matrix rates, measured before, allow. Exit status: 0; 2 where the arguments or
+the machine cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from sglang.benchmark.device_limits import (
+    Limits,
+    decode_work,
+    least_seconds,
+    measure_limits,
+    prefill_work,
+)
+from sglang.benchmark.one_batch import BatchTimes, continue_greedily, time_batch
+from sglang.benchmark.report import append, provenance
+from sglang.srt.arg_groups.cli import check_choices, flag_name, parse_flags
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.scheduler_process import on_this_machine
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.pool_sizing import size_kv_pool
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.device import detect_device, device_memory, device_name
+from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.srt.utils.logging_utils import configure_logger
+
+PROMPTS: Final = (
+    "The capital of France is",
+    "The code of heron is 7391. The code of otter is 4402. What is the code of heron?",
+    "Today is a sunny day, and",
+)
+"""Of `--correctness-test`."""
+
+_WARM_UP_STEPS: Final = 8
+_USED: Final = frozenset(
+    "model_path tokenizer_path load_format dtype kv_cache_dtype context_length trust_remote_code "
+    "random_seed log_level device mem_fraction_static max_running_requests max_total_tokens "
+    "page_size attention_backend disable_cuda_graph cuda_graph_max_bs".split()
+)
+"""Fields of `ServerArgs` that mean something without a server."""
+_REFUSED: Final = {
+    "--profile": "write no traces; use the profiler of your choice around this command",
+    "--prompt-filename": "prompts are random, or those of --correctness-test",
+    "--cut-len": "--correctness-test cuts each prompt in the middle",
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, ServerArgs]:
+    """This tool's own flags, and the engine's, resolved.
+
+    Raises:
+        ValueError: One line that names the flag and the remedy.
+        SystemExit: `--help` was asked for and printed.
+    """
+    parser = _own_parser()
+    own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if own.help:
+        parser.print_help()
+        print("\nand of the engine's:\n")
+    for name in (word.split("=", 1)[0] for word in rest if word.startswith("--")):
+        for refused, reason in _REFUSED.items():
+            if name == refused or name.startswith(refused + "-"):
+                raise ValueError(f"{name}: SGLang has it, this tool does not: {reason}")
+    values = parse_flags(
+        ServerArgs,
+        ["--help"] if own.help else rest,
+        prog="python -m sglang.bench_one_batch",
+        description="Flags of the engine that have no meaning without a server are refused.",
+    )
+    for name in ("batch_size", "input_len", "output_len"):
+        if min(getattr(own, name)) < 1:
+            raise ValueError(f"{flag_name(name)} {min(getattr(own, name))}: must be at least 1")
+    if own.log_decode_step < 0:
+        raise ValueError(f"--log-decode-step {own.log_decode_step}: must be 0 (never) or more")
+    args = ServerArgs(**values)
+    check_choices(args)
+    configure_logger(args.log_level)
+    resolved = args.resolve()
+    for field in dataclasses.fields(args):
+        if field.name not in _USED and getattr(args, field.name) != field.default:
+            raise ValueError(f"{flag_name(field.name)} has no effect here: there is no server")
+    return own, on_this_machine(resolved, detect_device())
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang.bench_one_batch",
+        usage="%(prog)s [flags]",
+        description=(__doc__ or "").split("\n\n", 1)[1].strip(),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true")
+    add("--run-name", default="default", help="kept in the JSON line [%(default)s]")
+    sizes: dict[str, Any] = {"type": int, "nargs": "+"}
+    add("--batch-size", "--batch", **sizes, default=[1], help="one or several [1]")
+    add("--input-len", **sizes, default=[1024], help="tokens, one or several [1024]")
+    add("--output-len", **sizes, default=[16], help="tokens, one or several [16]")
+    add(
+        "--result-filename",
+        default="result.jsonl",
+        help="append a JSON line for each setting here; empty: nowhere [%(default)s]",
+    )
+    add("--correctness-test", action="store_true", help="print greedy answers to fixed prompts")
+    add("--log-decode-step", type=int, default=0, help="print every so many steps; 0: none [0]")
+    return parser
+
+
+def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWorker:
+    """Load the model and make pools for `requests` contexts of `tokens_each` tokens.
+
+    Args:
+        args: Of this machine.
+
+    Raises:
+        ValueError: The model or a setting does not work, or there is too little memory.
+    """
+    assert args.model_path is not None and args.page_size is not None, "resolved"
+    most = args.max_running_requests
+    if most is not None and most < requests:
+        raise ValueError(f"--max-running-requests {most}: the largest batch has {requests}")
+    config = ModelConfig.from_path(
+        args.model_path, dtype=args.dtype, context_length=args.context_length
+    )
+    if tokens_each > config.context_len:
+        raise ValueError(
+            f"--input-len and --output-len: {tokens_each} tokens do not fit into the model's "
+            f"context of {config.context_len}"
+        )
+    runner = ModelRunner(
+        ModelRunnerConfig(
+            model_config=config,
+            device=args.device,
+            kv_cache_dtype=args.kv_cache_dtype,
+            page_size=args.page_size,
+            attention_backend=args.attention_backend,
+            load_format=args.load_format,
+            random_seed=args.random_seed,
+            disable_cuda_graph=args.disable_cuda_graph,
+            cuda_graph_max_bs=args.cuda_graph_max_bs,
+        )
+    )
+    need = requests * -(-tokens_each // args.page_size) * args.page_size
+    is_sized = args.max_total_tokens is not None or args.mem_fraction_static is not None
+    free, total = device_memory(args.device)
+    size = size_kv_pool(
+        device=args.device,
+        kv_bytes_per_token=runner.kv_bytes_per_token(),
+        page_size=args.page_size,
+        total_bytes=total,
+        available_bytes=free,
+        mem_fraction_static=args.mem_fraction_static,
+        max_total_tokens=args.max_total_tokens if is_sized else need,
+        weight_bytes=runner.weight_bytes(),
+        graph_bytes=runner.graph_bytes(),
+    )
+    if size.amount < need:
+        raise ValueError(
+            f"the KV pool holds {size.amount} tokens ({size.reason}) and the largest batch needs "
+            f"{need}: lower --batch-size, --input-len or --output-len"
+        )
+    runner.init_memory_pool(size.amount, most or requests)
+    return TpModelWorker(runner)
+
+
+def run(own: argparse.Namespace, args: ServerArgs) -> None:
+    """Time every combination of the sizes.
+
+    Raises:
+        ValueError: See `make_worker`.
+        OSError: The result file cannot be written.
+    """
+    assert args.model_path is not None
+    config = ModelConfig.from_path(args.model_path, dtype=args.dtype)
+    limits = measure_limits(args.device, config.dtype)
+    print(
+        f"{device_name(args.device)}: copies {limits.copy_bytes_per_s / 1e12:.3f} TB/s, multiplies "
+        f"{limits.product_flop_per_s / 1e12:.3f} TFLOP/s"
+    )
+    longest = max(own.input_len) + max(own.output_len) - 1
+    worker = make_worker(args, max(own.batch_size), longest)
+    random = torch.Generator().manual_seed(args.random_seed)
+    for count, new, out in itertools.product(own.batch_size, own.input_len, own.output_len):
+        prompts = torch.randint(0, worker.vocab_size, (count, new), generator=random).tolist()
+        time_batch(worker, prompts, min(out, _WARM_UP_STEPS), args.device)
+        print(f"batch size {count}, input {new} tokens, output {out} tokens")
+        log_step = functools.partial(_log_step, own.log_decode_step, count)
+        times = time_batch(worker, prompts, out, args.device, log_step)
+        record = {
+            "run_name": own.run_name,
+            **times.figures(),
+            **_against_limits(times, config, limits, worker),
+        }
+        _print(record)
+        facts = {"device": device_name(args.device), "attention_backend": args.attention_backend}
+        append({**record, **facts, **provenance()}, own.result_filename or None)
+
+
+def _log_step(every: int, batch_size: int, number: int, seconds: float) -> None:
+    if every and number % every == 0:
+        rate = batch_size / seconds
+        print(f"  decode step {number}: {seconds * 1e3:.3f} ms, {rate:.1f} token/s")
+
+
+def _against_limits(
+    times: BatchTimes, config: ModelConfig, limits: Limits, worker: TpModelWorker
+) -> dict[str, Any]:
+    """Seconds that the device's rates allow, and which share of the time taken they are."""
+    pool = worker.token_to_kv_pool
+    kv_bytes = 2 * config.num_key_value_heads * config.head_dim * pool.dtype.itemsize
+    prefill_s = least_seconds(config, prefill_work(times.batch_size, times.input_len), limits)
+    found: dict[str, Any] = {
+        "prefill_limit": prefill_s,
+        "prefill_of_limit": prefill_s / times.prefill,
+        "median_decode_limit": None,
+        "median_decode_of_limit": None,
+    }
+    median = times.figures()["median_decode_latency"]
+    if median is not None:
+        middle = times.input_len + times.output_len // 2
+        work = decode_work(times.batch_size, middle, kv_bytes * config.num_hidden_layers)
+        decode_s = least_seconds(config, work, limits)
+        found |= {"median_decode_limit": decode_s, "median_decode_of_limit": decode_s / median}
+    return {
+        **found,
+        "copy_bytes_per_s": limits.copy_bytes_per_s,
+        "product_flop_per_s": limits.product_flop_per_s,
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    rows = [("prefill", "prefill_latency", "prefill_throughput", "prefill_of_limit")]
+    if record["median_decode_latency"] is not None:
+        rows.append(
+            ("decode, median step", "median_decode_latency", "median_decode_throughput",
+             "median_decode_of_limit")
+        )  # fmt: skip
+    for what, latency, throughput, share in rows:
+        print(
+            f"  {what}: {record[latency] * 1e3:.3f} ms, {record[throughput]:.1f} token/s, "
+            f"{record[share]:.1%} of the limit"
+        )
+    print(
+        f"  total: {record['total_latency']:.4f} s, {record['overall_throughput']:.1f} token/s",
+        flush=True,
+    )
+
+
+def answer_prompts(own: argparse.Namespace, args: ServerArgs) -> None:
+    """Print, one JSON object a line, how the model goes on after each of `PROMPTS`.
+
+    Raises:
+        ValueError: See `make_worker`, or the tokenizer cannot be loaded.
+    """
+    path = args.tokenizer_path or args.model_path
+    assert path is not None, "resolved arguments name the model"
+    tokenizer: Any = get_tokenizer(path, trust_remote_code=args.trust_remote_code)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    longest = max(map(len, prompts)) + own.output_len[0] - 1
+    worker = make_worker(args, len(prompts), longest)
+    outputs = continue_greedily(worker, prompts, own.output_len[0], args.device)
+    for prompt, ids in zip(PROMPTS, outputs, strict=True):
+        answer = {"prompt": prompt, "output_ids": ids, "text": tokenizer.decode(ids)}
+        print(json.dumps(answer, ensure_ascii=False))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; its exit status."""
+    try:
+        own, args = parse_args(argv)
+        (answer_prompts if own.correctness_test else run)(own, args)
+    except (ValueError, OSError) as error:
+        print(f"bench_one_batch: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What a device allows: its copy and matrix rates as measured, and the least time of a step.
+
+A step can neither move its bytes faster than a large copy does nor multiply faster than a large
+product: the ratio to that says how much is left to gain, whatever the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.utils.device import synchronize
+
+_GROUPS: Final = 9
+_PER_GROUP: Final = 5
+"""Runs between two looks at the clock, so that waiting for the device costs little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rates measured on a device."""
+
+    copy_bytes_per_s: float
+    """Of a copy much larger than any cache, bytes read plus bytes written."""
+    product_flop_per_s: float
+    """Of a large product in the model's dtype, an addition and a multiplication being two."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """How much a step computes and reads."""
+
+    new_tokens: int
+    """In all requests together."""
+    pairs: float
+    """Of a query and a key that it sees, in all requests, for one layer and head."""
+    read_kv_bytes: int
+    """Keys and values read, in all layers."""
+    logits: int
+    """Tokens that go through the output head."""
+
+
+def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
+    """Measure both rates; takes up to 8 GiB of a GPU's memory for a moment, 0.5 GiB of a CPU's."""
+    on_cpu = torch.device(device).type == "cpu"
+    size, width = (1 << 28, 1024) if on_cpu else (1 << 32, 8192)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = _median_seconds(lambda: target.copy_(source), device)
+    # Not zeros: a GPU multiplies those with less power, hence at a higher clock.
+    x, y = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    product_s = _median_seconds(lambda: x @ y, device)
+    return Limits(2 * size / copy_s, 2 * width**3 / product_s)
+
+
+def least_seconds(model: ModelConfig, work: StepWork, limits: Limits) -> float:
+    """The larger of what arithmetic and what memory take at the limits.
+
+    Every weight but the embedding's is read once, in the model's dtype.
+    """
+    attention_width = model.num_attention_heads * model.head_dim
+    kv_width = model.num_key_value_heads * model.head_dim
+    layer_weights = (
+        model.hidden_size * (2 * attention_width + 2 * kv_width)
+        + 3 * model.hidden_size * model.intermediate_size
+    )
+    body = model.num_hidden_layers * layer_weights
+    head = model.vocab_size * model.hidden_size
+    flops = 2.0 * body * work.new_tokens + 2.0 * head * work.logits
+    flops += 4.0 * model.num_hidden_layers * attention_width * work.pairs
+    moved = model.dtype.itemsize * (body + head) + work.read_kv_bytes
+    return max(flops / limits.product_flop_per_s, moved / limits.copy_bytes_per_s)
+
+
+def prefill_work(batch_size: int, input_len: int) -> StepWork:
+    """`batch_size` prompts of `input_len` tokens, with nothing before them."""
+    return StepWork(
+        new_tokens=batch_size * input_len,
+        pairs=batch_size * input_len * (input_len + 1) / 2,
+        read_kv_bytes=0,
+        logits=batch_size,
+    )
+
+
+def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: int) -> StepWork:
+    """One token of each of `batch_size` requests, whose contexts have `context_len` tokens."""
+    context = batch_size * context_len
+    return StepWork(
+        new_tokens=batch_size,
+        pairs=context,
+        read_kv_bytes=context * kv_bytes_per_token,
+        logits=batch_size,
+    )
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device | str) -> float:
+    work()
+    seconds = []
+    for _ in range(_GROUPS):
+        synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(_PER_GROUP):
+            work()
+        synchronize(device)
+        seconds.append((time.perf_counter() - begun) / _PER_GROUP)
+    return statistics.median(seconds)

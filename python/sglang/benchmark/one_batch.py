@@ -1,0 +1,210 @@
+"""A static batch on one worker: prompts that start and end together, without a scheduler.
+
+Requests, batches and slots are the scheduler's own; what is left out is everything that decides.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.managers.schedule_batch import (
+    BatchPools,
+    DecodeBatch,
+    PrefillWork,
+    Req,
+    make_prefill_batch,
+)
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.device import synchronize
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Seconds, the device being idle before and after each."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+    prefill: float
+    decode_steps: list[float]
+    """One for each token but the first, which the prefill gives."""
+
+    def figures(self) -> dict[str, Any]:
+        """Under the names that users of such benchmarks know; None where nothing was decoded."""
+        median = statistics.median(self.decode_steps) if self.decode_steps else None
+        total = self.prefill + sum(self.decode_steps)
+        tokens = self.batch_size * (self.input_len + self.output_len)
+        return {
+            "batch_size": self.batch_size,
+            "input_len": self.input_len,
+            "output_len": self.output_len,
+            "prefill_latency": self.prefill,
+            "prefill_throughput": self.batch_size * self.input_len / self.prefill,
+            "median_decode_latency": median,
+            "median_decode_throughput": None if median is None else self.batch_size / median,
+            "total_latency": total,
+            "overall_throughput": tokens / total,
+        }
+
+
+class StaticBatch:
+    """Prompts on a worker, greedily continued; `release` makes the worker ready for others.
+
+    One thread uses it, and nobody else the worker.
+    """
+
+    def __init__(
+        self, worker: TpModelWorker, prompts: Sequence[Sequence[int]], device: torch.device | str
+    ) -> None:
+        """Args:
+        prompts: Token ids, at least one each.
+        device: The worker's.
+        """
+        self._worker = worker
+        self._pools = BatchPools(
+            req_to_token_pool=worker.req_to_token_pool,
+            allocator=worker.token_to_kv_pool_allocator,
+            token_to_kv_pool=worker.token_to_kv_pool,
+            device=torch.device(device),
+        )
+        self._reqs = [
+            Req(
+                rid=str(number),
+                origin_input_ids=list(prompt),
+                sampling_params=GREEDY,
+                seed=0,
+                arrival_number=number,
+                max_new_tokens=worker.context_len - len(prompt),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        rows = worker.req_to_token_pool.alloc(self._reqs)
+        assert rows is not None, "whoever sized the pools counted the requests"
+        self._sampling = SamplingBatchInfo.from_reqs(
+            [GREEDY] * len(self._reqs), worker.vocab_size, device
+        )
+        self._decoding = DecodeBatch(self._pools)
+
+    def prefill(self, lens: Sequence[int] | None = None) -> torch.Tensor:
+        """Compute prompts up to `lens` tokens (None: all of them), in one step.
+
+        Returns:
+            int64 `[bs]` on the device: what follows; the next tokens where prompts are whole.
+        """
+        ends = [req.num_tokens for req in self._reqs] if lens is None else list(lens)
+        counts = [end - req.kv_committed_len for req, end in zip(self._reqs, ends, strict=True)]
+        slots = torch.split(self._allocate(ends, counts), counts)
+        works = [PrefillWork(*work) for work in zip(self._reqs, counts, slots, strict=True)]
+        batch = make_prefill_batch(works, self._pools, self._sampling, -1)
+        _, token_ids = self._worker.forward_batch_generation(batch)
+        for req, end in zip(self._reqs, ends, strict=True):
+            req.kv_committed_len = end
+        return token_ids
+
+    def begin_decoding(self, first_tokens: Sequence[int]) -> None:
+        """Let the whole prompts be followed by one token each."""
+        for req, token in zip(self._reqs, first_tokens, strict=True):
+            req.output_ids.append(token)
+        self._decoding.add(self._reqs)
+
+    def decode(self) -> torch.Tensor:
+        """One step: int64 `[bs]` on the device, each request's next token."""
+        assert self._decoding.prepare(), "whoever sized the pools counted the tokens"
+        batch = self._decoding.worker_batch(self._sampling)
+        _, token_ids = self._worker.forward_batch_generation(batch)
+        self._decoding.advance(token_ids)
+        return token_ids
+
+    def release(self) -> None:
+        """Give rows and slots back: all that the worker has."""
+        self._pools.req_to_token_pool.clear()
+        self._pools.allocator.clear()
+
+    def _allocate(self, ends: list[int], counts: list[int]) -> torch.Tensor:
+        """Slots of the next `counts` tokens of each request, written to its row."""
+        pools = self._pools
+        table = pools.req_to_token_pool
+        begins = [req.kv_committed_len for req in self._reqs]
+        rows = pools.int64([_row(req) for req in self._reqs])
+        last = table.req_to_token[rows, (pools.int64(begins) - 1).clamp_(min=0)]
+        slots = pools.allocator.alloc_extend(
+            pools.int64(begins), begins, pools.int64(ends), ends, last.to(torch.int64), sum(counts)
+        )
+        assert slots is not None, "whoever sized the pools counted the tokens"
+        pieces = torch.split(slots, counts)
+        for req, begin, end, piece in zip(self._reqs, begins, ends, pieces, strict=True):
+            table.write((_row(req), slice(begin, end)), piece)
+        return slots
+
+
+def time_batch(
+    worker: TpModelWorker,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    device: torch.device | str,
+    on_step: Callable[[int, float], None] | None = None,
+) -> BatchTimes:
+    """Prefill prompts of one length and decode `output_len` tokens of each, step by step.
+
+    Args:
+        on_step: Told each decode step's number, from 0, and its seconds.
+    """
+    batch = StaticBatch(worker, prompts, device)
+    try:
+        synchronize(device)
+        begun = time.perf_counter()
+        token_ids = batch.prefill()
+        synchronize(device)
+        prefill_s = time.perf_counter() - begun
+        batch.begin_decoding(token_ids.tolist())
+        steps = []
+        for number in range(output_len - 1):
+            synchronize(device)
+            begun = time.perf_counter()
+            batch.decode()
+            synchronize(device)
+            steps.append(time.perf_counter() - begun)
+            if on_step is not None:
+                on_step(number, steps[-1])
+    finally:
+        batch.release()
+    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill_s, steps)
+
+
+def continue_greedily(
+    worker: TpModelWorker,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    device: torch.device | str,
+) -> list[list[int]]:
+    """The `output_len` most likely next tokens of each prompt.
+
+    Prompts are computed in two steps, so that attention over a prefix is part of it. End of
+    sequence ends nothing.
+    """
+    batch = StaticBatch(worker, prompts, device)
+    try:
+        if all(len(prompt) > 1 for prompt in prompts):
+            batch.prefill([len(prompt) // 2 for prompt in prompts])
+        outputs = [batch.prefill()]
+        batch.begin_decoding(outputs[0].tolist())
+        outputs += [batch.decode() for _ in range(output_len - 1)]
+    finally:
+        batch.release()
+    found: list[list[int]] = torch.stack(outputs, dim=1).tolist()
+    return found
+
+
+def _row(req: Req) -> int:
+    assert req.req_pool_idx is not None
+    return req.req_pool_idx

@@ -1,0 +1,155 @@
+"""`python -m sglang.bench_one_batch` as it is called, on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sglang
+from sglang.bench_one_batch import PROMPTS, main, parse_args
+from sglang.benchmark.device_limits import (
+    Limits,
+    decode_work,
+    least_seconds,
+    measure_limits,
+    prefill_work,
+)
+from sglang.benchmark.one_batch import BatchTimes
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.environ import child_environment
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+
+FIGURES = (
+    "prefill_latency prefill_throughput median_decode_latency median_decode_throughput "
+    "total_latency overall_throughput".split()
+)
+
+
+def bench(*flags: str, cwd: Path) -> str:
+    """What the tool printed, the run having ended well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.bench_one_batch", "--device", "cpu", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=cwd,
+        env=child_environment({"OMP_NUM_THREADS": "1"}),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_figures_of_several_settings(tmp_path: Path) -> None:
+    printed = bench(
+        *("--batch-size", "1", "3", "--input-len", "40", "--output-len", "1", "6"),
+        *("--run-name", "small", "--page-size", "16", "--log-decode-step", "2"),
+        cwd=tmp_path,
+    )
+    text = (tmp_path / "result.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    sizes = [(one["batch_size"], one["input_len"], one["output_len"]) for one in records]
+    assert sizes == [(1, 40, 1), (1, 40, 6), (3, 40, 1), (3, 40, 6)]
+    for one in records:
+        count, new, out = one["batch_size"], one["input_len"], one["output_len"]
+        assert one["run_name"] == "small"
+        limit_s = one["prefill_of_limit"] * one["prefill_latency"]
+        assert 0 < one["prefill_limit"] == pytest.approx(limit_s)
+        assert one["prefill_throughput"] == pytest.approx(count * new / one["prefill_latency"])
+        if out == 1:
+            assert one["median_decode_latency"] is one["median_decode_throughput"] is None
+            assert one["total_latency"] == one["prefill_latency"]
+            continue
+        assert all(one[name] > 0 for name in FIGURES)
+        assert one["prefill_latency"] + 2 * one["median_decode_latency"] < one["total_latency"]
+        assert one["overall_throughput"] == pytest.approx(
+            count * (new + out) / one["total_latency"]
+        )
+        assert one["median_decode_of_limit"] > 0
+    # Steps 0, 2 and 4 of the two settings that decode, the warm-up's not among them.
+    assert printed.count("decode step") == 6
+
+
+def test_answers_are_the_engines(tmp_path: Path) -> None:
+    flags = ("--correctness-test", "--output-len", "12", "--page-size", "16")
+    lines = bench(*flags, cwd=tmp_path).splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [one["prompt"] for one in answers] == list(PROMPTS)
+    greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    with sglang.Engine(max_total_tokens=4096, device="cpu") as engine:
+        wanted = engine.generate(list(PROMPTS), greedy)
+    assert [one["output_ids"] for one in answers] == [one["output_ids"] for one in wanted]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--profile"], "--profile: SGLang has it, this tool does not"),
+        (["--profile-record-shapes"], "--profile-record-shapes: SGLang has it"),
+        (["--port", "3000"], "--port has no effect here"),
+        (["--hicache-ratio", "3"], "--hicache-ratio"),
+        (["--batch-size", "4", "0"], "--batch-size 0: must be at least 1"),
+        (["--log-decode-step", "-1"], "--log-decode-step -1"),
+        (["--batchsize", "4"], "unknown flag --batchsize"),
+        (["--tp-size", "2"], "--tp-size 2"),
+    ],
+)
+def test_flags_that_cannot_be_meant(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_args(["--device", "cpu", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--input-len", "16380", "--output-len", "6"], "do not fit .* context of 16384"),
+        (["--batch-size", "8", "--max-total-tokens", "512"], "holds 512 tokens .* needs 8312"),
+        (["--batch-size", "8", "--max-running-requests", "4"], "--max-running-requests 4"),
+        (["--model-path", "/nonexistent"], "/nonexistent"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--device", "cpu", "--result-filename", "", "--log-level", "error"]
+    assert main([*sizes, *flags]) == 2
+    (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("bench_one_batch"))
+    assert re.search(message, line), line
+
+
+def test_figures_of_known_times() -> None:
+    times = BatchTimes(4, 100, 4, prefill=2.0, decode_steps=[0.5, 1.0, 0.25])
+    figures = times.figures()
+    assert [figures[name] for name in FIGURES] == [2.0, 200.0, 0.5, 8.0, 3.75, 416 / 3.75]
+
+
+def test_limits() -> None:
+    """By hand: 4 layers of 192 x (192 + 64) x 2 and 3 x 192 x 512 weights, head 2,176 x 192."""
+    model = ModelConfig.from_path(str(BUILTIN_MODEL_DIR), dtype="float32")
+    body, head = 4 * (192 * 512 + 3 * 192 * 512), 2176 * 192
+    slow_memory = Limits(copy_bytes_per_s=1e3, product_flop_per_s=1e15)
+    read = least_seconds(model, decode_work(2, 100, 1024), slow_memory)
+    assert read == pytest.approx((4 * (body + head) + 200 * 1024) / 1e3)
+    slow_arithmetic = Limits(copy_bytes_per_s=1e15, product_flop_per_s=1e3)
+    flops = 2 * body * 20 + 2 * head * 2 + 4 * 4 * 192 * 2 * 55
+    computed = least_seconds(model, prefill_work(2, 10), slow_arithmetic)
+    assert computed == pytest.approx(flops / 1e3)
+
+
+def test_this_machine_has_limits() -> None:
+    limits = measure_limits("cpu", ModelConfig.from_path(str(BUILTIN_MODEL_DIR)).dtype)
+    assert 1e8 < limits.copy_bytes_per_s < 1e13
+    assert 1e8 < limits.product_flop_per_s < 1e14
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
