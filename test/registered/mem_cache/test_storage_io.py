@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -199,3 +200,83 @@ def test_pages_are_left_alone_for_a_period() -> None:
 
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
+
+
+class RecordingStore(HangingStore):
+    """Keeps what is written; refuses what holds `refused`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+        self.refused: str | None = None
+
+    def batch_set_v2(self, transfers: Any, extra_info: object = None) -> dict[str, Any]:
+        keys = [key.rsplit("/", 1)[-1] for key in transfers[0].keys]
+        self.calls.append(keys)
+        assert len(transfers[0].host_indices) == len(keys)
+        if self.refused not in keys:
+            return {"kv": [CacheOutcome.LANDED] * len(keys)}
+        good = keys.index(self.refused)
+        rest = [CacheOutcome.SHORT] * (len(keys) - good - 1)
+        return {"kv": [*[CacheOutcome.LANDED] * good, CacheOutcome.FAILED, *rest]}
+
+
+def write_at_once(io: StorageIO, chains: list[list[str]]) -> list[StorageOperation]:
+    """Queue one write a chain, all within a moment; those of the same first letter follow each
+    other. Returns them when all have ended."""
+    operations: list[StorageOperation] = []
+    for pages in chains:
+        before = [o for o in operations if o.hashes[0][0] == pages[0][0]]
+        operation = StorageOperation(
+            node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
+            hashes=[PageHash(page) for page in pages], prefix_hashes=[],
+            after=before[-1] if before else None, epoch=0,
+        )  # fmt: skip
+        operations.append(operation)
+    for operation in operations:
+        io.submit_backup(operation)
+    wait_for(lambda: all(operation.ended for operation in operations))
+    return operations
+
+
+@pytest.fixture
+def recording() -> Iterator[tuple[RecordingStore, StorageIO]]:
+    store = RecordingStore()
+    io = StorageIO(
+        lambda: store,
+        namespace="ns", page_size=1, page_bytes=64, threshold_pages=1,
+        pass_prefix_keys=False, metrics=HiCacheMetrics(None),
+    )  # fmt: skip
+    yield store, io
+    assert io.close()
+
+
+def test_nodes_that_queue_up_are_written_in_one_call(
+    recording: tuple[RecordingStore, StorageIO],
+) -> None:
+    store, io = recording
+    operations = write_at_once(io, [["a1", "a2"], ["b1"], ["a3"]])
+    assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
+    assert store.calls == [["a1", "a2", "b1", "a3"]]
+
+
+def test_a_call_takes_no_more_pages_than_it_may(
+    recording: tuple[RecordingStore, StorageIO],
+) -> None:
+    store, io = recording
+    whole = [f"b{i}" for i in range(storage_io_module.PAGES_PER_CALL)]
+    operations = write_at_once(io, [["a1"], whole, ["a2"]])
+    assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
+    assert max(map(len, store.calls)) == storage_io_module.PAGES_PER_CALL
+    assert sorted(key for call in store.calls for key in call) == sorted([*whole, "a1", "a2"])
+
+
+def test_one_refused_page_takes_its_own_chain_down_and_no_other(
+    recording: tuple[RecordingStore, StorageIO],
+) -> None:
+    store, io = recording
+    store.refused = "a2"
+    a, b, after_a = write_at_once(io, [["a1", "a2"], ["b1"], ["a3"]])
+    assert (a.outcome, b.outcome) == (CacheOutcome.FAILED, CacheOutcome.LANDED)
+    assert after_a.outcome is CacheOutcome.SHORT
+    assert not any("a3" in call for call in store.calls[1:])

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from sglang.srt.utils.threads import leave_cores_to_model
+
 logger = logging.getLogger(__name__)
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -121,6 +123,7 @@ class CopyStream:
             self._stream.synchronize()
 
     def _work(self) -> None:
+        leave_cores_to_model()
         while (work := self._queue.get()) is not None:
             try:
                 work()

@@ -50,6 +50,7 @@ from sglang.srt.mem_cache.storage.types import (
     StorageUnavailable,
 )
 from sglang.srt.utils.logging_utils import RateLimitedLogger
+from sglang.srt.utils.threads import leave_cores_to_model
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,9 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         self._rows: dict[str, PoolRows] = {}
         self._counters = StorageCounters()
         self._warn = RateLimitedLogger(logger)
-        self._hasher = ThreadPoolExecutor(max_workers=2, thread_name_prefix="l3-hash")
+        self._hasher = ThreadPoolExecutor(
+            max_workers=2, thread_name_prefix="l3-hash", initializer=leave_cores_to_model
+        )
         self._moved_nothing = False
         """The last transfer that failed as a whole: the client may be beyond recovery."""
         self._direction_locks = {True: threading.Lock(), False: threading.Lock()}

@@ -1,0 +1,43 @@
+"""Threads beside the model's keep to one core; the model's team stays as it is."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from sglang.srt.utils.device import CopyStream
+from sglang.srt.utils.threads import leave_cores_to_model
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+def test_a_thread_that_leaves_the_cores_works_alone_and_the_others_do_not() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # also on a machine of one core
+    try:
+        seen: list[int] = []
+
+        def work() -> None:
+            leave_cores_to_model()
+            torch.ones(1 << 20).add_(1)
+            seen.append(torch.get_num_threads())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert [*seen, torch.get_num_threads()] == [1, 2, 2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_copies_on_a_cpu_use_one_thread() -> None:
+    stream = CopyStream("cpu", "copies")
+    seen: list[int] = []
+    stream.submit(lambda: seen.append(torch.get_num_threads()))
+    stream.close()
+    assert seen == [1]
