@@ -1,4 +1,4 @@
-"""A Mooncake Store on this machine: `mooncake_master` and store nodes as child processes.
+"""A Mooncake Store on this machine: master, store nodes, stand-alone client as child processes.
 
 `serve_embedded` starts one of each; tests start clusters of them (`test/mooncake_cluster.py`).
 Every process is held by its handle, writes to a log file of its own, and goes when the thread
@@ -153,14 +153,14 @@ class ManagedProcess:
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
 
-def _master_binary() -> str:
+def _binary(name: str) -> str:
     spec = importlib.util.find_spec("mooncake")
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        binary = Path(folder) / "mooncake_master"
+        binary = Path(folder) / name
         if binary.exists():
-            # Not the `mooncake_master` script beside Python: it would be a process in between.
+            # Not the script of that name beside Python: it would be a process in between.
             return str(binary)
-    raise ChildStartError("the mooncake package is not installed; run `make setup`")
+    raise ChildStartError(f"the mooncake package with its {name} is missing; run `make setup`")
 
 
 class MooncakeMaster(ManagedProcess):
@@ -192,7 +192,7 @@ class MooncakeMaster(ManagedProcess):
         }
         super().__init__(
             "mooncake_master",
-            [_master_binary(), *(f"--{name}={value}" for name, value in settings.items())],
+            [_binary("mooncake_master"), *(f"--{key}={value}" for key, value in settings.items())],
             ready=lambda: (
                 can_connect(LOOPBACK, self.rpc_port) and can_connect(LOOPBACK, self.metrics_port)
             ),
@@ -268,3 +268,45 @@ class StoreNode(ManagedProcess):
             log_dir=log_dir,
             env={"MC_STORE_CLIENT_SETUP_RETRIES": "1"},
         )
+
+
+class StandaloneClient(ManagedProcess):
+    """`mooncake_client`: gives memory as a node does, and serves engines of this host by copying.
+
+    An engine that attaches to it (`MOONCAKE_CLIENT`) has its L2 in memory that both map, so that
+    pages move at the speed of a copy, and the objects outlive the engine.
+    """
+
+    def __init__(
+        self,
+        master: MooncakeMaster,
+        log_dir: Path,
+        *,
+        segment_bytes: int,
+        name: str = "mooncake_client",
+    ) -> None:
+        """Describe a client of `master`'s store that holds up to `segment_bytes` of objects."""
+        self._master = master
+        (self.port,) = get_free_ports(1)
+        settings: dict[str, str | int] = {
+            "host": LOOPBACK,
+            "port": self.port,
+            "global_segment_size": f"{segment_bytes} B",
+            "local_buffer_size": "0",
+            "master_server_address": master.address,
+            "metadata_server": "P2PHANDSHAKE",
+            "protocol": "tcp",
+            "threads": 4,
+        }
+        super().__init__(
+            name,
+            [_binary("mooncake_client"), *(f"--{key}={value}" for key, value in settings.items())],
+            ready=lambda: can_connect(LOOPBACK, self.port),
+            log_dir=log_dir,
+            # Its default depends on the wheel and on the host's devices.
+            env={"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_MEMCPY": "1"},
+        )
+
+    def engine_env(self) -> dict[str, str]:
+        """Environment that makes an engine attach to this client."""
+        return self._master.engine_env() | {"MOONCAKE_CLIENT": f"{LOOPBACK}:{self.port}"}

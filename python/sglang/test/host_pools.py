@@ -40,10 +40,16 @@ def make_device_pool(
 
 
 def make_host_pool(
-    device_pool: MHATokenToKVPool, layout: str, *, ratio: float = 2.0
+    device_pool: MHATokenToKVPool,
+    layout: str,
+    *,
+    ratio: float = 2.0,
+    allocator_type: str = "default",
 ) -> MHATokenToKVPoolHost:
     """A host pool for `device_pool` with `ratio` times its tokens."""
-    return MHATokenToKVPoolHost(device_pool, ratio, 0, device_pool.page_size, layout)
+    return MHATokenToKVPoolHost(
+        device_pool, ratio, 0, device_pool.page_size, layout, allocator_type=allocator_type
+    )
 
 
 def page_slots(pages: list[int], page_size: int = PAGE) -> torch.Tensor:
@@ -103,14 +109,21 @@ def page_keys(count: int, namespace: str = "ns") -> list[str]:
     return [f"{namespace}/{index:064x}" for index in range(count)]
 
 
-def round_trip(storage: HiCacheStorage, layout: str, keys: list[str], pages: list[int]) -> None:
+def round_trip(
+    storage: HiCacheStorage,
+    layout: str,
+    keys: list[str],
+    pages: list[int],
+    *,
+    allocator_type: str = "default",
+) -> None:
     """Device to host to `storage` to host to another device pool; asserts equal bytes.
 
     The bytes depend on the pages alone, so that a store written from one layout can be read
     into another of the same byte order: what is there already is not written again.
     """
     device = make_device_pool()
-    writer = make_host_pool(device, layout)
+    writer = make_host_pool(device, layout, allocator_type=allocator_type)
     writer.alloc(PAGE)
     slots = copy_to_host(device, writer, pages)
     storage.register_mem_host_pool_v2(writer, PoolName.KV)
@@ -119,7 +132,7 @@ def round_trip(storage: HiCacheStorage, layout: str, keys: list[str], pages: lis
     assert storage.batch_exists_v2(keys).kv_hit_pages == len(keys)
 
     other = make_device_pool(seed=1)
-    reader = make_host_pool(other, layout)
+    reader = make_host_pool(other, layout, allocator_type=allocator_type)
     target = reader.alloc(len(slots))
     assert target is not None
     storage.register_mem_host_pool_v2(reader, PoolName.KV)

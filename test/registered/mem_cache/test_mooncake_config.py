@@ -18,6 +18,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     wheel_protocols,
 )
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_attachment import host_allocator_type
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheFile,
@@ -72,6 +73,17 @@ def test_extra_config_then_file_then_environment(
     )
 
 
+def test_naming_a_client_attaches_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_allocator_type(None, None) == host_allocator_type("file", "{}") == "default"
+    monkeypatch.setenv("MOONCAKE_MASTER", "h:1")
+    assert host_allocator_type("mooncake", None) == "default"
+    monkeypatch.setenv("MOONCAKE_CLIENT", "h:2")
+    config = MooncakeStoreConfig.load_from_env()
+    assert config.standalone_storage and config.client_host_port() == ("h", 2)
+    assert host_allocator_type("mooncake", None) == "mooncake"
+    assert host_allocator_type("mooncake", '{"standalone_storage": false}') == "default"
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -84,7 +96,8 @@ def test_extra_config_then_file_then_environment(
         ({"check_server": "yes"}, "check_server"),
         ({"protocol": 3}, "protocol"),
         ({"master_metrics_port": "x"}, "master_metrics_port"),
-        ({"standalone_storage": True}, "standalone_storage.*not supported"),
+        ({"standalone_storage": True}, "standalone_storage.*MOONCAKE_CLIENT=host:port"),
+        ({"client_server_address": "here"}, "MOONCAKE_CLIENT.*'here'.*must be host:port"),
         ({"enable_ssd_offload": True}, "enable_ssd_offload.*not supported"),
     ],
 )
@@ -186,7 +199,7 @@ def test_mooncake_memory_lives_as_long_as_its_views() -> None:
     del tensor
     assert view.sum() == 20
     with pytest.raises(ValueError, match="host memory only"):
-        MooncakeHostTensorAllocator().allocate((1,), torch.uint8, pin=True)
+        MooncakeHostTensorAllocator().allocate((1,), torch.uint8, device="cuda")
 
 
 # -- budget --------------------------------------------------------------------------------------

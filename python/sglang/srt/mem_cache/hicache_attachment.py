@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.host_layout import page_byte_order
 from sglang.srt.mem_cache.namespace import CacheNamespace
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,17 @@ class StorageAttachment:
             return StorageBackendFactory.create_backend(backend, storage_config, host_pool)
 
         return connect
+
+
+def host_allocator_type(backend: str | None, extra_config: str | None) -> str:
+    """Where L2 must be allocated for this L3: `mooncake` or `default`.
+
+    Raises ValueError where the configuration cannot work.
+    """
+    if backend != "mooncake":
+        return "default"
+    config = MooncakeStoreConfig.load_from_extra_config(parse_extra_config(extra_config))
+    return config.host_allocator_type
 
 
 def parse_policy(name: str) -> PrefetchPolicy:

@@ -21,7 +21,7 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.ballot import NONE_FAILED, Progress, QueueProgress, Reduce
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.hicache_attachment import StorageAttachment
+from sglang.srt.mem_cache.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
@@ -81,6 +81,10 @@ class HiRadixCache(HostTierCache):
             io_backend=server_args.hicache_io_backend,
             layout=server_args.hicache_mem_layout,
             has_storage=server_args.hicache_storage_backend is not None,
+            allocator_type=host_allocator_type(
+                server_args.hicache_storage_backend,
+                server_args.hicache_storage_backend_extra_config,
+            ),
         )
         controller = HiCacheController(
             allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics

@@ -41,12 +41,20 @@ def allocate_pinned(size: int) -> torch.Tensor:
     region, offset = _map(size)
     block = (ctypes.c_uint8 * size).from_buffer(region, offset)
     address = ctypes.addressof(block)
-    _touch_in_threads(address, size)
-    register_host_memory(address, size)
+    touch_and_lock(address, size)
     # Locked memory is unlocked before it is unmapped: the finalizer holds the mapping. At exit
     # both go with the process, and the driver may be gone before.
     weakref.finalize(block, _release, address, region).atexit = False
     return torch.frombuffer(block, dtype=torch.uint8)
+
+
+def touch_and_lock(address: int, size: int) -> None:
+    """Zero and page-lock memory that was never touched. Shows progress above 1 GiB.
+
+    Raises MemoryError where the driver refuses.
+    """
+    _touch_in_threads(address, size)
+    register_host_memory(address, size)
 
 
 def _map(size: int) -> tuple[mmap.mmap, int]:

@@ -19,6 +19,7 @@ def build_kv_host_stack(
     io_backend: str,
     layout: str,
     has_storage: bool,
+    allocator_type: str = "default",
 ) -> tuple[str, HostPoolGroup]:
     """The stack of a dense model: KV alone, as the anchor.
 
@@ -29,6 +30,7 @@ def build_kv_host_stack(
         io_backend: As asked for; `auto` chooses.
         layout: As asked for; `auto` chooses.
         has_storage: An L3 backend is configured.
+        allocator_type: Where the host memory comes from; see `HostKVCache`.
 
     Returns:
         The resolved I/O backend, and the pools.
@@ -44,7 +46,14 @@ def build_kv_host_stack(
     io_backend, layout = resolve_layout_and_io(
         device_pool.device.type, io_backend, layout, has_storage
     )
-    host_pool = MHATokenToKVPoolHost(device_pool, ratio, size_gb, device_pool.page_size, layout)
+    host_pool = MHATokenToKVPoolHost(
+        device_pool,
+        ratio,
+        size_gb,
+        device_pool.page_size,
+        layout,
+        allocator_type=allocator_type,
+    )
     anchor = PoolEntry(
         name=PoolName.KV,
         host_pool=host_pool,

@@ -23,6 +23,8 @@ from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
 from sglang.srt.utils.network import can_connect
 
+_STANDALONE_SCRATCH_BYTES: Final = 16 << 20
+"""For the small objects that are no pages; a stand-alone client takes them through it."""
 REACH_SECONDS: Final = 2.0
 """How long a TCP connect to the master may take; Mooncake's own set-up tries for 90 s."""
 
@@ -35,13 +37,32 @@ class MooncakeClient:
     """
 
     def __init__(self, config: MooncakeStoreConfig, protocol: str) -> None:
-        """Connect. Raises StorageUnreachable with one line that names MOONCAKE_MASTER."""
+        """Connect. Raises StorageUnreachable with one line that names what does not answer."""
         check_reachable(config)
+        self.is_standalone = config.standalone_storage
         self.budget = SliceBudget()
         self.has_read = False
         """Some node has answered a get, so that there is a session with it. Prefetch thread."""
         self._registered: dict[int, torch.Tensor] = {}
         self.store: Any = load_mooncake_store()()
+        code = self._set_up(config, protocol)
+        if code:
+            where = f"protocol {protocol}, local_hostname {config.local_hostname}"
+            if self.is_standalone:
+                where = f"MOONCAKE_CLIENT={config.client_server_address}"
+            raise StorageUnreachable(
+                f"Mooncake could not be set up (code {code}) with MOONCAKE_MASTER="
+                f"{config.master_server_address}, {where}, global_segment_size "
+                f"{config.global_segment_size}"
+            )
+
+    def _set_up(self, config: MooncakeStoreConfig, protocol: str) -> int:
+        code: int
+        if self.is_standalone:
+            # Nothing from a pool of its own: what is registered is memory that it can map already.
+            scratch = config.local_buffer_size or _STANDALONE_SCRATCH_BYTES
+            code = self.store.setup_dummy(0, scratch, config.client_server_address)
+            return code
         code = self.store.setup(
             config.local_hostname,
             config.metadata_server,
@@ -51,19 +72,25 @@ class MooncakeClient:
             config.device_name,
             config.master_server_address,
         )
-        if code:
-            raise StorageUnreachable(
-                f"Mooncake could not be set up (code {code}) with MOONCAKE_MASTER="
-                f"{config.master_server_address}, protocol {protocol}, local_hostname "
-                f"{config.local_hostname}, global_segment_size {config.global_segment_size}"
-            )
+        return code
 
     def register(self, tensor: torch.Tensor) -> None:
-        """Make a contiguous tensor's memory known, once. It is kept alive until `unregister`."""
+        """Make a contiguous tensor's memory known, once. It is kept alive until `unregister`.
+
+        Raises:
+            StorageUnavailable: Mooncake refused.
+            ValueError: A stand-alone client cannot map this memory.
+        """
         address = tensor.data_ptr()
         if address in self._registered:
             return
         code = self.store.register_buffer(address, tensor.nbytes)
+        if code and self.is_standalone:
+            raise ValueError(
+                f"mooncake_client cannot map {tensor.nbytes} bytes of L2: they are not from "
+                "Mooncake's allocator, which is chosen at start alone; restart the server with "
+                "MOONCAKE_CLIENT (client_server_address) set"
+            )
         if code:
             raise StorageUnavailable(
                 f"Mooncake refused to register {tensor.nbytes} bytes of host memory (code {code})"
@@ -122,7 +149,15 @@ def choose_protocol(config: MooncakeStoreConfig) -> str:
 
 def is_master_reachable(config: MooncakeStoreConfig) -> bool:
     """Whether the master's port accepts connections, within `REACH_SECONDS`."""
-    address = config.master_host_port()
+    return _answers(config.master_host_port())
+
+
+def is_reachable(config: MooncakeStoreConfig) -> bool:
+    """Whether the master, and the stand-alone client if there is one, accept connections."""
+    return is_master_reachable(config) and _answers(config.client_host_port())
+
+
+def _answers(address: tuple[str, int] | None) -> bool:
     return address is None or can_connect(*address, timeout=REACH_SECONDS)
 
 
@@ -132,6 +167,11 @@ def check_reachable(config: MooncakeStoreConfig) -> None:
         raise StorageUnreachable(
             f"no mooncake_master answers at MOONCAKE_MASTER={config.master_server_address}: start "
             "one there, or set MOONCAKE_MASTER (master_server_address) to where it runs"
+        )
+    if not is_reachable(config):
+        raise StorageUnreachable(
+            f"no mooncake_client answers at MOONCAKE_CLIENT={config.client_server_address}: start "
+            "one on this host, or unset MOONCAKE_CLIENT (client_server_address)"
         )
     if config.check_server:
         check_health(config)

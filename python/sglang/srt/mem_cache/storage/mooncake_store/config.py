@@ -14,8 +14,6 @@ from sglang.srt.environ import envs, parse_size
 logger = logging.getLogger(__name__)
 
 _REFUSED = {
-    "standalone_storage": "attaching to a stand-alone client",
-    "client_server_address": "attaching to a stand-alone client",
     "enable_ssd_offload": "offloading to SSD",
     "ssd_offload_path": "offloading to SSD",
 }
@@ -37,11 +35,19 @@ class MooncakeStoreConfig:
     master_metrics_port: int
     check_server: bool
     standalone_storage: bool = False
+    """Attach to a `mooncake_client` process on this host, which holds the objects. Pages move
+    through memory that both have mapped."""
     client_server_address: str = ""
+    """host:port of that process."""
     enable_ssd_offload: bool = False
     ssd_offload_path: str | None = None
     local_buffer_size: int = 0
     """Bytes of scratch memory of the client."""
+
+    @property
+    def host_allocator_type(self) -> str:
+        """Where host pools must be allocated: `mooncake` for memory that a client can map."""
+        return "mooncake" if self.standalone_storage else "default"
 
     def __post_init__(self) -> None:
         for name, what in _REFUSED.items():
@@ -53,6 +59,12 @@ class MooncakeStoreConfig:
                 "--hicache-storage-backend-extra-config"
             )
         self.master_host_port()
+        if self.standalone_storage and not self.client_server_address:
+            raise ValueError(
+                "Mooncake setting standalone_storage: no mooncake_client to attach to; set "
+                "MOONCAKE_CLIENT=host:port, or client_server_address"
+            )
+        self.client_host_port()
 
     @staticmethod
     def from_file() -> MooncakeStoreConfig:
@@ -85,13 +97,20 @@ class MooncakeStoreConfig:
         """Where to reach the master over TCP; None for an address of a discovery service."""
         if "://" in self.master_server_address:
             return None
-        host, _, port = self.master_server_address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(
-                f"MOONCAKE_MASTER (master_server_address) is {self.master_server_address!r}; "
-                "it must be host:port"
-            )
-        return host.strip("[]"), int(port)
+        return _host_port("MOONCAKE_MASTER (master_server_address)", self.master_server_address)
+
+    def client_host_port(self) -> tuple[str, int] | None:
+        """Where to reach the stand-alone client; None where there is none."""
+        if not self.standalone_storage:
+            return None
+        return _host_port("MOONCAKE_CLIENT (client_server_address)", self.client_server_address)
+
+
+def _host_port(name: str, address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{name} is {address!r}; it must be host:port")
+    return host.strip("[]"), int(port)
 
 
 def _from_env() -> dict[str, Any]:
@@ -143,6 +162,8 @@ def _build(settings: Mapping[str, Any]) -> MooncakeStoreConfig:
             if not isinstance(value, str | None):
                 raise ValueError(f"Mooncake setting {name}: a string, not {value!r}")
             checked[name] = value or ""
+    # Whoever names a client wants it; `false` in the config overrules the environment.
+    checked.setdefault("standalone_storage", bool(checked.get("client_server_address")))
     return MooncakeStoreConfig(**checked)
 
 

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.client import (
     MooncakeClient,
     check_health,
     choose_protocol,
-    is_master_reachable,
+    is_reachable,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.codes import (
     get_outcome,
@@ -91,8 +91,15 @@ class MooncakeBaseStore:
         """Connect anew and register the same memory. Raises StorageUnavailable.
 
         The old client is dropped, not closed: another thread may still be inside a call of its,
-        and keeps it alive until that returns.
+        and keeps it alive until that returns. Refused with a stand-alone client: that takes up a
+        process which came back at its address by itself, and memory that one client of this
+        process has shared cannot be shared by a second one.
         """
+        if self.config.standalone_storage:
+            raise StorageUnavailable(
+                f"mooncake_client at {self.config.client_server_address} moves nothing yet; one "
+                "that was restarted within a second is not noticed: stop it for three"
+            )
         with self._client_lock:
             old = self._client
             new = MooncakeClient(self.config, self.protocol)
@@ -153,7 +160,8 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         known = self._rows.get(name)
         if known is not None and known.pool is pool:
             return
-        rows = PoolRows(pool, with_checksum=self._verify)
+        shared = MooncakeHostTensorAllocator() if self.config.standalone_storage else None
+        rows = PoolRows(pool, with_checksum=self._verify, allocator=shared)
         for tensor in rows.buffers():
             self.register_buffer(tensor)
         self._rows[name] = rows
@@ -405,7 +413,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         Never raises. At most a few seconds where the master is gone; a call into a store node
         that hangs may take a minute.
         """
-        if not is_master_reachable(self.config):
+        if not is_reachable(self.config):
             return False
         if self._moves_bytes(full_is_fine=not self._moved_nothing):
             self._moved_nothing = False

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import MIB
+from sglang.srt.mem_cache.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.types import StoragePool
 
@@ -60,9 +61,16 @@ class PoolRows:
     Threads: at most one get and one set at a time, each from a thread of its own.
     """
 
-    def __init__(self, pool: StoragePool, *, with_checksum: bool = True) -> None:
+    def __init__(
+        self,
+        pool: StoragePool,
+        *,
+        with_checksum: bool = True,
+        allocator: HostTensorAllocator | None = None,
+    ) -> None:
         """Args:
         with_checksum: Hash pages, both those that are put and those that were got.
+        allocator: Gives the side memory; None: any memory will do.
         """
         self.pool = pool
         self._with_checksum = with_checksum
@@ -74,7 +82,9 @@ class PoolRows:
         }
         # One block, so that it is one registration.
         count = 2 * _ROWS_PER_DIRECTION
-        self.memory = torch.zeros((count, self.batch_pages, self.row_bytes), dtype=torch.uint8)
+        self.memory = (allocator or HostTensorAllocator()).allocate(
+            (count, self.batch_pages, self.row_bytes), torch.uint8
+        )
         for index, rows in enumerate(self.memory):
             self._free[index % 2 == 0].put(rows)
 
