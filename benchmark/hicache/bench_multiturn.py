@@ -1,11 +1,14 @@
 """Conversations of many clients over many rounds: what the prefix cache gives, by round and tier.
 
-    python benchmark/hicache/bench_multiturn.py --port 30000 --num-clients 16 --num-rounds 6 \\
-        --request-length 256 --output-length 32 [--flush-between-rounds] \\
-        [--output-file multiturn.jsonl] [--plot multiturn.png]
+    python benchmark/hicache/bench_multiturn.py --port 30000 --num-clients 80 --num-rounds 10 \\
+        --request-length 2048 --output-length 1 --max-parallel 4 --request-rate 16 \\
+        [--ready-queue-policy fifo] [--enable-round-barrier] [--flush-between-rounds] \\
+        [--log-file multiturn.jsonl] [--plot multiturn.png]
 
 Against a running server, whose /generate it uses. Every round's prompt is all that was said before
-and `--request-length` new tokens. One JSON line a round: TTFT, hit rate, cached tokens by tier.
+and `--request-length` new tokens. Clients that may ask wait in a ready queue, of which the next is
+drawn by `--ready-queue-policy` while fewer than `--max-parallel` requests are under way; with as
+many slots as clients nobody waits there, and clients come in turn whatever the policy. One JSON line a round: TTFT, hit rate, cached tokens by tier.
 With `--flush-between-rounds` L1 and L2 are emptied before every round but the first, so that hits
 come from L3. Exits with 1 where a request failed, with 2 where the server or the flags cannot work.
 """
@@ -27,7 +30,13 @@ from tqdm import tqdm
 
 from sglang.benchmark.api_backends import RequestOptions
 from sglang.benchmark.load_generator import open_session
-from sglang.benchmark.multiturn import Conversations, converse, round_figures
+from sglang.benchmark.multiturn import (
+    Conversations,
+    Distribution,
+    ReadyQueuePolicy,
+    converse,
+    round_figures,
+)
 from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.server_facts import fetch_model_info, flush_cache, load_tokens
@@ -44,16 +53,32 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key")
     parser.add_argument("--admin-api-key", help="for --flush-between-rounds")
     parser.add_argument("--tokenizer", help="directory; absent: what the server says")
-    parser.add_argument("--num-clients", type=int, default=16)
-    parser.add_argument("--num-rounds", type=int, default=6)
-    parser.add_argument("--request-length", type=int, default=256, help="new tokens a round")
-    parser.add_argument("--output-length", type=int, default=32)
-    parser.add_argument("--max-parallel", type=int, help="requests under way at most")
-    parser.add_argument("--round-barrier", action="store_true", help="no client runs ahead")
+    parser.add_argument("--num-clients", type=int, default=256)
+    parser.add_argument("--num-rounds", type=int, default=5)
+    parser.add_argument("--request-length", type=int, default=512, help="new tokens a round")
+    parser.add_argument("--output-length", type=int, default=64)
+    parser.add_argument("--max-parallel", type=int, default=128, help="requests under way at most")
+    parser.add_argument(
+        "--request-rate", type=float, default=1.0, help="requests a second at most; inf: no limit"
+    )
+    parser.add_argument(
+        "--distribution", type=Distribution, choices=list(Distribution), default="poisson",
+        help="of the times between requests",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ready-queue-policy", type=ReadyQueuePolicy, choices=list(ReadyQueuePolicy),
+        default="random", help="which of the waiting clients asks next",
+    )  # fmt: skip
+    parser.add_argument(
+        "--enable-round-barrier", "--round-barrier", action="store_true",
+        dest="round_barrier", help="no client runs ahead",
+    )  # fmt: skip
     parser.add_argument("--flush-between-rounds", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tag", help="kept in the JSON lines")
-    parser.add_argument("--output-file", help="append the JSON lines here too")
+    parser.add_argument(
+        "--log-file", "--output-file", dest="output_file", help="append the JSON lines here too"
+    )
     parser.add_argument("--plot", help="write a PNG here")
     parser.add_argument("--disable-tqdm", action="store_true")
     args = parser.parse_args(argv)
@@ -69,6 +94,9 @@ async def run(args: argparse.Namespace) -> tuple[list[list[RequestResult]], floa
         request_len=args.request_length,
         output_len=args.output_length,
         parallel=args.max_parallel,
+        request_rate=args.request_rate,
+        distribution=args.distribution,
+        ready_queue_policy=args.ready_queue_policy,
         seed=args.seed,
     )
     async with open_session(args.api_key) as session:
@@ -137,6 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "clients": args.num_clients,
         "request_length": args.request_length,
         "output_length": args.output_length,
+        "max_parallel": args.max_parallel,
+        "request_rate": args.request_rate,
+        "ready_queue_policy": args.ready_queue_policy.value,
+        "round_barrier": args.round_barrier or args.flush_between_rounds,
         "seconds": round(seconds, 3),
     }
     rounds = [round_figures(number, one) for number, one in enumerate(results, 1)]

@@ -1,14 +1,19 @@
 """Conversations: each client asks, gets an answer, and asks on with all that was said before.
 
 So every round's prompt is the round before it, its answer, and new tokens: what a prefix cache is
-for. asyncio; one thread.
+for. Who may ask next stands in a ready queue; while fewer than `parallel` requests are under way
+the next one is sent, at the earliest when its turn at the request rate has come. asyncio; one
+thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Final
 
 import aiohttp
@@ -26,9 +31,24 @@ _FLAGS: Final = {
 }
 
 
+class ReadyQueuePolicy(StrEnum):
+    """Which of the clients that wait for their turn asks next."""
+
+    RANDOM = "random"
+    FIFO = "fifo"
+    """Who has waited longest: clients then come strictly in turn, the worst order for LRU."""
+
+
+class Distribution(StrEnum):
+    """Of the times between requests."""
+
+    POISSON = "poisson"
+    UNIFORM = "uniform"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """How many, how long. Lengths are tokens."""
+    """How many, how long, in what order. Lengths are tokens."""
 
     clients: int
     rounds: int
@@ -37,19 +57,45 @@ class Conversations:
     output_len: int
     parallel: int | None = None
     """Requests under way at most; None: one for each client."""
+    request_rate: float = math.inf
+    """Requests sent a second, at most."""
+    distribution: Distribution = Distribution.POISSON
+    ready_queue_policy: ReadyQueuePolicy = ReadyQueuePolicy.RANDOM
     seed: int = 1
 
     def __post_init__(self) -> None:
         for name, flag in _FLAGS.items():
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag} {getattr(self, name)}: must be 1 or more")
+        if self.parallel is not None and self.parallel < 1:
+            raise ValueError(f"--max-parallel {self.parallel}: must be 1 or more")
+        if not self.request_rate > 0:
+            raise ValueError(f"--request-rate {self.request_rate}: must be more than 0")
 
 
 @dataclass(slots=True)
 class _Client:
     rng: np.random.Generator
+    turn: int = 0
+    """Rounds that it has behind it."""
     history: list[int] = field(default_factory=list)
-    failed: bool = False
+
+
+class _Pace:
+    """When the next request may be sent."""
+
+    def __init__(self, shape: Conversations, rng: np.random.Generator) -> None:
+        self._mean_s = 1 / shape.request_rate
+        self._is_even = shape.distribution is Distribution.UNIFORM
+        self._rng = rng
+        self._next = time.perf_counter()
+
+    async def wait(self) -> None:
+        """Until the moment of the next request; those that are missed are made up for."""
+        if not self._mean_s:
+            return
+        await asyncio.sleep(max(0.0, self._next - time.perf_counter()))
+        self._next += self._mean_s if self._is_even else self._rng.exponential(self._mean_s)
 
 
 async def converse(
@@ -71,35 +117,51 @@ async def converse(
         The results of each round.
     """
     backend = SglangBackend()
-    slots = asyncio.Semaphore(shape.parallel or shape.clients)
     results: list[list[RequestResult]] = [[] for _ in range(shape.rounds)]
-    seeds = np.random.SeedSequence(shape.seed).spawn(shape.clients)
-    clients = [_Client(np.random.default_rng(seed)) for seed in seeds]
+    seeds = np.random.SeedSequence(shape.seed).spawn(shape.clients + 2)
+    order, times, *own = (np.random.default_rng(seed) for seed in seeds)
+    pace = _Pace(shape, times)
+    ready = [_Client(rng) for rng in own]
+    answered: asyncio.Queue[tuple[_Client, bool]] = asyncio.Queue()
+    """Who has got an answer, and whether it was one."""
 
-    async def one_round(client: _Client, turn: int) -> None:
-        if client.failed:
-            return
+    async def ask(client: _Client) -> None:
         drawn = client.rng.integers(len(vocabulary), size=shape.request_len)
         client.history += vocabulary[drawn].tolist()
         request = BenchRequest(client.history, shape.output_len)
-        async with slots:
-            result = await backend.send(session, request, options)
+        result = await backend.send(session, request, options)
         client.history = [*client.history, *result.output_ids]
-        client.failed = not result.success
-        results[turn].append(result)
+        results[client.turn].append(result)
+        client.turn += 1
         on_done(result)
+        answered.put_nowait((client, result.success))
 
-    async def whole(client: _Client) -> None:
-        for turn in range(shape.rounds):
-            await one_round(client, turn)
+    async def serve(queue: list[_Client], last_round: int) -> list[_Client]:
+        """Until nobody in `queue` has a question up to `last_round`; who has got that far."""
+        through: list[_Client] = []
+        under_way = 0
+        async with asyncio.TaskGroup() as tasks:
+            while queue or under_way:
+                if queue and under_way < (shape.parallel or shape.clients):
+                    await pace.wait()
+                    random = shape.ready_queue_policy is ReadyQueuePolicy.RANDOM
+                    chosen = queue.pop(int(order.integers(len(queue))) if random else 0)
+                    tasks.create_task(ask(chosen))
+                    under_way += 1
+                    continue
+                client, success = await answered.get()
+                under_way -= 1
+                if success:
+                    (queue if client.turn < last_round else through).append(client)
+        return through
 
     if between_rounds is None:
-        await asyncio.gather(*(whole(client) for client in clients))
+        await serve(ready, shape.rounds)
         return results
     for turn in range(shape.rounds):
         if turn:
             await between_rounds()
-        await asyncio.gather(*(one_round(client, turn) for client in clients))
+        ready = await serve(ready, turn + 1)
     return results
 
 

@@ -78,6 +78,7 @@ def test_against_a_real_server(tmp_path: Path) -> None:
     with EngineServer("--page-size", "16") as server:
         talk = ("--num-clients", "3", "--num-rounds", "3", "--request-length", "64")
         short = ("--output-length", "8", "--base-url", server.url, "--plot", str(plot))
+        short += ("--request-rate", "inf", "--max-parallel", "2")
         rounds = run("hicache/bench_multiturn.py", *talk, *short)
         load = subprocess.run(
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ import pytest
 
 from sglang.benchmark.api_backends import RequestOptions
 from sglang.benchmark.load_generator import open_session
-from sglang.benchmark.multiturn import Conversations, converse, round_figures
+from sglang.benchmark.multiturn import (
+    Conversations,
+    Distribution,
+    ReadyQueuePolicy,
+    converse,
+    round_figures,
+)
 from sglang.benchmark.request_result import RequestResult
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_generate_server import FakeServer
@@ -21,7 +28,9 @@ SHAPE = Conversations(clients=3, rounds=4, request_len=10, output_len=5, paralle
 VOCABULARY = np.arange(100, 200, dtype=np.uint32)
 
 
-def talk(server: FakeServer, flushes: list[int] | None = None) -> list[list[RequestResult]]:
+def talk(
+    server: FakeServer, flushes: list[int] | None = None, shape: Conversations = SHAPE
+) -> list[list[RequestResult]]:
     async def run() -> list[list[RequestResult]]:
         async def between() -> None:
             assert flushes is not None
@@ -31,7 +40,7 @@ def talk(server: FakeServer, flushes: list[int] | None = None) -> list[list[Requ
             return await converse(
                 session,
                 VOCABULARY,
-                SHAPE,
+                shape,
                 RequestOptions(base_url=server.url),
                 between_rounds=None if flushes is None else between,
             )
@@ -69,6 +78,60 @@ def test_rounds_wait_for_each_other_where_something_is_done_between_them() -> No
     assert flushes == [3, 6, 9]
 
 
+def order_of_clients(server: FakeServer) -> list[int]:
+    """By the first tokens of each prompt, which a client never changes."""
+    firsts: dict[tuple[int, ...], int] = {}
+    return [firsts.setdefault(tuple(body["input_ids"][:10]), len(firsts)) for body in server.bodies]
+
+
+def one_at_a_time(policy: ReadyQueuePolicy, seed: int = 1) -> Conversations:
+    return Conversations(
+        clients=5, rounds=4, request_len=10, output_len=2, parallel=1, seed=seed,
+        ready_queue_policy=policy,
+    )  # fmt: skip
+
+
+def test_fifo_takes_clients_in_turn() -> None:
+    with FakeServer() as server:
+        talk(server, shape=one_at_a_time(ReadyQueuePolicy.FIFO))
+        assert order_of_clients(server) == [0, 1, 2, 3, 4] * 4
+
+
+def test_random_lets_clients_overtake_and_a_seed_fixes_the_order() -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        with FakeServer() as server:
+            results = talk(server, shape=one_at_a_time(ReadyQueuePolicy.RANDOM, seed))
+            assert [len(one) for one in results] == [5] * 4
+            orders.append(order_of_clients(server))
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != [0, 1, 2, 3, 4] * 4
+
+
+def test_a_barrier_keeps_random_clients_in_one_round() -> None:
+    with FakeServer() as server:
+        talk(server, [], shape=one_at_a_time(ReadyQueuePolicy.RANDOM))
+        order = order_of_clients(server)
+    rounds = [order[start : start + 5] for start in range(0, 20, 5)]
+    assert all(sorted(one) == [0, 1, 2, 3, 4] for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 1
+
+
+@pytest.mark.parametrize("distribution", list(Distribution))
+def test_requests_come_no_faster_than_their_rate(distribution: Distribution) -> None:
+    shape = Conversations(
+        clients=5, rounds=4, request_len=10, output_len=2, request_rate=100,
+        distribution=distribution,
+    )  # fmt: skip
+    with FakeServer() as server:
+        begun = time.perf_counter()
+        results = talk(server, shape=shape)
+        seconds = time.perf_counter() - begun
+    assert sum(map(len, results)) == 20
+    # 19 times between 20 requests: evenly 10 ms; drawn ones have that mean.
+    assert seconds >= (0.19 if distribution is Distribution.UNIFORM else 0.08)
+
+
 def test_a_conversation_that_failed_ends() -> None:
     with FakeServer(fail_every=2) as server:
         results = talk(server, [])
@@ -97,6 +160,15 @@ def test_figures_of_a_round() -> None:
     assert got["cached_tokens_details"] == tiers
     assert got["mean_ttft_ms"] == pytest.approx(200)
     assert round_figures(1, [])["hit_rate"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"parallel": 0}, "--max-parallel 0"), ({"request_rate": 0.0}, "--request-rate 0.0")],
+)
+def test_settings_that_cannot_work_are_named(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Conversations(clients=1, rounds=1, request_len=1, output_len=1, **setting)
 
 
 def test_lengths_are_positive() -> None:
