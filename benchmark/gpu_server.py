@@ -4,9 +4,9 @@
     python benchmark/gpu_server.py server [--json FILE]
 
 `scheduler`: what a decode step costs the CPU at 256 running requests, in this process, without
-HTTP. `server`: TTFT cold and from L2, decoding of one sequence, and conversations of 20 clients
-whose KV is ten times L1 and 2.5 times L2, over HTTP. Prompts are random; each line says what was
-expected before it was measured.
+HTTP. `server`: TTFT cold and from L2, and decoding of one sequence, over HTTP. Prompts are random;
+each line says what was expected before it was measured. What the tiers bring to conversations and
+cost where nothing hits: `gpu_hicache.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from gpu_forward import QWEN3_8B
 
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import open_session
-from sglang.benchmark.multiturn import Conversations, converse, round_figures
 from sglang.benchmark.report import emit, provenance
-from sglang.benchmark.request_result import TIERS, RequestResult
+from sglang.benchmark.request_result import RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -40,12 +38,10 @@ from sglang.srt.managers.scheduler_process import build_scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.engine_server import EngineServer
-from sglang.test.mooncake_cluster import MooncakeCluster
 
 VOCABULARY = 151936
 KV_BYTES = 36 * 2 * 8 * 128 * 2
-CLIENTS, ROUNDS, TURN, ANSWER = 20, 10, 1024, 8
-WORKING_SET = CLIENTS * ROUNDS * (TURN + ANSWER)
+"""Of one token."""
 DUMMY = ("--load-format", "dummy", "--tokenizer-path", str(BUILTIN_MODEL_DIR))
 
 Emit = Callable[[dict[str, Any]], None]
@@ -133,34 +129,6 @@ def part_scheduler(model: str, out: Emit) -> None:
 # ---- servers ---------------------------------------------------------------------------------
 
 
-def make_servers(model: str, stack: ExitStack) -> dict[str, EngineServer]:
-    """All servers, started side by side: what they idle costs the measured one nothing."""
-    store_gb = 1 + round(1.2 * WORKING_SET * KV_BYTES / 1e9)
-    store = stack.enter_context(MooncakeCluster(segment_size=f"{store_gb}gb"))
-    l1 = ("--page-size", "64", "--max-total-tokens", str(WORKING_SET // 10 // 64 * 64))
-    l2 = (
-        "--enable-hierarchical-cache",
-        "--hicache-size",
-        f"{0.4 * WORKING_SET * KV_BYTES / 1e9:.1f}",
-    )
-    flags: dict[str, tuple[str, ...]] = {
-        "ttft": ("--max-total-tokens", "40960", "--enable-hierarchical-cache",
-                 "--hicache-size", "24"),
-        "GPU only": l1,
-        "+ L2": (*l1, *l2),
-        "+ Mooncake": (*l1, *l2, "--hicache-storage-backend", "mooncake"),
-    }  # fmt: skip
-    servers = {
-        name: EngineServer("--device", "cuda", *DUMMY, *own, model=model, env=store.engine_env())
-        for name, own in flags.items()
-    }
-    for server in servers.values():
-        stack.callback(server.kill)
-    with ThreadPoolExecutor(len(servers)) as pool:
-        list(pool.map(EngineServer.start, servers.values()))
-    return servers
-
-
 async def ask(url: str, prompts: Sequence[list[int]], tokens: int) -> list[RequestResult]:
     """One after the other."""
     backend, options = SglangBackend(), RequestOptions(base_url=url)
@@ -198,57 +166,20 @@ def measure_decode(server: EngineServer, out: Emit) -> None:
          "rates": rates})  # fmt: skip
 
 
-async def talk(server: EngineServer) -> tuple[list[list[RequestResult]], float]:
-    shape = Conversations(
-        clients=CLIENTS, rounds=ROUNDS, request_len=TURN, output_len=ANSWER, seed=5
-    )
-    async with open_session(None) as session:
-        begun = time.perf_counter()
-        options = RequestOptions(base_url=server.url)
-        results = await converse(session, np.arange(VOCABULARY), shape, options)
-        return results, time.perf_counter() - begun
-
-
-def measure_turns(name: str, server: EngineServer, expected_s: float, out: Emit) -> None:
-    rounds, seconds = asyncio.run(talk(server))
-    flat = [result for turn in rounds for result in turn]
-    good = [result for result in flat if result.success]
-    prompts = sum(result.prompt_tokens for result in good)
-    cached = {tier: sum(r.cached_details.get(tier, 0) for r in good) for tier in TIERS}
-    out(
-        {
-            "what": f"conversations, {name}",
-            "expected_s": expected_s,
-            "s": seconds,
-            "failed": len(flat) - len(good),
-            "first_error": next((r.error for r in flat if not r.success), ""),
-            "input_tokens_per_s": prompts / seconds,
-            "mean_ttft_ms": statistics.mean(r.ttft for r in good) * 1e3,
-            "median_ttft_ms": statistics.median(r.ttft for r in good) * 1e3,
-            "prompt_tokens": prompts,
-            "cached": cached,
-            "median_ttft_ms_by_round": [
-                round_figures(n, turn)["median_ttft_ms"] for n, turn in enumerate(rounds, 1)
-            ],
-        }
-    )
-
-
 def part_server(model: str, out: Emit) -> None:
-    with ExitStack() as stack:
-        begun = time.monotonic()
-        servers = make_servers(model, stack)
-        out({"what": "four servers started side by side", "seconds": time.monotonic() - begun})
-        for name, server in servers.items():
-            out({"what": f"tiers of {name}",
-                 "tiers": server.request("GET", "/server_info").body["tiers"]})  # fmt: skip
-        measure_ttft(servers["ttft"], out)
-        measure_decode(servers["ttft"], out)
-        servers["ttft"].kill()
-        for name, expected in (("GPU only", 30.0), ("+ L2", 27.0), ("+ Mooncake", 30.0)):
-            measure_turns(name, servers[name], expected, out)
-        servers["+ Mooncake"].flush()
-        measure_turns("Mooncake pre-populated", servers["+ Mooncake"], 30.0, out)
+    flags = ("--max-total-tokens", "40960", "--enable-hierarchical-cache", "--hicache-size", "24")
+    with EngineServer("--device", "cuda", *DUMMY, *flags, model=model) as server:
+        out({"what": "tiers", "tiers": server.request("GET", "/server_info").body["tiers"]})
+        measure_ttft(server, out)
+        measure_decode(server, out)
+
+
+@contextmanager
+def dummy_model() -> Iterator[str]:
+    """A directory with Qwen3-8B's configuration and nothing else."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
+        yield directory
 
 
 def main() -> None:
@@ -261,8 +192,7 @@ def main() -> None:
         emit(record, args.json)
 
     out(provenance())
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
+    with dummy_model() as directory:
         (part_scheduler if args.part == "scheduler" else part_server)(directory, out)
 
 

@@ -8,9 +8,13 @@
 Against a running server, whose /generate it uses. Every round's prompt is all that was said before
 and `--request-length` new tokens. Clients that may ask wait in a ready queue, of which the next is
 drawn by `--ready-queue-policy` while fewer than `--max-parallel` requests are under way; with as
-many slots as clients nobody waits there, and clients come in turn whatever the policy. One JSON line a round: TTFT, hit rate, cached tokens by tier.
-With `--flush-between-rounds` L1 and L2 are emptied before every round but the first, so that hits
-come from L3. Exits with 1 where a request failed, with 2 where the server or the flags cannot work.
+many slots as clients nobody waits there, and clients come in turn whatever the policy.
+
+One JSON line a round: TTFT, hit rate, cached tokens by tier. With `--flush-between-rounds` L1 and
+L2 are emptied before every round but the first, so that hits come from L3. With `--fixed-answers`
+conversations go on with drawn tokens in place of the model's answers, so that two runs with one
+seed ask the same. Exits with 1 where a request failed, with 2 where the server or the flags cannot
+work.
 """
 
 from __future__ import annotations
@@ -73,6 +77,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--enable-round-barrier", "--round-barrier", action="store_true",
         dest="round_barrier", help="no client runs ahead",
     )  # fmt: skip
+    parser.add_argument("--fixed-answers", action="store_true", help="two runs ask the same")
     parser.add_argument("--flush-between-rounds", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tag", help="kept in the JSON lines")
@@ -97,6 +102,7 @@ async def run(args: argparse.Namespace) -> tuple[list[list[RequestResult]], floa
         request_rate=args.request_rate,
         distribution=args.distribution,
         ready_queue_policy=args.ready_queue_policy,
+        fixed_answers=args.fixed_answers,
         seed=args.seed,
     )
     async with open_session(args.api_key) as session:

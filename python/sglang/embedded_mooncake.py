@@ -296,7 +296,7 @@ class StandaloneClient(ManagedProcess):
             "master_server_address": master.address,
             "metadata_server": "P2PHANDSHAKE",
             "protocol": "tcp",
-            "threads": 4,
+            "threads": 8,
         }
         super().__init__(
             name,

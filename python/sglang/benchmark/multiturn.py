@@ -61,6 +61,9 @@ class Conversations:
     """Requests sent a second, at most."""
     distribution: Distribution = Distribution.POISSON
     ready_queue_policy: ReadyQueuePolicy = ReadyQueuePolicy.RANDOM
+    fixed_answers: bool = False
+    """Go on with drawn tokens in place of the model's answers: two runs then ask the same even
+    where rounding makes the model answer otherwise."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -130,7 +133,11 @@ async def converse(
         client.history += vocabulary[drawn].tolist()
         request = BenchRequest(client.history, shape.output_len)
         result = await backend.send(session, request, options)
-        client.history = [*client.history, *result.output_ids]
+        answer = result.output_ids
+        if shape.fixed_answers:
+            drawn = client.rng.integers(len(vocabulary), size=shape.output_len)
+            answer = vocabulary[drawn].tolist()
+        client.history = [*client.history, *answer]
         results[client.turn].append(result)
         client.turn += 1
         on_done(result)

@@ -78,8 +78,8 @@ def test_against_a_real_server(tmp_path: Path) -> None:
     with EngineServer("--page-size", "16") as server:
         talk = ("--num-clients", "3", "--num-rounds", "3", "--request-length", "64")
         short = ("--output-length", "8", "--base-url", server.url, "--plot", str(plot))
-        short += ("--request-rate", "inf", "--max-parallel", "2")
-        rounds = run("hicache/bench_multiturn.py", *talk, *short)
+        pace = ("--request-rate", "inf", "--max-parallel", "2")
+        rounds = run("hicache/bench_multiturn.py", *talk, *short, *pace)
         load = subprocess.run(
             [
                 *(sys.executable, "-m", "sglang.bench_serving", "--base-url", server.url),

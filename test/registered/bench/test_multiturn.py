@@ -108,6 +108,19 @@ def test_random_lets_clients_overtake_and_a_seed_fixes_the_order() -> None:
     assert orders[0] != [0, 1, 2, 3, 4] * 4
 
 
+def test_with_fixed_answers_two_runs_ask_the_same() -> None:
+    shape = Conversations(clients=2, rounds=3, request_len=10, output_len=5, fixed_answers=True)
+    asked = []
+    for _ in range(2):
+        with FakeServer() as server:
+            talk(server, shape=shape)
+            asked.append(sorted(body["input_ids"] for body in server.bodies))
+    assert asked[0] == asked[1]
+    # The fake server answers 0, 1, 2, ...: nothing of that is in the prompts.
+    assert all(100 <= token < 200 for prompt in asked[0] for token in prompt)
+    assert sorted(len(prompt) for prompt in asked[0]) == [10, 10, 25, 25, 40, 40]
+
+
 def test_a_barrier_keeps_random_clients_in_one_round() -> None:
     with FakeServer() as server:
         talk(server, [], shape=one_at_a_time(ReadyQueuePolicy.RANDOM))
