@@ -1,6 +1,6 @@
 """The forward pass of Qwen3-8B's shape on a GPU, through ModelRunner, against the limits.
 
-    python benchmark/gpu_forward.py [--json FILE] [--profile DIR]
+    python benchmark/gpu_forward.py [--attention-backend NAME] [--json FILE] [--profile DIR]
 
 Weights are dummies (`--load-format dummy`), prompts and contexts random. Each figure is printed
 beside what the limits measured in the same run allow: matrix products at the rate of a large
@@ -178,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--attention-backend")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--disable-cuda-graph", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -194,6 +195,7 @@ def main() -> None:
         163840,
         disable_cuda_graph=args.disable_cuda_graph,
         kv_cache_dtype=args.kv_cache_dtype,
+        attention_backend=args.attention_backend,
     )
     model = rig.runner.model_config
     kv_bytes = rig.runner.kv_bytes_per_token()

@@ -139,7 +139,8 @@ class ServerArgs:
     )
     attention_backend: str | None = flag(
         None,
-        "Attention kernels; absent: torch_native on a CPU, triton on a GPU.",
+        "Attention kernels; absent: torch_native on a CPU, triton on a GPU. flashinfer needs the "
+        "package flashinfer-python.",
         choices=("torch_native", "triton", "flashinfer", "ascend"),
     )
     disable_cuda_graph: bool = flag(False, "On a GPU, launch decode steps kernel by kernel.")
@@ -282,8 +283,6 @@ def _check_not_yet(args: ServerArgs) -> None:
         )
     if args.device == "npu":
         raise _not_yet(args, "device", "models run on the CPU or on a GPU; use cpu or cuda")
-    if args.attention_backend == "flashinfer":
-        raise _not_yet(args, "attention_backend", "use triton, or leave the flag out")
     if args.attention_backend == "ascend":
         raise _not_yet(args, "attention_backend", "it needs an NPU; leave the flag out")
 
@@ -302,8 +301,10 @@ def _check_device(args: ServerArgs, device: str) -> None:
         raise ValueError(
             "--kv-cache-dtype fp8_e4m3 needs a GPU; use auto, bfloat16, float16 or float32"
         )
-    if args.attention_backend == "triton":
-        raise ValueError("--attention-backend triton needs a GPU; use torch_native")
+    if args.attention_backend in ("triton", "flashinfer"):
+        raise ValueError(
+            f"--attention-backend {args.attention_backend} needs a GPU; use torch_native"
+        )
     _refuse_ignored(args, "cuda_graph_max_bs", "on a CPU")
 
 

@@ -89,6 +89,7 @@ class CudaGraphRunner:
             self._padding = torch.tensor([[0], [0], [0], [1], [0]], device=device)
             self._inputs = self._padding.repeat(1, largest)
             self._logits = torch.empty((largest, vocab_size), dtype=torch.float32, device=device)
+            self._batches = {size: self._static_batch(size) for size in self._batch_sizes}
             self._graphs = self._capture_all()
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
@@ -120,6 +121,9 @@ class CudaGraphRunner:
                 forward_batch.out_cache_loc,
             ],
         )
+        batch = self._batches[size]
+        batch.seq_lens_cpu = forward_batch.seq_lens_cpu + [1] * (size - count)
+        self._attn_backend.init_forward_metadata_graph(batch)
         self._graphs[size].replay()
         return LogitsProcessorOutput(next_token_logits=self._logits[:count])
 
@@ -138,7 +142,8 @@ class CudaGraphRunner:
         return graphs
 
     def _capture(self, size: int, pool: Any) -> torch.cuda.CUDAGraph:
-        batch = self._static_batch(size)
+        batch = self._batches[size]
+        self._attn_backend.init_forward_metadata_graph(batch)
         stream = torch.cuda.Stream(self._inputs.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -152,7 +157,6 @@ class CudaGraphRunner:
         return graph
 
     def _run(self, batch: ForwardBatch) -> None:
-        self._attn_backend.init_forward_metadata(batch)
         self._forward(batch.input_ids, batch.positions, batch)
 
     def _static_batch(self, size: int) -> ForwardBatch:

@@ -89,6 +89,7 @@ class ModelRunner:
             num_heads=self.model_config.num_attention_heads,
             num_kv_heads=self.model_config.num_key_value_heads,
             head_dim=self.model_config.head_dim,
+            kv_dtype=self.kv_cache_dtype,
         )
         self.model = get_model(
             config.model_config,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import sys
+from typing import Any
+
 import pytest
 import torch
 
@@ -155,6 +160,24 @@ def test_parts_join_to_the_whole_even_where_one_weighs_nothing() -> None:
 def test_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'flashy' is not supported: supported are torch_native"):
         create_attention_backend("flashy", kv_bytes_per_layer=1, page_size=1, dtype=torch.float32)
+
+
+def test_flashinfer_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: dict[str, Any] = {"kv_bytes_per_layer": 1, "page_size": 1, "dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match="'flashinfer' needs a CUDA device, not 'cpu'"):
+        create_attention_backend("flashinfer", **where)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # as where it is not installed
+    with pytest.raises(ValueError, match="pip install flashinfer-python, or use triton"):
+        create_attention_backend("flashinfer", **where, device="cuda")
+    found = importlib.machinery.ModuleSpec("flashinfer", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    for fields, message in (
+        ({"dtype": torch.float32}, "--dtype bfloat16 or float16"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "--kv-cache-dtype auto, not torch.bfloat16"),
+        ({"head_dim": 80}, "a head_dim of 64, 128, 256, not 80"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            create_attention_backend("flashinfer", **where | fields, device="cuda:0")
 
 
 if __name__ == "__main__":

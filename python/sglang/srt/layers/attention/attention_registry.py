@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-ATTENTION_BACKENDS = ("torch_native", "triton")
+ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def default_attention_backend(device: str) -> str:
@@ -25,6 +28,7 @@ def create_attention_backend(
     num_heads: int = 1,
     num_kv_heads: int = 1,
     head_dim: int = 1,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Make the backend called `name`.
 
@@ -35,10 +39,11 @@ def create_attention_backend(
         device: Of the model.
         num_heads: Query heads of this rank; `num_kv_heads` likewise.
         head_dim: Elements of one head.
+        kv_dtype: Of the pool; None: `dtype`.
 
     Raises:
         ValueError: There is none of that name, which lists those that there are, or it does not
-            run on the device.
+            run on the device, or not this model.
     """
     if name == "torch_native":
         return TorchNativeAttnBackend(
@@ -55,7 +60,45 @@ def create_attention_backend(
         return TritonAttnBackend(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
         )
+    if name == "flashinfer":
+        _check_flashinfer(device, head_dim, dtype, dtype if kv_dtype is None else kv_dtype)
+        # Installed where somebody wants it.
+        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+        return FlashInferAttnBackend(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+        )
     raise ValueError(
         f"attention backend {name!r} is not supported: "
         f"supported are {', '.join(ATTENTION_BACKENDS)}"
     )
+
+
+def _check_flashinfer(
+    device: str, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Raise ValueError where the library cannot be used, or not with this model."""
+    if torch.device(device).type != "cuda":
+        raise ValueError(
+            f"attention backend 'flashinfer' needs a CUDA device, not {device!r}: use torch_native"
+        )
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ValueError(
+            "attention backend 'flashinfer' needs the package of that name: "
+            "pip install flashinfer-python, or use triton"
+        )
+    if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
+        raise ValueError(
+            "attention backend 'flashinfer' takes --dtype bfloat16 or float16 and "
+            f"--kv-cache-dtype auto, not {dtype} with keys and values in {kv_dtype}: use triton"
+        )
+    if head_dim not in _FLASHINFER_HEAD_DIMS:
+        raise ValueError(
+            "attention backend 'flashinfer' takes a head_dim of "
+            f"{', '.join(map(str, _FLASHINFER_HEAD_DIMS))}, not {head_dim}: use triton"
+        )

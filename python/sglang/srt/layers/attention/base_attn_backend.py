@@ -16,11 +16,23 @@ class AttentionBackend(ABC):
     """Attention of one model runner, used by the thread that runs the model, batch after batch."""
 
     can_be_captured = False
-    """Decoding makes no plan on the CPU: it may be captured in a graph and replayed."""
+    """Decoding may be captured in a graph and replayed, with `init_forward_metadata_graph`
+    before each."""
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Compute, once for all layers, what this batch's attention needs (runs, masks)."""
+
+    def init_forward_metadata_graph(self, forward_batch: ForwardBatch) -> None:
+        """Plan a decode step that a graph runs: called before the capture and before each replay.
+
+        What the captured kernels read must stay where it was when the size was first seen. The
+        default is for backends that plan nothing for decoding.
+
+        Args:
+            forward_batch: Of a captured size, with the same tensors every time, which hold the
+                step's input; `seq_lens_cpu` is the step's. Padding is requests of one token.
+        """
 
     def warm_up(self, device: torch.device | str) -> None:
         """Do, before the first request, what the first use of a library costs once."""
