@@ -14,7 +14,9 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     GetMetricsReq,
     ShutdownReq,
+    TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
@@ -325,6 +327,23 @@ def test_shutdown_ends_what_takes_too_long(model: Path) -> None:
     assert reason is not None
     assert (reason.type, reason.status_code) == ("abort", 503)
     rig.assert_clean()
+
+
+def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
+    message = TokenizedGenerateReqInput(
+        rid="r", input_ids=[5, 6, 7, 8], sampling_params=greedy(8), seed=0, extra_key="k"
+    )
+    req = Req.from_message(message, arrival_number=0, max_request_tokens=64, eos_token_ids=[])
+    assert (list(req.match_key()), req.match_key().extra_key) == ([5, 6, 7], "k")
+    for output in (9, 10):
+        req.output_ids.append(output)
+        req.kv_committed_len = req.num_tokens - 1
+        assert req.kv_committed_ids.tolist() == req.all_ids[:-1]
+        assert list(req.match_key()) == req.all_ids[:-1]
+    req.kv_committed_len = 2
+    assert req.kv_committed_ids.tolist() == [5, 6]
+    req.logprob_start_len = 1
+    assert list(req.match_key()) == [5]
 
 
 if __name__ == "__main__":

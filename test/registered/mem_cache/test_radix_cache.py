@@ -35,6 +35,16 @@ def test_match_stops_at_a_page_boundary_and_splits_there() -> None:
     rig.settle()
 
 
+def test_tokens_become_an_array_once() -> None:
+    key = RadixKey([0, 5, 2**32 - 1])
+    assert key.ids.tolist() == list(key) == [0, 5, 2**32 - 1]
+    assert RadixKey(key.token_ids).ids is key.ids
+    assert len(RadixKey([])) == 0
+    for wrong in (-1, 2**32):
+        with pytest.raises(OverflowError):
+            RadixKey([1, wrong])
+
+
 def test_extra_keys_share_nothing() -> None:
     rig = CacheRig(l1_pages=64, page_size=1)
     rig.run(range(10), extra_key="a")

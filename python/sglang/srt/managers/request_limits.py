@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang.srt.managers.generate_request import GenerateRequest, InvalidRequest
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_KEY_CHARS: Final = 4096
@@ -100,7 +101,11 @@ def check_prompt(input_ids: list[int], limits: RequestLimits, field: str) -> Non
     """
     if not input_ids:
         raise InvalidRequest(f"{field} is empty: give at least one token", field=field)
-    low, high = min(input_ids), max(input_ids)
+    try:
+        tokens = token_array(input_ids)
+        low, high = int(tokens.min()), int(tokens.max())
+    except OverflowError:
+        low, high = min(input_ids), max(input_ids)
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sglang.srt.managers.io_struct import (
@@ -18,7 +19,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TopLogprobs,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_key import RadixKey, TokenArray, token_array
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
@@ -89,6 +90,8 @@ class Req:
     prefix_indices: torch.Tensor = _NO_SLOTS
     cache_protected_len: int = 0
     last_node: TreeNode = field(init=False)
+    _prompt: TokenArray | None = None
+    """`origin_input_ids`, once they have been needed as an array."""
 
     # What the client and the metrics are told
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
@@ -140,9 +143,9 @@ class Req:
         return len(self.origin_input_ids) + len(self.output_ids)
 
     @property
-    def kv_committed_ids(self) -> list[int]:
+    def kv_committed_ids(self) -> TokenArray:
         """Tokens whose keys and values are in the pool: prompt, then output."""
-        return self.all_ids[: self.kv_committed_len]
+        return self._first_ids(self.kv_committed_len)
 
     @property
     def rest_new_tokens(self) -> int:
@@ -166,7 +169,19 @@ class Req:
     def match_key(self) -> RadixKey:
         """What may be looked up in the cache: the last token is always computed, and so is what
         gives logprobs."""
-        return RadixKey(self.all_ids[:-1][: self.next_input_logprob], self.extra_key)
+        length, wanted = self.num_tokens - 1, self.next_input_logprob
+        return RadixKey(
+            self._first_ids(length if wanted is None else min(length, wanted)), self.extra_key
+        )
+
+    def _first_ids(self, length: int) -> TokenArray:
+        """The first of `all_ids`; the prompt is converted once."""
+        if self._prompt is None:
+            self._prompt = token_array(self.origin_input_ids)
+        rest = length - len(self._prompt)
+        if rest <= 0:
+            return self._prompt[:length]
+        return np.concatenate([self._prompt, token_array(self.output_ids[:rest])])
 
     def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
         """int64: the slots that it owns itself, which are those after the tree's."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+    from sglang.srt.mem_cache.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 
@@ -41,7 +41,7 @@ class CacheableRequest(Protocol):
     priority: int
 
     @property
-    def kv_committed_ids(self) -> list[int]:
+    def kv_committed_ids(self) -> Sequence[int] | TokenArray:
         """Tokens whose KV has been computed and stored, in order: prompt, then output."""
 
 
@@ -205,7 +205,7 @@ class BasePrefixCache(ABC):
         self,
         req_id: str,
         last_host_node: TreeNode,
-        new_input_tokens: list[int],
+        new_input_tokens: Sequence[int] | TokenArray,
         last_hash: PageHash | None = None,
         prefix_keys: list[PageHash] | None = None,
         *,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES, HostTierCache, parts_of
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
-from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.radix_key import PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.tree_node import TreeNode
 
@@ -140,7 +140,7 @@ class HiRadixCache(HostTierCache):
         self,
         req_id: str,
         last_host_node: TreeNode,
-        new_input_tokens: list[int],
+        new_input_tokens: Sequence[int] | TokenArray,
         last_hash: PageHash | None = None,
         prefix_keys: list[PageHash] | None = None,
         *,
