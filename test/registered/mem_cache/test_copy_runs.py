@@ -1,4 +1,4 @@
-"""Lists of plain copies: what they move, merge and refuse. Carried out by memmove here."""
+"""Lists of plain copies: what they move and merge. Carried out by memmove here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
 
-from sglang.srt.mem_cache.copy_runs import CopyRuns, page_runs
-from sglang.srt.mem_cache.host_rows import PartRows, part_rows
+from sglang.srt.mem_cache.copy_runs import CopyRuns, PageRuns, join_runs
+from sglang.srt.mem_cache.host_copy_cuda import EngineUse
+from sglang.srt.mem_cache.host_rows import HostRows, PartRows, part_rows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.staged_copy import StagedLoadTuning
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (
     PAGE,
@@ -24,7 +27,8 @@ from sglang.test.host_pools import (
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 LAYERS = 3
-RUN_LAYOUTS = ["layer_first", "page_first_direct", "page_first_kv_split"]
+ROW = 2 * 4 * 2  # heads, dim, bf16
+LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_first_kv_split"]
 
 
 def parts_of(host: MHATokenToKVPoolHost, device: MHATokenToKVPool) -> list[PartRows]:
@@ -41,71 +45,133 @@ def do(runs: CopyRuns) -> None:
         ctypes.memmove(to, source, size)
 
 
-@pytest.mark.parametrize("layout", RUN_LAYOUTS)
-@pytest.mark.parametrize("v_head_dim", [None, 6])
-@pytest.mark.parametrize("pages", [[3, 1, 15, 8], [5, 6, 7], [9]])
-def test_runs_move_what_the_layout_says(
-    layout: str, v_head_dim: int | None, pages: list[int]
+def move_rows(
+    runs: PageRuns, part: PartRows, buffer: int, pages: list[int], layers: range, *, to_buffer: bool
 ) -> None:
+    """What the kernel does between a buffer and a device pool, row by row."""
+    rows = runs.buffer_rows
+    for place in range(len(pages) * PAGE):
+        page, token = divmod(place, rows.page_tokens)
+        slot = pages[place // PAGE] * PAGE + place % PAGE
+        for layer in layers:
+            at = buffer + page * rows.page_stride + token * rows.token_stride
+            at += (layer - layers.start) * rows.layer_stride
+            on_device = part.device_addresses[layer] + slot * rows.row_bytes
+            to, source = (at, on_device) if to_buffer else (on_device, at)
+            ctypes.memmove(to, source, rows.row_bytes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("v_head_dim", [None, 6])
+@pytest.mark.parametrize("pages", [[3, 1, 15, 8], [5, 6, 7], [9], [2, 3, 9, 10]])
+@pytest.mark.parametrize("layers_at_once", [1, 2, 3])
+def test_runs_move_what_the_layout_says(
+    layout: str, v_head_dim: int | None, pages: list[int], layers_at_once: int
+) -> None:
+    if layout == "page_first":
+        layers_at_once = LAYERS
     device = make_device_pool(v_head_dim=v_head_dim)
     host = make_host_pool(device, layout)
     into = [4, 9, 2, 6][: len(pages)]
-    do(
-        page_runs(
-            parts_of(host, device),
-            np.array(into),
-            np.array(pages),
-            PAGE,
-            range(LAYERS),
-            to_host=True,
-        )
-    )
+    buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+    offset, start = 64, buffer.data_ptr() + 64
+    for part in parts_of(host, device):
+        runs = PageRuns(part, PAGE, LAYERS, 7)
+        assert offset + 7 * runs.page_bytes <= len(buffer)
+        move_rows(runs, part, start, into, range(LAYERS), to_buffer=True)
+        do(runs.runs(np.array(pages), LAYERS, offset).to_host(buffer.data_ptr()))
     # The CPU's own copy reads the pool by its layout.
     other = make_device_pool(v_head_dim=v_head_dim, seed=1)
-    copy_to_device(host, other, page_slots(into), pages)
-    wanted = page_slots(pages)
+    copy_to_device(host, other, page_slots(pages), into)
+    wanted = page_slots(into)
     assert device_bytes(other, wanted) == device_bytes(device, wanted)
 
     third = make_device_pool(v_head_dim=v_head_dim, seed=2)
-    untouched = device_bytes(third, page_slots([0, 2]))
-    for layer in range(LAYERS):
-        do(
-            page_runs(
-                parts_of(host, third),
-                np.array(into),
-                np.array(pages),
-                PAGE,
-                range(layer, layer + 1),
-                to_host=False,
-            )
-        )
+    untouched = device_bytes(third, page_slots([0, 3]))
+    for part in parts_of(host, third):
+        runs = PageRuns(part, PAGE, layers_at_once, 7)
+        for first in range(0, LAYERS, layers_at_once):
+            layers = range(first, min(first + layers_at_once, LAYERS))
+            buffer.fill_(0)
+            found = runs.runs(np.array(pages), len(layers), offset)
+            do(found.to_buffer(buffer.data_ptr(), first))
+            move_rows(runs, part, start, into, layers, to_buffer=False)
     assert device_bytes(third, wanted) == device_bytes(device, wanted)
-    assert device_bytes(third, page_slots([0, 2])) == untouched
+    assert device_bytes(third, page_slots([0, 3])) == untouched
 
 
 def test_pages_that_adjoin_on_both_sides_are_one_copy() -> None:
     device = make_device_pool()
-    row = 2 * 4 * 2  # heads, dim, bf16
-    layer_first = parts_of(make_host_pool(device, "layer_first"), device)
-    host, dev = np.array([5, 6, 7, 1, 2, 9]), np.array([2, 3, 4, 5, 7, 8])
-    runs = page_runs(layer_first[:1], host, dev, PAGE, range(1), to_host=True)
-    assert runs.sizes.tolist() == [3 * PAGE * row, PAGE * row, PAGE * row, PAGE * row]
-    paged = parts_of(make_host_pool(device, "page_first_direct"), device)
-    assert len(page_runs(paged[:1], host, dev, PAGE, range(1), to_host=True)) == 6
+    pages = np.array([5, 6, 7, 1, 2, 9])
+    page, layer = LAYERS * PAGE * ROW, PAGE * ROW
+
+    def sizes(layout: str, layers: int, at_once: int) -> list[int]:
+        part = parts_of(make_host_pool(device, layout), device)[0]
+        found: list[int] = PageRuns(part, PAGE, at_once, 8).runs(pages, layers, 0).sizes.tolist()
+        return found
+
+    assert sizes("page_first", LAYERS, LAYERS) == [3 * page, 2 * page, page]
+    assert sizes("page_first_direct", LAYERS, LAYERS) == [3 * page, 2 * page, page]
+    assert sizes("page_first_direct", 2, 2) == [2 * layer] * 6
+    assert sizes("page_first_direct", 1, 2) == [layer] * 6
+    assert sizes("layer_first", 2, 2) == [3 * layer, 2 * layer, layer] * 2
+
+
+def test_token_major_pages_are_not_divided() -> None:
+    device = make_device_pool()
+    part = parts_of(make_host_pool(device, "page_first"), device)[0]
+    with pytest.raises(ValueError, match="copy engines do not move"):
+        PageRuns(part, PAGE, LAYERS - 1, 8)
 
 
 def test_nothing_is_no_copy() -> None:
     device = make_device_pool()
-    parts = parts_of(make_host_pool(device, "layer_first"), device)
     none = np.array([], dtype=np.int64)
-    assert len(page_runs(parts, none, none, PAGE, range(LAYERS), to_host=True)) == 0
+    for layout in LAYOUTS:
+        parts = parts_of(make_host_pool(device, layout), device)
+        runs = [PageRuns(part, PAGE, LAYERS, 8).runs(none, LAYERS, 0) for part in parts]
+        assert len(join_runs(runs).to_buffer(0, 0)) == 0
 
 
-def test_pages_without_runs_are_left_to_the_kernel() -> None:
+def test_a_load_takes_as_few_layers_at_once_as_make_long_runs() -> None:
     device = make_device_pool()
-    parts = parts_of(make_host_pool(device, "page_first"), device)
-    with pytest.raises(ValueError, match="--hicache-io-backend kernel"):
-        page_runs(parts, np.array([1]), np.array([1]), PAGE, range(1), to_host=True)
+
+    def at_once(layout: str, run_bytes: int) -> int:
+        part = parts_of(make_host_pool(device, layout), device)[0]
+        return StagedLoadTuning(run_bytes).layers_at_once(part, PAGE)
+
+    layer = PAGE * ROW
+    assert [at_once("page_first_direct", n * layer) for n in (1, 2, 3, 9)] == [1, 2, 3, 3]
+    assert at_once("layer_first", layer + 1) == 2
+    assert at_once("page_first", 1) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size", "io_backend", "load", "backup"),
+    [
+        ("page_first_direct", 64, "direct", True, True),
+        ("page_first_direct", 1, "direct", True, True),
+        ("layer_first", 64, "kernel", True, False),
+        ("layer_first", 64, "direct", True, False),
+        ("layer_first", 32, "kernel", False, False),
+        ("page_first", 64, "kernel", False, True),
+        ("page_first", 4, "kernel", False, True),
+        ("page_first", 2, "kernel", False, False),
+    ],
+)
+def test_copy_engines_get_what_they_do_better(
+    layout: str, page_size: int, io_backend: str, load: bool, backup: bool
+) -> None:
+    row, layers = 2048, 36
+    layer, page = page_size * row, layers * page_size * row
+    page_tokens, page_stride, token_stride, layer_stride = {
+        "layer_first": (1, row, row, 1 << 25),
+        "page_first": (1, layers * row, layers * row, row),
+        "page_first_direct": (page_size, page, row if page_size > 1 else page, layer),
+    }[layout]
+    rows = HostRows(row, page_tokens, page_stride, token_stride, layer_stride, alignment=16)
+    part = PartRows(rows, 0, tuple(range(layers)))
+    assert EngineUse.of([part, part], page_size, io_backend) == EngineUse(load, backup)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,36 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 
 @pytest.mark.parametrize(
-    ("device", "io", "layout", "has_storage", "expected"),
+    ("device", "io", "layout", "has_storage", "page_kib", "expected"),
     [
-        ("cpu", "auto", "auto", True, ("direct", "page_first_direct")),
-        ("cpu", "auto", "auto", False, ("direct", "layer_first")),
-        ("cpu", "direct", "page_first", False, ("direct", "page_first")),
-        ("cpu", "auto", "page_first_kv_split", True, ("direct", "page_first_kv_split")),
-        ("cuda:1", "auto", "auto", True, ("kernel", "page_first")),
-        ("cuda", "auto", "auto", False, ("kernel", "layer_first")),
-        ("cuda", "direct", "auto", True, ("direct", "page_first_direct")),
-        ("cuda", "auto", "page_first_direct", False, ("direct", "page_first_direct")),
-        ("npu", "auto", "auto", True, ("kernel_ascend", "page_first_kv_split")),
-        ("npu", "auto", "page_first_direct", False, ("kernel_ascend", "page_first_direct")),
+        ("cpu", "auto", "auto", True, 64, ("direct", "page_first_direct")),
+        ("cpu", "auto", "auto", False, 1024, ("direct", "layer_first")),
+        ("cpu", "direct", "page_first", False, 64, ("direct", "page_first")),
+        ("cpu", "auto", "page_first_kv_split", True, 64, ("direct", "page_first_kv_split")),
+        ("cuda:1", "auto", "auto", True, 256, ("direct", "page_first_direct")),
+        ("cuda", "auto", "auto", False, 4608, ("direct", "page_first_direct")),
+        ("cuda", "auto", "auto", True, 255, ("kernel", "page_first")),
+        ("cuda", "auto", "auto", False, 72, ("kernel", "layer_first")),
+        ("cuda", "kernel", "auto", True, 4608, ("kernel", "page_first")),
+        ("cuda", "kernel", "auto", False, 4608, ("kernel", "layer_first")),
+        ("cuda", "direct", "auto", True, 72, ("direct", "page_first_direct")),
+        ("cuda", "direct", "auto", False, 72, ("direct", "page_first_direct")),
+        ("cuda", "auto", "layer_first", True, 4608, ("kernel", "layer_first")),
+        ("cuda", "auto", "page_first", False, 4608, ("kernel", "page_first")),
+        ("cuda", "auto", "page_first_direct", False, 72, ("direct", "page_first_direct")),
+        ("npu", "auto", "auto", True, 64, ("kernel_ascend", "page_first_kv_split")),
+        ("npu", "auto", "page_first_direct", False, 64, ("kernel_ascend", "page_first_direct")),
     ],
 )
 def test_what_works(
-    device: str, io: str, layout: str, has_storage: bool, expected: tuple[str, str]
+    device: str,
+    io: str,
+    layout: str,
+    has_storage: bool,
+    page_kib: int,
+    expected: tuple[str, str],
 ) -> None:
-    assert resolve_layout_and_io(device, io, layout, has_storage) == expected
+    assert resolve_layout_and_io(device, io, layout, has_storage, page_kib << 10) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,7 +57,7 @@ def test_what_works(
 )
 def test_what_cannot_work_names_what_can(device: str, io: str, layout: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        resolve_layout_and_io(device, io, layout, True)
+        resolve_layout_and_io(device, io, layout, True, 1 << 20)
 
 
 def test_only_page_first_is_token_major() -> None:

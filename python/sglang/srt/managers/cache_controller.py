@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +128,24 @@ class HiCacheController:
         self.ack_write_queue: deque[HiCacheAck] = deque()
         self.ack_load_queue: deque[HiCacheAck] = deque()
         self.storage_io: StorageIO | None = None
+        if device.type == "cuda":
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Copy the padding page to the host and back, while nothing owns a page.
+
+        Otherwise the first requests that use L2 wait for kernels to be compiled and for buffers.
+        """
+        page = torch.arange(self.page_size, dtype=torch.int64)
+        on_device = page.to(self.mem_pool_device.device)
+        layers = [
+            make_event(self.mem_pool_device.device) for _ in range(self.mem_pool_host.layer_num)
+        ]
+        saved, loaded = (make_event(self.mem_pool_device.device) for _ in range(2))
+        self._write_stream.submit(lambda: self._copy_to_host(page, on_device, saved))
+        saved.synchronize()
+        self._load_stream.submit(lambda: self._copy_to_device(page, on_device, layers, loaded))
+        loaded.synchronize()
 
     # ---- L1 to L2 --------------------------------------------------------------------------
 
@@ -174,16 +192,21 @@ class HiCacheController:
         index, layer_events = self.layer_done_counter.update_producer()
 
         def copy(host: torch.Tensor, device: torch.Tensor, finish: Event) -> None:
-            for layer, event in enumerate(layer_events):
-                self.mem_pool_host.load_to_device_per_layer(
-                    self.mem_pool_host.device_pool, host, device, layer, self.io_backend
-                )
-                event.record()
-            finish.record()
+            self._copy_to_device(host, device, layer_events, finish)
 
         self.ack_load_queue.append(self._issue(self.load_queue, self._load_stream, copy))
         self.load_queue = []
         return index
+
+    def _copy_to_device(
+        self, host: torch.Tensor, device: torch.Tensor, layers: Sequence[Event], finish: Event
+    ) -> None:
+        for layer, event in enumerate(layers):
+            self.mem_pool_host.load_to_device_per_layer(
+                self.mem_pool_host.device_pool, host, device, layer, self.io_backend
+            )
+            event.record()
+        finish.record()
 
     def _issue(
         self,

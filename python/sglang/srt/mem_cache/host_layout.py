@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
+from sglang.srt.constants import KIB
+
 AUTO: Final = "auto"
 
 
@@ -29,9 +31,9 @@ class IoBackend(StrEnum):
     """How bytes move between device and host pools."""
 
     DIRECT = "direct"
-    """Plain copies by torch."""
+    """Plain copies: by torch on a CPU, by copy engines on CUDA."""
     KERNEL = "kernel"
-    """A CUDA kernel that gathers pages through mapped pinned memory."""
+    """As `direct` where pages are long; short ones by a kernel that accesses host memory."""
     KERNEL_ASCEND = "kernel_ascend"
     """Its counterpart on Ascend NPUs."""
 
@@ -61,20 +63,40 @@ _LAYOUTS_FOR: Final[dict[str, dict[IoBackend, tuple[HostLayout, ...]]]] = {
     },
     "npu": {
         IoBackend.KERNEL_ASCEND: (
-            HostLayout.PAGE_FIRST_DIRECT,
             HostLayout.PAGE_FIRST_KV_SPLIT,
+            HostLayout.PAGE_FIRST_DIRECT,
         )
     },
 }
 
-# The order in which auto tries layouts, with an L3 and without one.
-_PREFERENCE: Final[dict[tuple[str, bool], tuple[HostLayout, ...]]] = {
-    ("cpu", True): (HostLayout.PAGE_FIRST_DIRECT,),
-    ("cpu", False): (HostLayout.LAYER_FIRST,),
-    ("cuda", True): (HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT),
-    ("cuda", False): (HostLayout.LAYER_FIRST,),
-    ("npu", True): (HostLayout.PAGE_FIRST_KV_SPLIT,),
-    ("npu", False): (HostLayout.PAGE_FIRST_KV_SPLIT,),
+LONG_PAGE_BYTES: Final = 256 * KIB
+"""Of K (or V) of a page over all layers: from here on copy engines are the faster way."""
+
+_Pair = tuple[IoBackend, HostLayout]
+_ENGINES: Final = (IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT)
+_KERNEL_WITH_L3: Final = (IoBackend.KERNEL, HostLayout.PAGE_FIRST)
+_KERNEL: Final = (IoBackend.KERNEL, HostLayout.LAYER_FIRST)
+
+# What `auto` takes: (device, pages are long, there is an L3): the first pair that is not against
+# what was named. On one H200, parts of the speed of one large copy (load, backup; Qwen3-8B, whose
+# tokens have 72 KB of K; benchmark/results/2026-11-21-hicache-transfer.md):
+#
+#     page of  page_first_direct, direct  layer_first, kernel  page_first, kernel
+#     64       0.95-0.97  0.93-0.97       0.93  0.92           0.89-0.91  0.95-0.97
+#     16       0.97       0.93-0.95       0.90  0.92-0.94      0.91       0.95-0.96
+#     4        0.96       0.88
+#     1        0.74-0.92  0.76-0.79       0.90  0.92-0.94      0.89-0.91  0.92
+#
+# With an L3 a page has to be one run of host memory.
+_PREFERENCE: Final[dict[tuple[str, bool, bool], tuple[_Pair, ...]]] = {
+    ("cpu", True, True): ((IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT),),
+    ("cpu", True, False): ((IoBackend.DIRECT, HostLayout.LAYER_FIRST),),
+    ("cpu", False, True): ((IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT),),
+    ("cpu", False, False): ((IoBackend.DIRECT, HostLayout.LAYER_FIRST),),
+    ("cuda", True, True): (_ENGINES, _KERNEL_WITH_L3),
+    ("cuda", True, False): (_ENGINES, _KERNEL),
+    ("cuda", False, True): (_KERNEL_WITH_L3, _ENGINES),
+    ("cuda", False, False): (_KERNEL, _ENGINES),
 }
 
 
@@ -99,8 +121,13 @@ def is_zero_copy(layout: str) -> bool:
     return parse_layout(layout) is not HostLayout.LAYER_FIRST
 
 
+def suits_copy_engines(page_bytes: int) -> bool:
+    """Whether pages with so many bytes of K (or V) over all layers are long enough."""
+    return page_bytes >= LONG_PAGE_BYTES
+
+
 def resolve_layout_and_io(
-    device: str, io_backend: str, layout: str, has_storage: bool
+    device: str, io_backend: str, layout: str, has_storage: bool, page_bytes: int
 ) -> tuple[str, str]:
     """Turn the user's two settings, either of which may be `auto`, into a pair that works.
 
@@ -109,6 +136,7 @@ def resolve_layout_and_io(
         io_backend: `--hicache-io-backend`.
         layout: `--hicache-mem-layout`.
         has_storage: Whether an L3 backend is configured.
+        page_bytes: Of the shorter of K and V of a page, all layers.
 
     Returns:
         `(io_backend, layout)`. What was named explicitly comes back unchanged.
@@ -127,14 +155,11 @@ def resolve_layout_and_io(
         raise ValueError(
             f"--hicache-io-backend {io_backend} does not work on {kind}; {_what_can(kind)}"
         )
-    for io, layouts in backends.items():
-        if wanted_io not in (None, io):
-            continue
-        if wanted_layout is None:
-            preferred = (one for one in _PREFERENCE[kind, has_storage] if one in layouts)
-            return io.value, next(preferred, layouts[0]).value
-        if wanted_layout in layouts:
-            return io.value, wanted_layout.value
+    works = [(io, one) for io, layouts in backends.items() for one in layouts]
+    preferred = _PREFERENCE.get((kind, suits_copy_engines(page_bytes), has_storage), ())
+    for io, one in (*preferred, *works):
+        if wanted_io in (None, io) and wanted_layout in (None, one) and (io, one) in works:
+            return io.value, one.value
     raise ValueError(
         f"--hicache-mem-layout {layout} does not work on {kind} with "
         f"--hicache-io-backend {io_backend}; {_what_can(kind)}"

@@ -1,20 +1,18 @@
-"""Copies pages through a device buffer, where a page is one run of host memory per part.
+"""Copies pages through a device buffer.
 
-The copy engine moves long runs between host memory and the buffer, in the order that host memory
-has; a kernel moves them between the buffer and the layers. Long runs go at the speed of the link
-(a layer's part of a page, one by one, at 79% to 89% of it when backing up, and a thread is busy
-for most of that time issuing them). And no kernel touches host memory: one that writes it fills
-queues that all multiprocessors share, and slowed down a matrix product beside it by half, and one
-that reads it gets 91% of the link. See benchmark/results.
+The copy engine moves runs of host memory (`PageRuns`) to or from the buffer, in the order that
+host memory has; a kernel moves them between the buffer and the layers. So nobody needs to know
+device slots on the CPU, runs are as long as host memory allows, and no kernel touches host memory:
+one that writes it fills queues that all multiprocessors share, and slowed down a matrix product
+beside it by half, and one that reads it gets 0.91 of the link. See benchmark/results.
 
 Everything here is called inside a copy stream.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,32 +21,46 @@ import torch
 
 from sglang.srt.constants import KIB, MIB
 from sglang.srt.mem_cache.copy_engine import CopyEngine
-from sglang.srt.mem_cache.copy_runs import merge_pieces
+from sglang.srt.mem_cache.copy_runs import BufferRuns, PageRuns, is_token_major, join_runs
 from sglang.srt.mem_cache.host_rows import PartRows, TokenCopyTuning
 from sglang.srt.utils.device import Event, SideStream, current_stream_handle, make_event
 
 _BUFFER_BYTES: Final = 32 * MIB
 _BUFFERS: Final = 2
-_LOAD_RUN_BYTES: Final = 512 * KIB
+_ALIGNMENT: Final = 512
 _TUNING: Final = TokenCopyTuning(programs=32, tile_bytes=16384, num_warps=8)
 
 PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 """Parts with equal rows, and their table of device addresses."""
 
 
-def pages_are_runs(part: PartRows, page_size: int) -> bool:
-    """Whether a page of all layers is one run of host memory."""
-    rows = part.rows
-    pitch = rows.page_stride if rows.page_tokens > 1 else rows.token_stride * page_size
-    return pitch == len(part.device_addresses) * page_size * rows.row_bytes
+@dataclass(frozen=True, slots=True)
+class StagedLoadTuning:
+    """How long the runs of a load are. Longer ones take more layers, so the first comes later."""
+
+    run_bytes: int = 512 * KIB
+
+    def layers_at_once(self, part: PartRows, page_size: int) -> int:
+        """As few layers as make runs that are long enough; equal steps through all of them."""
+        num_layers = len(part.device_addresses)
+        if is_token_major(part, page_size):
+            return num_layers
+        wanted = -(-self.run_bytes // (part.rows.row_bytes * page_size))
+        steps = -(-num_layers // min(wanted, num_layers))
+        return -(-num_layers // steps)
 
 
-def layers_are_runs(part: PartRows, page_size: int) -> bool:
-    """Whether, besides, consecutive layers of a page are one run."""
-    layer = page_size * part.rows.row_bytes
-    return pages_are_runs(part, page_size) and (
-        part.rows.layer_stride == layer or len(part.device_addresses) == 1
-    )
+@dataclass(slots=True)
+class Chunk:
+    """Pages that fit a buffer."""
+
+    pages: npt.NDArray[np.int64]
+    """int64 `[n]`: on the host."""
+    slots: torch.Tensor
+    """int64 `[n * page_size]` on the device."""
+    runs: BufferRuns | None = None
+    num_layers: int = 0
+    """That `runs` are made for."""
 
 
 class _Stage:
@@ -59,31 +71,40 @@ class _Stage:
         page_size: Tokens.
         layers: That a buffer holds of each page.
         device: Of the device pool.
+        engine: Moves the runs.
     """
 
     def __init__(
-        self, groups: PartGroups, page_size: int, layers: int, device: torch.device
+        self,
+        groups: PartGroups,
+        page_size: int,
+        layers: int,
+        device: torch.device,
+        engine: CopyEngine,
     ) -> None:
         self.groups = groups
         self.page_size = page_size
         self.device = device
-        self.parts = [part for group, _ in groups for part in group]
-        self.page_bytes = [part.rows.row_bytes * page_size * layers for part in self.parts]
-        self.chunk_pages = max(1, _BUFFER_BYTES // sum(self.page_bytes))
         self.side = SideStream(device)
+        self._engine = engine
+        parts = [part for group, _ in groups for part in group]
+        token_bytes = sum(part.rows.row_bytes for part in parts) * layers
+        self.chunk_pages = max(1, _BUFFER_BYTES // (token_bytes * page_size))
+        self._parts = [PageRuns(part, page_size, layers, self.chunk_pages) for part in parts]
+        self._offsets = [0]
+        for part in self._parts:
+            end = self._offsets[-1] + part.page_bytes * self.chunk_pages
+            self._offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
         self._rows_in_buffer = torch.arange(self.chunk_pages * page_size, device=device)
         self._buffers = [
-            [
-                torch.empty(self.chunk_pages * size, dtype=torch.uint8, device=device)
-                for size in sizes
-            ]
-            for sizes in [self.page_bytes] * _BUFFERS
+            torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+            for _ in range(_BUFFERS)
         ]
         self._turn = 0
         self._emptied: list[Event | None] = [None] * _BUFFERS
 
-    def next_buffer(self) -> tuple[list[int], Event]:
-        """Addresses of the next buffer's parts, and the event to record when it is empty again.
+    def next_buffer(self) -> tuple[int, Event]:
+        """Address of the next buffer, and the event to record when it is empty again.
 
         The current stream waits until it is.
         """
@@ -92,41 +113,47 @@ class _Stage:
         if before is not None:
             before.wait()
         emptied = self._emptied[self._turn] = make_event(self.device)
-        return [buffer.data_ptr() for buffer in self._buffers[self._turn]], emptied
+        return self._buffers[self._turn].data_ptr(), emptied
 
-    def chunks(
-        self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor
-    ) -> list[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+    def chunks(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
         """The pages in pieces that fit a buffer."""
         step = self.chunk_pages
         return [
-            (
+            Chunk(
                 host_pages[start : start + step],
                 device_slots[start * self.page_size : (start + step) * self.page_size],
             )
             for start in range(0, len(host_pages), step)
         ]
 
-    def run_kernel(
-        self,
-        buffer: Sequence[int],
-        parts: Sequence[PartRows],
-        slots: torch.Tensor,
-        layers: range,
-        *,
-        to_buffer: bool,
-    ) -> None:
-        """Move `layers` between the buffer, whose rows `parts` describe, and the device pool."""
+    def run_engine(self, buffer: int, chunk: Chunk, layers: range, *, to_host: bool) -> None:
+        """Move `layers` of host pages from or to the buffer, in the current stream."""
+        if chunk.runs is None or chunk.num_layers != len(layers):
+            chunk.runs = join_runs(
+                [
+                    part.runs(chunk.pages, len(layers), offset)
+                    for part, offset in zip(self._parts, self._offsets, strict=False)
+                ]
+            )
+            chunk.num_layers = len(layers)
+        runs = chunk.runs.to_host(buffer) if to_host else chunk.runs.to_buffer(buffer, layers.start)
+        self._engine.copy(runs, current_stream_handle(self.device))
+
+    def run_kernel(self, buffer: int, chunk: Chunk, layers: range, *, to_buffer: bool) -> None:
+        """Move `layers` between the buffer and the device pool."""
         from sglang.srt.mem_cache.kernels.token_copy import copy_tokens
 
         done = 0
         for group, table in self.groups:
+            rows = self._parts[done].buffer_rows
+            # The kernel counts layers from the pool's first one.
+            base = buffer - layers.start * rows.layer_stride
             copy_tokens(
-                tuple(buffer[done : done + len(group)]),
-                parts[done].rows,
+                tuple(base + offset for offset in self._offsets[done : done + len(group)]),
+                rows,
                 table,
-                self._rows_in_buffer[: len(slots)],
-                slots,
+                self._rows_in_buffer[: len(chunk.slots)],
+                chunk.slots,
                 layers,
                 to_host=to_buffer,
                 tuning=_TUNING,
@@ -140,9 +167,8 @@ class StagedBackup:
     def __init__(
         self, groups: PartGroups, page_size: int, device: torch.device, engine: CopyEngine
     ) -> None:
-        self._engine = engine
-        self._num_layers = len(groups[0][0][0].device_addresses)
-        self._stage = _Stage(groups, page_size, self._num_layers, device)
+        self._layers = range(len(groups[0][0][0].device_addresses))
+        self._stage = _Stage(groups, page_size, len(self._layers), device, engine)
 
     def backup(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> None:
         """Copy all layers of pages to the host.
@@ -152,87 +178,47 @@ class StagedBackup:
             device_slots: int64 `[n * page_size]` on the device.
         """
         stage = self._stage
-        for pages, slots in stage.chunks(host_pages, device_slots):
+        for chunk in stage.chunks(host_pages, device_slots):
             buffer, emptied = stage.next_buffer()
-            stage.run_kernel(buffer, stage.parts, slots, range(self._num_layers), to_buffer=True)
+            stage.run_kernel(buffer, chunk, self._layers, to_buffer=True)
             stage.side.follow()
             with stage.side.use():
-                self._send(buffer, pages)
+                stage.run_engine(buffer, chunk, self._layers, to_host=True)
                 emptied.record()
         stage.side.join()
-
-    def _send(self, buffer: Sequence[int], pages: npt.NDArray[np.int64]) -> None:
-        stream = current_stream_handle(self._stage.device)
-        places = np.arange(len(pages), dtype=np.int64)
-        for part, address, size in zip(
-            self._stage.parts, buffer, self._stage.page_bytes, strict=True
-        ):
-            runs = merge_pieces(part.host_address + pages * size, address + places * size, size)
-            self._engine.copy(runs, stream)
 
 
 class StagedLoad:
     """Loads a few layers of pages at a time: as many as make a run worth its while."""
 
     def __init__(
-        self, groups: PartGroups, page_size: int, device: torch.device, engine: CopyEngine
+        self,
+        groups: PartGroups,
+        page_size: int,
+        device: torch.device,
+        engine: CopyEngine,
+        tuning: StagedLoadTuning,
     ) -> None:
-        self._engine = engine
-        first = groups[0][0][0]
-        self._num_layers = len(first.device_addresses)
-        wanted = -(-_LOAD_RUN_BYTES // (first.rows.row_bytes * page_size))
-        steps = -(-self._num_layers // min(wanted, self._num_layers))
-        self.layers_at_once = -(-self._num_layers // steps)
-        self._stage = _Stage(groups, page_size, self.layers_at_once, device)
-        self._in_buffer = [self._rows_of_buffer(part) for part in self._stage.parts]
+        self.layers_at_once = tuning.layers_at_once(groups[0][0][0], page_size)
+        self._stage = _Stage(groups, page_size, self.layers_at_once, device, engine)
 
-    def start(self) -> None:
-        """Order a load after what the current stream has queued."""
-        self._stage.side.follow()
-
-    def load(
-        self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor, layers: range
-    ) -> None:
-        """Copy at most `layers_at_once` consecutive layers to the device.
+    def start(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
+        """Order a load after what the current stream has queued; what to give to `load`.
 
         Args:
             host_pages: int64 `[n]`.
             device_slots: int64 `[n * page_size]` on the device.
-            layers: Which.
         """
+        self._stage.side.follow()
+        return self._stage.chunks(host_pages, device_slots)
+
+    def load(self, chunks: Sequence[Chunk], layers: range) -> None:
+        """Copy at most `layers_at_once` consecutive layers to the device."""
         stage = self._stage
-        for pages, slots in stage.chunks(host_pages, device_slots):
+        for chunk in chunks:
             with stage.side.use():
                 buffer, emptied = stage.next_buffer()
-                self._fetch(buffer, pages, layers)
+                stage.run_engine(buffer, chunk, layers, to_host=False)
             stage.side.join()
-            # The kernel counts layers from the pool's first one.
-            bases = [
-                address - layers.start * part.rows.layer_stride
-                for address, part in zip(buffer, self._in_buffer, strict=True)
-            ]
-            stage.run_kernel(bases, self._in_buffer, slots, layers, to_buffer=False)
+            stage.run_kernel(buffer, chunk, layers, to_buffer=False)
             emptied.record()
-
-    def _fetch(self, buffer: Sequence[int], pages: npt.NDArray[np.int64], layers: range) -> None:
-        stream = current_stream_handle(self._stage.device)
-        places = np.arange(len(pages), dtype=np.int64)
-        for part, address, pitch in zip(
-            self._stage.parts, buffer, self._stage.page_bytes, strict=True
-        ):
-            layer = pitch // self.layers_at_once
-            source = part.host_address + pages * (layer * self._num_layers) + layers.start * layer
-            runs = merge_pieces(address + places * pitch, source, len(layers) * layer)
-            self._engine.copy(runs, stream)
-
-    def _rows_of_buffer(self, part: PartRows) -> PartRows:
-        layer = part.rows.row_bytes * self._stage.page_size
-        rows = replace(
-            part.rows,
-            page_tokens=self._stage.page_size,
-            page_stride=layer * self.layers_at_once,
-            token_stride=part.rows.row_bytes,
-            layer_stride=layer,
-            alignment=math.gcd(part.rows.alignment, layer),
-        )
-        return replace(part, rows=rows)

@@ -43,8 +43,14 @@ def build_kv_host_stack(
             f"the hierarchical cache has no host pool for {type(device_pool).__name__}; "
             "start without --enable-hierarchical-cache"
         )
+    elements = device_pool.head_num * min(device_pool.head_dim, device_pool.v_head_dim)
+    token_bytes = elements * device_pool.layer_num * device_pool.store_dtype.itemsize
     io_backend, layout = resolve_layout_and_io(
-        device_pool.device.type, io_backend, layout, has_storage
+        device_pool.device.type,
+        io_backend,
+        layout,
+        has_storage,
+        token_bytes * device_pool.page_size,
     )
     host_pool = MHATokenToKVPoolHost(
         device_pool,

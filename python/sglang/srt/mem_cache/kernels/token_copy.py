@@ -23,7 +23,11 @@ from sglang.srt.mem_cache.host_rows import HostRows, TokenCopyTuning
 _ELEMENT_TYPES: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit
+# One binary for each pair of pools and direction: made at start, never while a request waits.
+@triton.jit(
+    do_not_specialize=["host_first", "host_second", "num_tokens", "first_layer", "num_layers"],
+    do_not_specialize_on_alignment=["device_table", "host_slots", "device_slots"],
+)
 def _copy_tokens(
     host_first,
     host_second,
