@@ -107,7 +107,7 @@ class CacheRig:
         self.tree = (
             RadixCache(params) if self.settings is None else HiRadixCache(params, self.settings)
         )
-        self._next_rid = 0
+        self._next_rid = self._arrivals = 0
 
     @property
     def hi(self) -> HiRadixCache:
@@ -142,6 +142,8 @@ class CacheRig:
         """Match on arrival and start the prefetch."""
         match = self.tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1], extra_key)))
         found = len(match.device_indices) + match.host_hit_length
+        self.tree.note_waiting(rid, self._arrivals, match.last_host_node)
+        self._arrivals += 1
         if isinstance(self.tree, HiRadixCache):
             self.tree.prefetch_from_storage(
                 rid, match.last_host_node, ids[found:-1], extra_key=extra_key
@@ -163,6 +165,7 @@ class CacheRig:
             tree.inc_lock_ref(lower)
             tree.dec_lock_ref(node)
             node = lower
+        tree.note_scheduled(rid)
         consumer = tree.ready_to_load_host_cache()
         if isinstance(tree, HiRadixCache):
             tree.cache_controller.layer_done_counter.set_consumer(consumer)

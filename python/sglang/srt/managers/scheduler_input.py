@@ -100,7 +100,7 @@ class InputHandler:
         self._num_arrivals += 1
         self._state.waiting.append(req)
         if not req.is_probe:
-            self._start_prefetch(req)
+            self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         output = RequestOutput(
@@ -136,12 +136,14 @@ class InputHandler:
             )
         return None
 
-    def _start_prefetch(self, req: Req) -> None:
-        """Read from L3 what L1 and L2 lack of the prompt, while the request waits."""
+    def _look_ahead(self, req: Req) -> None:
+        """While the request waits, keep what L1 and L2 have of its prompt, and read from L3 what
+        they lack."""
         tree = self._state.tree
         key = req.match_key()
         match = tree.match_prefix(MatchPrefixParams(key, req=req))
         known = len(match.device_indices) + match.host_hit_length
+        tree.note_waiting(req.rid, req.arrival_number, match.last_host_node)
         tree.prefetch_from_storage(
             req.rid, match.last_host_node, key.token_ids[known:], extra_key=req.extra_key
         )

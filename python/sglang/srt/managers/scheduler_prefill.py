@@ -225,6 +225,7 @@ class PrefillScheduler:
         req.prefix_indices = prefix.slots
         req.last_node = prefix.node
         req.cache_protected_len = len(prefix.slots)
+        state.tree.note_scheduled(req.rid)
         from_storage = min(state.tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
         if req.was_scheduled:
             return

@@ -224,8 +224,15 @@ class BasePrefixCache(ABC):
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """A prefill of `tokens` took `seconds`: what a page that is not found costs."""
 
+    def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
+        """Request `rid` waits, and will use the prefix that ends with `node`: what the queue will
+        use is evicted last. Requests are expected to be served in the order of their numbers."""
+
+    def note_scheduled(self, rid: str) -> None:
+        """Request `rid` has locked what it uses; it waits no more."""
+
     def release_aborted_request(self, rid: str) -> None:
-        """Forget the prefetch of a request that will not run."""
+        """Forget that a request waits that will not run, and its prefetch."""
 
     def is_busy(self) -> dict[str, int]:
         """Operations in flight by kind; empty when idle."""

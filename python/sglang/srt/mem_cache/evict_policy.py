@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Final, TypeAlias
 
 from sglang.srt.mem_cache.tree_node import TreeNode
 
 Priority: TypeAlias = tuple[int, ...]
+EvictionOrder: TypeAlias = tuple[int, Priority]
+"""Smallest first."""
+
+
+_STALE_FACTOR: Final = 2
+_STALE_SLACK: Final = 64
+"""A heap is built anew once it holds more entries than this makes of its candidates."""
 
 
 class EvictionStrategy(ABC):
@@ -25,6 +32,13 @@ class EvictionStrategy(ABC):
     @abstractmethod
     def get_priority(self, node: TreeNode) -> Priority:
         """Smallest first."""
+
+    def eviction_order(self, node: TreeNode) -> EvictionOrder:
+        """`get_priority`, but what waiting requests will use goes after all else, and of that
+        what is needed last goes first. See `look_ahead.py`."""
+        if node.wanted_by:
+            return 1, (-node.wanted_by[0],)
+        return 0, self.get_priority(node)
 
 
 class LRUStrategy(EvictionStrategy):
@@ -69,6 +83,11 @@ class PriorityStrategy(EvictionStrategy):
 
     def get_priority(self, node: TreeNode) -> Priority:
         return (node.priority, node.last_access_time)
+
+    def eviction_order(self, node: TreeNode) -> EvictionOrder:
+        # What the user said weighs more than the queue.
+        is_wanted, order = super().eviction_order(node)
+        return node.priority, (is_wanted, *order)
 
 
 class SLRUStrategy(EvictionStrategy):
@@ -123,8 +142,8 @@ class EvictionHeap:
     ) -> None:
         self._strategy = strategy
         self._is_candidate = is_candidate
-        self._heap: list[tuple[Priority, int, TreeNode]] = []
-        self._members: set[int] = set()
+        self._heap: list[tuple[EvictionOrder, int, TreeNode]] = []
+        self._members: dict[int, TreeNode] = {}
 
     def __contains__(self, node: TreeNode) -> bool:
         return node.id in self._members
@@ -132,24 +151,39 @@ class EvictionHeap:
     def offer(self, node: TreeNode) -> None:
         """Take `node` as a candidate if it is one. Call it whenever it may have become one."""
         if node.id not in self._members and self._is_candidate(node):
-            self._members.add(node.id)
-            heapq.heappush(self._heap, (self._strategy.get_priority(node), node.id, node))
+            self._members[node.id] = node
+            self._push(node)
+
+    def refresh(self, node: TreeNode) -> None:
+        """Look at `node` anew: it may go earlier than when it was offered."""
+        if node.id not in self._members:
+            return
+        # The entry before this one stays behind, and is found out when it comes up.
+        self._push(node)
+        if len(self._heap) > _STALE_FACTOR * len(self._members) + _STALE_SLACK:
+            self._rebuild(self._members.values())
+
+    def _push(self, node: TreeNode) -> None:
+        heapq.heappush(self._heap, (self._strategy.eviction_order(node), node.id, node))
+
+    def _rebuild(self, nodes: Iterable[TreeNode]) -> None:
+        self._heap = [(self._strategy.eviction_order(node), node.id, node) for node in nodes]
+        heapq.heapify(self._heap)
 
     def pop(self) -> TreeNode | None:
         """Remove and return the node to evict next; None when there is no candidate."""
         if not self._strategy.grows_with_use:
-            self._heap = [(self._strategy.get_priority(n), i, n) for _, i, n in self._heap]
-            heapq.heapify(self._heap)
+            self._rebuild(self._members.values())
         while self._heap:
             priority, node_id, node = heapq.heappop(self._heap)
             if not self._is_candidate(node):
-                self._members.discard(node_id)
+                self._members.pop(node_id, None)
                 continue
-            current = self._strategy.get_priority(node)
+            current = self._strategy.eviction_order(node)
             if current != priority:
                 heapq.heappush(self._heap, (current, node_id, node))
                 continue
-            self._members.discard(node_id)
+            self._members.pop(node_id, None)
             return node
         return None
 

@@ -221,6 +221,7 @@ class HiRadixCache(HostTierCache):
         return True
 
     def release_aborted_request(self, rid: str) -> None:
+        super().release_aborted_request(rid)
         self._finish_prefetch(rid)
         self._loaded_from_storage.pop(rid, None)
 

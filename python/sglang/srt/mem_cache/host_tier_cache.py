@@ -316,6 +316,10 @@ class HostTierCache(RadixCache):
         self.metrics.evicted.labels("host").inc(freed)
         return freed
 
+    def _refresh(self, node: TreeNode) -> None:
+        super()._refresh(node)
+        self._host_heap.refresh(node)
+
     def _is_host_candidate(self, node: TreeNode) -> bool:
         return (
             node.parent is not None

@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.integrity import PageBooks, check_nodes
+from sglang.srt.mem_cache.look_ahead import LookAhead
 from sglang.srt.mem_cache.radix_key import RadixKey
 from sglang.srt.mem_cache.tree_node import ROOT_ID, TreeNode
 
@@ -52,6 +53,7 @@ class RadixCache(BasePrefixCache):
         self.device = self.token_to_kv_pool_allocator.device
         self.eviction_strategy = get_eviction_strategy(params.eviction_policy)
         self._device_heap = EvictionHeap(self.eviction_strategy, self._is_device_candidate)
+        self._look_ahead = LookAhead()
         self._reset_books()
 
     def reset(self) -> None:
@@ -64,6 +66,7 @@ class RadixCache(BasePrefixCache):
         self._evictable = 0
         self._protected = 0
         self._device_heap.clear()
+        self._look_ahead.clear()
 
     # ---- matching and inserting ------------------------------------------------------------
 
@@ -192,6 +195,7 @@ class RadixCache(BasePrefixCache):
             "creation_time",
         ):
             setattr(upper, mark, getattr(lower, mark))
+        upper.wanted_by = lower.wanted_by.copy()
         lower.key = lower.key[length:]
         upper.attach(parent, self.page_size)
         lower.attach(upper, self.page_size)
@@ -259,6 +263,25 @@ class RadixCache(BasePrefixCache):
         if len(slots):
             self.token_to_kv_pool_allocator.free(slots)
 
+    # ---- requests that wait ----------------------------------------------------------------
+
+    def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
+        self._look_ahead.add(rid, arrival_number, node)
+
+    def note_scheduled(self, rid: str) -> None:
+        self._stop_waiting(rid)
+
+    def release_aborted_request(self, rid: str) -> None:
+        self._stop_waiting(rid)
+
+    def _stop_waiting(self, rid: str) -> None:
+        for node in self._look_ahead.remove(rid):
+            self._refresh(node)
+
+    def _refresh(self, node: TreeNode) -> None:
+        """`node` may leave earlier than thought."""
+        self._device_heap.refresh(node)
+
     # ---- locks and eviction ----------------------------------------------------------------
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
@@ -311,6 +334,7 @@ class RadixCache(BasePrefixCache):
 
     def _delete_node(self, node: TreeNode) -> None:
         assert not node.children and node.value is None and node.lock_ref == 0
+        self._look_ahead.on_delete(node)
         node.detach(self.page_size)
 
     def _is_device_candidate(self, node: TreeNode) -> bool:
@@ -356,6 +380,7 @@ class RadixCache(BasePrefixCache):
     def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
         nodes = list(self.nodes())
         check_nodes(self.root_node, nodes, self.page_size)
+        self._look_ahead.check(nodes)
         on_device = [node for node in nodes if node.value is not None]
         locked = sum(len(node.key) for node in on_device if node.lock_ref)
         total = sum(len(node.key) for node in on_device)

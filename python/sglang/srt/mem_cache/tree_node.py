@@ -41,6 +41,7 @@ class TreeNode:
         "priority",
         "storage_epoch",
         "value",
+        "wanted_by",
         "write_id",
     )
 
@@ -73,6 +74,8 @@ class TreeNode:
         self.creation_time = 0
         self.hit_count = 0
         self.priority = 0
+        self.wanted_by: list[int] = []
+        """Arrival numbers of the waiting requests that will use these pages, ascending."""
 
     @property
     def evicted(self) -> bool:
