@@ -137,10 +137,16 @@ class SimulatedCache:
             self._tree = HiRadixCache(params, settings)
             assert self._tree.host_pool.size == sizes.l2_pages * page_size
 
-    def serve(self, ids: TokenArray, priority: int = 0) -> tuple[int, int]:
+    def arrive(self, rid: str, number: int, ids: TokenArray) -> None:
+        """A prompt enters the queue as the `number`-th; `serve` it later under this `rid`."""
+        match = self._tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1])))
+        self._tree.note_waiting(rid, number, match.last_host_node)
+
+    def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
         """Serve one prompt; the tokens that L1 and L2 had of it."""
         tree = self._tree
         match = tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1])))
+        tree.note_scheduled(rid)
         held, device = match.last_device_node, len(match.device_indices)
         tree.inc_lock_ref(held)
         loaded = match.device_indices[:0]

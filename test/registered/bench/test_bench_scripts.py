@@ -50,6 +50,22 @@ def test_simulate_trace(tmp_path: Path) -> None:
     assert len(output.read_text().splitlines()) == 13
 
 
+def test_simulate_turns_knows_the_queue() -> None:
+    small = ("--num-clients", "6", "--num-rounds", "6", "--request-length", "256")
+    setting = (*small, "--l1", "0.2", "--orders", "6:fifo", "--policies", "lru")
+    _, *heeding, best = run("hicache/simulate_turns.py", *setting)
+    _, *ignoring, _ = run("hicache/simulate_turns.py", *setting, "--ignore-queue")
+    by_name = {one["arrangement"]: one for one in heeding}
+    assert set(by_name) == {"one_tier", "write_through", "write_back"}
+    # In turn, so that recency alone has all the pages but those that are needed.
+    assert sum(one["host_hit_rate"] for one in ignoring) < by_name["write_through"]["host_hit_rate"]
+    hits = [one["device_hit_rate"] + one["host_hit_rate"] for one in heeding]
+    assert max(hits) <= best["best_hit_rates"]["both"]
+    assert best["best_hit_rates"]["unlimited"] == pytest.approx(
+        sum(4 * turn for turn in range(6)) / sum(4 * turn for turn in range(1, 7)), abs=1e-3
+    )
+
+
 def test_simulate_trace_stops_in_time() -> None:
     assert len(run("hicache/simulate_trace.py", "--max-seconds", "0", status=1)) == 1
 
