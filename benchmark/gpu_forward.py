@@ -105,6 +105,7 @@ class Rig:
             input_ids=torch.randint(0, 151936, (new,), device="cuda"),
             positions=compute_extend_positions([prefix], [new], "cuda"),
             req_pool_indices=torch.tensor([0], device="cuda"),
+            req_pool_indices_cpu=[0],
             seq_lens=torch.tensor([prefix + new], device="cuda"),
             seq_lens_cpu=[prefix + new],
             out_cache_loc=table[0, prefix : prefix + new].long(),

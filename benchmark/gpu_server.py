@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from gpu_forward import QWEN3_8B
 
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
@@ -33,6 +33,7 @@ from sglang.benchmark.request_result import RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.launched_step import StepResult
 from sglang.srt.managers.scheduler import Scheduler, Tick
 from sglang.srt.managers.scheduler_process import build_scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -55,26 +56,23 @@ def random_prompt(seed: int, length: int) -> list[int]:
 # ---- the scheduler in this process -----------------------------------------------------------
 
 
-class TimedWorker:
-    """Wraps a worker's forward: how long a step has the GPU busy or the CPU waiting for it."""
+class Waiting:
+    """Seconds that the CPU spent waiting for steps to end; wraps `StepResult.wait`."""
 
-    def __init__(self, worker: Any) -> None:
-        self._forward = worker.forward_batch_generation
-        self.launch = self.waited = 0.0
-        worker.forward_batch_generation = self
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        wait = StepResult.wait
 
-    def __call__(self, batch: Any) -> Any:
-        begun = time.perf_counter()
-        result = self._forward(batch)
-        launched = time.perf_counter()
-        torch.cuda.synchronize()
-        self.launch = launched - begun
-        self.waited = time.perf_counter() - launched
-        return result
+        def timed(result: StepResult) -> None:
+            begun = time.perf_counter()
+            wait(result)
+            self.seconds += time.perf_counter() - begun
+
+        StepResult.wait = timed  # type: ignore[method-assign, assignment]
 
 
-def measure_steps(scheduler: Scheduler, worker: TimedWorker, count: int, context: int) -> list[Any]:
-    """(whole, launching, waiting) seconds of the decode steps of `count` requests."""
+def measure_steps(scheduler: Scheduler, waiting: Waiting, count: int, context: int) -> list[Any]:
+    """(whole, waiting) seconds of the ticks in which `count` requests decode."""
     messages = []
     for i in range(count):
         params = SamplingParams(max_new_tokens=128, temperature=0.0, ignore_eos=True)
@@ -89,12 +87,12 @@ def measure_steps(scheduler: Scheduler, worker: TimedWorker, count: int, context
     times = []
     while not scheduler.is_idle():
         before = scheduler.state.counters.decode_steps
-        begun = time.perf_counter()
+        begun, waited = time.perf_counter(), waiting.seconds
         scheduler.step(Tick(time.time(), []))
         seconds = time.perf_counter() - begun
         is_decode = scheduler.state.counters.decode_steps > before
         if is_decode and len(scheduler.state.decoding) == count:
-            times.append((seconds, worker.launch, worker.waited))
+            times.append((seconds, waiting.seconds - waited))
     return times
 
 
@@ -104,26 +102,27 @@ def part_scheduler(model: str, out: Emit) -> None:
         device="cuda", page_size=64, max_total_tokens=131072,
     )  # fmt: skip
     begun = time.monotonic()
-    scheduler = build_scheduler(args.resolve()).scheduler
+    built = build_scheduler(args.resolve())
     out({"what": "scheduler built", "seconds": time.monotonic() - begun})
-    worker = TimedWorker(scheduler._parts.worker)
-    for count, context, expected in ((1, 1024, 0.3), (64, 256, 0.8), (256, 256, 2.0)):
-        times = measure_steps(scheduler, worker, count, context)
-        whole, launch, waited = (
-            statistics.median(column) * 1e3 for column in zip(*times, strict=True)
-        )
-        out(
-            {
-                "what": f"decode step, {count} requests, streamed",
-                "expected_cpu_ms": expected,
-                "target_cpu_ms": 1.5,
-                "cpu_ms": whole - waited,
-                "of_it_launching_ms": launch,
-                "step_ms": whole,
-                "steps": len(times),
-            }
-        )
-    scheduler.close()
+    parts = built.scheduler._parts
+    waiting = Waiting()
+    for count, context, expected in ((1, 1024, 4.4), (64, 256, 5.95), (256, 256, 10.8)):
+        for overlap in (False, True):
+            scheduler = Scheduler(built.server_args, dataclasses.replace(parts, overlap=overlap))
+            times = measure_steps(scheduler, waiting, count, context)
+            whole, waited = (statistics.median(part) * 1e3 for part in zip(*times, strict=True))
+            out(
+                {
+                    "what": f"decode step, {count} requests, streamed",
+                    "overlap": overlap,
+                    "expected_step_ms_with_overlap": expected,
+                    "target_cpu_ms": 1.5,
+                    "cpu_ms": whole - waited,
+                    "step_ms": whole,
+                    "steps": len(times),
+                }
+            )
+    built.scheduler.close()
 
 
 # ---- servers ---------------------------------------------------------------------------------

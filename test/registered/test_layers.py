@@ -39,7 +39,12 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "model_executor.cuda_graph_runner",
         "model_executor.warm_up",
     ),
-    ("managers.schedule_batch", "managers.schedule_policy", "managers.tp_worker"),
+    (
+        "managers.schedule_batch",
+        "managers.launched_step",
+        "managers.schedule_policy",
+        "managers.tp_worker",
+    ),
     (
         "managers.scheduler",
         "managers.scheduler_*",

@@ -143,6 +143,9 @@ class ServerArgs:
         "package flashinfer-python.",
         choices=("torch_native", "triton", "flashinfer", "ascend"),
     )
+    disable_overlap_schedule: bool = flag(
+        False, "On a GPU, take in each step's tokens before the next step is launched."
+    )
     disable_cuda_graph: bool = flag(False, "On a GPU, launch decode steps kernel by kernel.")
     cuda_graph_max_bs: int | None = flag(
         None, "Most requests whose decode steps are captured as CUDA graphs; absent: 256."

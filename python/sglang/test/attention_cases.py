@@ -93,6 +93,7 @@ class PagedContexts:
             input_ids=loc,
             positions=loc,
             req_pool_indices=self.rows,
+            req_pool_indices_cpu=self.rows.tolist(),
             seq_lens=torch.tensor(self.lens, device=self.device),
             seq_lens_cpu=self.lens,
             out_cache_loc=loc,

@@ -26,6 +26,14 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_key import RadixKey
 from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.srt.utils.device import detect_device
+
+RIG_DEVICE = detect_device()
+"""A GPU where there is one."""
+RIG_LAYOUTS = ("layer_first", "page_first", "page_first_direct") + (
+    ("page_first_kv_split",) if RIG_DEVICE == "cpu" else ()
+)
+"""Of L2, as far as the device can have them."""
 
 _LAYERS, _HEADS, _DIM = 3, 2, 4
 _DEADLINE_S = 30.0
@@ -87,15 +95,17 @@ class CacheRig:
 
     def __post_init__(self) -> None:
         size = self.l1_pages * self.page_size
-        self.pool = MHATokenToKVPool(size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, "cpu")
+        self.pool = MHATokenToKVPool(
+            size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, RIG_DEVICE
+        )
         self.allocator: TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator
         if self.page_size == 1:
-            self.allocator = TokenToKVPoolAllocator(size, self.dtype, "cpu", self.pool)
+            self.allocator = TokenToKVPoolAllocator(size, self.dtype, RIG_DEVICE, self.pool)
         else:
             self.allocator = PagedTokenToKVPoolAllocator(
-                size, self.page_size, self.dtype, "cpu", self.pool
+                size, self.page_size, self.dtype, RIG_DEVICE, self.pool
             )
-        self.rows = ReqToTokenPool(32, 4096, "cpu")
+        self.rows = ReqToTokenPool(32, 4096, RIG_DEVICE)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
@@ -191,7 +201,7 @@ class CacheRig:
         assert self.rows.alloc([request]) is not None
         row = torch.cat([request.prefix_indices, slots[: len(ids) - known]])
         self.rows.write((request.req_pool_idx, slice(0, len(ids))), row)
-        wanted = expected_kv(ids, request.extra_key)
+        wanted = expected_kv(ids, request.extra_key).to(RIG_DEVICE)
         for layer in range(_LAYERS):
             keys, values = self.pool.get_kv_buffer(layer)
             assert torch.equal(keys[row[:known]], as_rows(wanted[:known] + layer, self.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,9 +29,12 @@ from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfi
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.device import detect_device
 from sglang.test.tiny_models import save_tiny_checkpoint
 
 MAX_STEPS = 5000
+RIG_DEVICE = detect_device()
+"""A GPU where there is one; without graphs, for each rig would capture them anew."""
 
 
 def greedy(max_new_tokens: int = 8, **params: Any) -> SamplingParams:
@@ -71,6 +74,9 @@ class SchedulerRig:
         args: Fields of `ServerArgs`.
     """
 
+    overlap: ClassVar[bool] = False
+    """Whether schedulers made from now on prepare a step while the one before it runs."""
+
     def __init__(
         self,
         model_path: Path,
@@ -83,13 +89,17 @@ class SchedulerRig:
     ) -> None:
         if not (model_path / "config.json").exists():
             save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
-        self.server_args = ServerArgs(model_path=str(model_path), **args).resolve().on_device("cpu")
+        self.server_args = (
+            ServerArgs(model_path=str(model_path), **args).resolve().on_device(RIG_DEVICE)
+        )
         page_size = self.server_args.page_size
         assert page_size is not None
         runner = ModelRunner(
             ModelRunnerConfig(
                 model_config=ModelConfig.from_path(str(model_path)),
+                device=RIG_DEVICE,
                 page_size=page_size,
+                disable_cuda_graph=True,
                 show_progress=False,
             )
         )
@@ -117,6 +127,7 @@ class SchedulerRig:
                 metrics=metrics,
                 tokenizer=tokenizer,
                 grammar_backend=grammar_backend,
+                overlap=self.overlap,
             ),
         )
         self.now = 1000.0

@@ -115,6 +115,7 @@ class StepDriver:
         batch = self._batch(ForwardMode.EXTEND, rows, total, flat, loc)
         batch.positions = compute_extend_positions(prefix, new, self.device)
         batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = prefix, new
+        batch.req_pool_indices_cpu = batch.req_pool_indices.tolist()
         return self._run(batch, rows, total)
 
     def decode(self, work: Sequence[tuple[int, int]]) -> LogitsProcessorOutput:

@@ -18,10 +18,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+register_cuda_ci(est_time=40, suite="base-b-test-1-gpu-large")
 
 PROMPTS = [prompt(seed, length) for seed, length in enumerate((5, 17, 40, 64, 33, 1))]
 

@@ -21,10 +21,11 @@ from sglang.srt.managers.io_struct import (
     GetHiCacheStorageReqInput,
     RequestOutput,
 )
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 PAGE = 16
 EXTRA = json.dumps({"prefetch_threshold": PAGE})

@@ -19,12 +19,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, StorageUnavailable
 from sglang.srt.mem_cache.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split")
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
@@ -55,7 +55,7 @@ def other_prompts(rig: CacheRig, count: int = 3) -> None:
         rig.settle()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", RIG_LAYOUTS)
 def test_evicted_pages_come_back_from_the_host(layout: str) -> None:
     rig = two_tiers(hicache_mem_layout=layout)
     rig.run(range(16))
@@ -66,7 +66,7 @@ def test_evicted_pages_come_back_from_the_host(layout: str) -> None:
     assert rig.run(range(17)) == Reused(device=16)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", RIG_LAYOUTS)
 def test_flushed_pages_come_back_from_storage(layout: str) -> None:
     rig = three_tiers(hicache_mem_layout=layout)
     rig.run(range(16))
@@ -87,7 +87,8 @@ def test_layouts_with_equal_page_bytes_share_and_others_do_not() -> None:
     writer = three_tiers(hicache_mem_layout="layer_first")
     writer.run(range(16))
     writer.settle()
-    assert three_tiers(hicache_mem_layout="page_first_kv_split").run(range(17)).storage == 16
+    alike = "page_first_kv_split" if "page_first_kv_split" in RIG_LAYOUTS else "page_first_direct"
+    assert three_tiers(hicache_mem_layout=alike).run(range(17)).storage == 16
     assert three_tiers(hicache_mem_layout="page_first").run(range(17)).storage == 0
 
 
@@ -438,7 +439,10 @@ def test_short_prompts_are_not_fetched() -> None:
     ("settings", "words"),
     [
         ({"hicache_mem_layout": "diagonal"}, "hicache-mem-layout"),
-        ({"hicache_io_backend": "kernel"}, "hicache-io-backend"),
+        (
+            {"hicache_io_backend": "kernel", "hicache_mem_layout": RIG_LAYOUTS[-1]},
+            "hicache-io-backend",
+        ),
         ({"hicache_size": 10**6}, "--hicache-size"),
         ({"hicache_storage_prefetch_policy": "never"}, "prefetch_policy"),
     ],

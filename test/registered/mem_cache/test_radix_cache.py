@@ -10,9 +10,10 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_key import RadixKey, chain_seed, page_hash
 from sglang.test.cache_rig import CacheRig, Reused, RigRequest
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 64])

@@ -38,13 +38,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.storage_io import StorageIO
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused, RigRequest
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")
+register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 
 EVICTION = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split")
 PREFETCH = ("best_effort", "wait_complete")
 MAX_PAGES = 6
 EXAMPLES = 50
@@ -169,7 +169,7 @@ class Tiers(RuleBasedStateMachine):
         write_policy=st.sampled_from(WRITE_POLICIES),
         prefetch_policy=st.sampled_from(PREFETCH),
         eviction=st.sampled_from(EVICTION),
-        layout=st.sampled_from(LAYOUTS),
+        layout=st.sampled_from(RIG_LAYOUTS),
         has_storage=st.booleans(),
     )
     def build(

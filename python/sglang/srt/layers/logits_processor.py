@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from sglang.srt.layers.input_logprobs import InputLogprobs, compute_input_logprobs
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.utils.device import stage_to_device
 
 
 @dataclass(kw_only=True)
@@ -19,9 +21,10 @@ class LogitsProcessorOutput:
     """fp32 `[bs, vocab_size]`, before penalties and temperature. Sampling never writes to it."""
     next_token_logprobs: torch.Tensor | None = None
     """fp32 `[bs]`: of the sampled tokens."""
-    next_token_top_logprobs_val: list[list[float]] | None = None
-    """Per request, its `top_logprobs_nums` largest, descending."""
-    next_token_top_logprobs_idx: list[list[int]] | None = None
+    next_token_top_logprobs_val: torch.Tensor | None = None
+    """fp32 `[bs, max(top_logprobs_nums)]`: the largest of each row, descending."""
+    next_token_top_logprobs_idx: torch.Tensor | None = None
+    """int64: the tokens that they belong to."""
     input_logprobs: InputLogprobs | None = None
     """Of prompt tokens, where asked for."""
 
@@ -41,8 +44,9 @@ class LogitsProcessor(torch.nn.Module):
             assert forward_batch.extend_seq_lens_cpu is not None
             if forward_batch.extend_logprob_start_lens_cpu is not None:
                 inputs = compute_input_logprobs(hidden_states, head_weight, forward_batch)
-            lens = torch.tensor(forward_batch.extend_seq_lens_cpu, device=hidden_states.device)
-            hidden_states = hidden_states.index_select(0, lens.cumsum(0) - 1)
+            ends = list(itertools.accumulate(forward_batch.extend_seq_lens_cpu))
+            last = stage_to_device(torch.tensor(ends) - 1, hidden_states.device)
+            hidden_states = hidden_states.index_select(0, last)
         logits = apply_linear(
             hidden_states, head_weight, out=forward_batch.logits_out, out_dtype=torch.float32
         )

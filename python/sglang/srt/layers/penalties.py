@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.device import on_device
 
 
 class Penalties:
@@ -35,17 +36,17 @@ class Penalties:
 
         def column(name: str) -> torch.Tensor:
             values = [float(getattr(params[row], name)) for row in rows]
-            return torch.tensor(values, device=device).unsqueeze(1)
+            return on_device(values, device).unsqueeze(1)
 
-        self.rows = torch.tensor(rows, device=device)
+        self.rows = on_device(rows, device)
         self._frequency = column("frequency_penalty")
         self._presence = column("presence_penalty")
         self._repetition = column("repetition_penalty")
         self._counts = torch.zeros((len(rows), vocab_size), dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros((len(rows), vocab_size), dtype=torch.bool, device=device)
         for i, row in enumerate(rows):
-            self._in_prompt[i, torch.tensor(prompts[row], dtype=torch.int64, device=device)] = True
-            output = torch.tensor(outputs[row], dtype=torch.int64, device=device)
+            self._in_prompt[i].index_fill_(0, on_device(prompts[row], device, torch.int64), 1)
+            output = on_device(outputs[row], device, torch.int64)
             self._counts[i] = torch.bincount(output, minlength=vocab_size).to(torch.int32)
 
     def apply_(self, logits: torch.Tensor) -> None:
@@ -76,9 +77,9 @@ class LogitBias:
             for row in rows
             for token, value in (params[row].logit_bias or {}).items()
         ]
-        self._rows = torch.tensor([entry[0] for entry in entries], device=device)
-        self._tokens = torch.tensor([entry[1] for entry in entries], device=device)
-        self._values = torch.tensor([entry[2] for entry in entries], device=device)
+        self._rows = on_device([entry[0] for entry in entries], device)
+        self._tokens = on_device([entry[1] for entry in entries], device)
+        self._values = on_device([entry[2] for entry in entries], device)
 
     def apply_(self, logits: torch.Tensor) -> None:
         """Change `[bs, vocab_size]` in place."""
@@ -101,9 +102,9 @@ class MinNewTokens:
                 rows_of.append(row)
                 tokens.append(token)
                 minimums.append(params[row].min_new_tokens)
-        self._rows = torch.tensor(rows_of, dtype=torch.int64, device=device)
-        self._tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
-        self._minimums = torch.tensor(minimums, dtype=torch.int64, device=device)
+        self._rows = on_device(rows_of, device, torch.int64)
+        self._tokens = on_device(tokens, device, torch.int64)
+        self._minimums = on_device(minimums, device, torch.int64)
 
     def apply_(self, logits: torch.Tensor, steps: torch.Tensor) -> None:
         """Change `[bs, vocab_size]` in place.

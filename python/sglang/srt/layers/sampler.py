@@ -150,8 +150,7 @@ def _fill_logprobs(
     output.next_token_logprobs = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     nums = top_logprobs_nums or []
     if any(nums):
-        values, indices = logprobs.topk(min(max(nums), logprobs.shape[-1]), dim=-1)
-        pairs = zip(nums, values.tolist(), indices.tolist(), strict=True)
-        tops = [(row[:num], ids[:num]) for num, row, ids in pairs]
-        output.next_token_top_logprobs_val = [row for row, _ in tops]
-        output.next_token_top_logprobs_idx = [ids for _, ids in tops]
+        count = min(max(nums), logprobs.shape[-1])
+        values, indices = logprobs.topk(count, dim=-1)
+        output.next_token_top_logprobs_val = values
+        output.next_token_top_logprobs_idx = indices

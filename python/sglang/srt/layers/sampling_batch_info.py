@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.grammar_mask import GrammarMask, GrammarRow
 from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.device import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class SamplingBatchInfo:
                 whole = p.top_k in (-1, vocab_size) or p.top_k > vocab_size
                 is_plain = whole and p.top_p >= 1.0 and p.min_p <= 0.0
                 (plain if is_plain else filtered).append(row)
-            if p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0:
+            if p.has_penalties:
                 penalised.append(row)
             if p.logit_bias:
                 biased.append(row)
@@ -89,8 +90,8 @@ class SamplingBatchInfo:
         return cls(
             batch_size=len(params),
             is_all_greedy=not plain and not filtered,
-            temperatures=torch.tensor(temperatures, device=device).unsqueeze(1),
-            plain_rows=torch.tensor(plain, device=device) if plain else None,
+            temperatures=on_device(temperatures, device).unsqueeze(1),
+            plain_rows=on_device(plain, device) if plain else None,
             filtered=_filtered_rows(params, filtered, vocab_size, device) if filtered else None,
             penalties=Penalties(
                 params,
@@ -148,8 +149,8 @@ def _filtered_rows(
     top_ks = [vocab_size if p.top_k == -1 else min(p.top_k, vocab_size) for p in chosen]
     top_ps = [float("inf") if p.top_p >= 1.0 else p.top_p for p in chosen]
     return FilteredRows(
-        rows=torch.tensor(rows, device=device),
-        top_ks=torch.tensor(top_ks, device=device).unsqueeze(1),
-        top_ps=torch.tensor(top_ps, dtype=torch.float64, device=device).unsqueeze(1),
-        min_ps=torch.tensor([p.min_p for p in chosen], device=device).unsqueeze(1),
+        rows=on_device(rows, device),
+        top_ks=on_device(top_ks, device).unsqueeze(1),
+        top_ps=on_device(top_ps, device, torch.float64).unsqueeze(1),
+        min_ps=on_device([p.min_p for p in chosen], device).unsqueeze(1),
     )

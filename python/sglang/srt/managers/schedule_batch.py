@@ -1,7 +1,8 @@
 """A request as the scheduler sees it, and the batch whose tensors one forward takes.
 
-Invariant between two steps: columns `[0, kv_committed_len)` of a request's row hold all the slots
-that it has, and those slots hold the keys and values of `kv_committed_ids`.
+Invariant between two steps: columns `[0, kv_committed_len)` of a request's row hold slots with the
+keys and values of `kv_committed_ids`; the `num_in_flight` columns after them hold those that a step
+in flight fills; and it has no others.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TopLogprobs,
 )
+from sglang.srt.managers.schedule_policy import ceil_to_page
 from sglang.srt.mem_cache.radix_key import RadixKey, TokenArray, token_array
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,
 )
-from sglang.srt.utils.device import stage_to_device
+from sglang.srt.utils.device import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
@@ -73,6 +75,9 @@ class Req:
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     kv_committed_len: int = 0
     """Tokens whose keys and values are in the pool."""
+    num_in_flight: int = 0
+    """Tokens after those that have slots and are being computed: the CPU has not seen the step's
+    end yet."""
     finish_reason: FinishReason | None = None
     to_abort: FinishReason | None = None
     """Set when the request shall end before the next step."""
@@ -153,6 +158,16 @@ class Req:
         return self.max_new_tokens - len(self.output_ids)
 
     @property
+    def ends_in_flight(self) -> bool:
+        """Whether the step that computes it now brings the last token that it may have."""
+        return len(self.output_ids) + self.num_in_flight >= self.max_new_tokens
+
+    @property
+    def is_sampled_by_history(self) -> bool:
+        """Whether the CPU must know its tokens to prepare the sampling of the next."""
+        return self.matcher is not None or self.sampling_params.has_penalties
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were reused when the request was first scheduled."""
         details = self.cached_tokens_details
@@ -188,15 +203,23 @@ class Req:
         if self.req_pool_idx is None:
             return _NO_SLOTS
         row = pool.req_to_token[self.req_pool_idx]
-        return row[self.cache_protected_len : self.kv_committed_len].to(torch.int64)
+        end = self.kv_committed_len + self.num_in_flight
+        return row[self.cache_protected_len : end].to(torch.int64)
 
 
-def release_slots(
-    req: Req, tree: BasePrefixCache, pool: ReqToTokenPool, *, is_insert: bool = True
-) -> None:
-    """Hand a request's slots to the tree (or free them), its row to the pool."""
-    tree.cache_finished_req(req, is_insert=is_insert and not req.is_probe)
-    pool.free(req)
+def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
+    """Hand a request's slots to the tree (those of a probe are freed), its row to the pool.
+
+    Slots of a decode step in flight are freed too. That is no race: whatever uses them next is
+    queued behind that step.
+    """
+    rows, allocator = pools.req_to_token_pool, pools.allocator
+    begin = ceil_to_page(req.kv_committed_len, allocator.page_size)
+    end = req.kv_committed_len + req.num_in_flight
+    if begin < end:
+        allocator.free_in_order(rows.req_to_token[_row(req), begin:end].to(torch.int64))
+    tree.cache_finished_req(req, is_insert=not req.is_probe)
+    rows.free(req)
     req.kv_committed_len = 0
     req.prefix_indices = _NO_SLOTS
 
@@ -242,7 +265,7 @@ class BatchPools:
 
     def int64(self, values: Sequence[int]) -> torch.Tensor:
         """`values` as an int64 tensor on the device, in order with the current stream."""
-        return stage_to_device(torch.tensor(values, dtype=torch.int64), self.device)
+        return on_device(values, self.device, torch.int64)
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
@@ -280,6 +303,7 @@ def make_prefill_batch(
     for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True):
         input_ids.extend(work.req.all_ids[begin:end])
     reqs = [work.req for work in works]
+    rows = [_row(req) for req in reqs]
     return_logprob, top_nums = _top_logprobs_nums(reqs)
     inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
     if not any(ids for _, ids in inputs):
@@ -289,7 +313,8 @@ def make_prefill_batch(
             forward_mode=ForwardMode.EXTEND,
             input_ids=pools.int64(input_ids),
             positions=compute_extend_positions(prefix_lens, extend_lens, pools.device),
-            req_pool_indices=pools.int64([_row(req) for req in reqs]),
+            req_pool_indices=pools.int64(rows),
+            req_pool_indices_cpu=rows,
             seq_lens=pools.int64(seq_lens),
             seq_lens_cpu=seq_lens,
             out_cache_loc=torch.cat([work.out_slots for work in works]),
@@ -318,7 +343,8 @@ class DecodeBatch:
     """The requests that decode, and their tensors, which each step moves on by one token.
 
     Tensors are made anew only when requests join or leave. A step never writes into a tensor that
-    it handed out, so that the next step may be prepared while one runs.
+    it handed out, so that the next step may be prepared while one runs. Its input tokens then
+    are those that the running one samples, which only the device knows.
     """
 
     def __init__(self, pools: BatchPools) -> None:
@@ -328,6 +354,7 @@ class DecodeBatch:
         self._return_logprob = False
         self._top_logprobs_nums: list[int] | None = None
         self._seq_lens_cpu: list[int] = []
+        self._rows_of_last_step: list[Req] = []
         self._seq_lens = self._input_ids = self._last_loc = _NO_SLOTS
         self._rows = self._seeds = self._steps = _NO_SLOTS
 
@@ -352,7 +379,7 @@ class DecodeBatch:
 
     def next_seq_lens(self) -> list[int]:
         """Context lengths before the next step."""
-        return [req.kv_committed_len for req in self.reqs]
+        return [req.kv_committed_len + req.num_in_flight for req in self.reqs]
 
     def prepare(self) -> bool:
         """Give each request the slot of its next token. False (nothing changed): too few free."""
@@ -389,19 +416,41 @@ class DecodeBatch:
         )
 
     def advance(self, next_token_ids: torch.Tensor) -> None:
-        """The step is done: int64 `[bs]` on the device is the input of the next one."""
+        """The step is launched: int64 `[bs]` on the device is the input of the next one."""
         self._input_ids = next_token_ids
         self._steps = self._steps + 1
+        self._rows_of_last_step = self.reqs.copy()
+        for req in self.reqs:
+            req.num_in_flight += 1
 
     def _rebuild(self) -> None:
         pools, reqs = self._pools, self.reqs
         self._seq_lens_cpu = self.next_seq_lens()
         self._seq_lens = pools.int64(self._seq_lens_cpu)
         self._rows = pools.int64([_row(req) for req in reqs])
-        self._input_ids = pools.int64([req.output_ids[-1] for req in reqs])
+        self._input_ids = self._last_tokens()
         self._seeds = pools.int64([req.seed for req in reqs])
-        self._steps = pools.int64([len(req.output_ids) for req in reqs])
+        self._steps = pools.int64([len(req.output_ids) + req.num_in_flight for req in reqs])
         last = pools.req_to_token_pool.req_to_token[self._rows, self._seq_lens - 1]
         self._last_loc = last.to(torch.int64)
         self._return_logprob, self._top_logprobs_nums = _top_logprobs_nums(reqs)
         self._is_stale = False
+
+    def _last_tokens(self) -> torch.Tensor:
+        """int64 `[bs]`: each request's newest token, taken from the step in flight where the CPU
+        does not know it yet."""
+        known = [req.output_ids[-1] for req in self.reqs if not req.num_in_flight]
+        known_ids = self._pools.int64(known)
+        if len(known) == len(self.reqs):
+            return known_ids
+        place_in_step = {id(req): place for place, req in enumerate(self._rows_of_last_step)}
+        places: list[int] = []
+        num_known = 0
+        for req in self.reqs:
+            if req.num_in_flight:
+                places.append(place_in_step[id(req)])
+            else:
+                places.append(len(self._rows_of_last_step) + num_known)
+                num_known += 1
+        tokens = torch.cat([self._input_ids, known_ids])
+        return tokens.index_select(0, self._pools.int64(places))

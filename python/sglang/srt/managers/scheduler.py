@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     ToScheduler,
 )
+from sglang.srt.managers.launched_step import LaunchedStep, StepResult
 from sglang.srt.managers.schedule_batch import BatchPools, DecodeBatch, make_prefill_batch
 from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
 from sglang.srt.managers.scheduler_control import ControlHandler
@@ -83,15 +84,21 @@ class SchedulerParts:
     grammar_backend: Callable[[], GrammarBackend] | None = None
     """Makes the grammar backend when a request first needs it; None: constraints are refused.
     Raises ValueError where the model cannot be constrained."""
+    overlap: bool = False
+    """Prepare each step while the device runs the one before it. Worth it where launching a
+    forward returns at once."""
     forward_guard: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered around every forward; the watchdog's."""
+    """Entered around launching a forward and around waiting for its end; the watchdog's."""
 
 
 class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
-    A tick runs either a prefill batch or a decode step; after a prefill batch comes a decode step
-    if anything decodes, so that neither starves.
+    A tick launches either a prefill batch or a decode step; after a prefill batch comes a decode
+    step if anything decodes, so that neither starves. With `overlap` the tick then takes in the
+    step that was launched in the tick before: the device runs one while the CPU is busy with the
+    other. Tokens are the same: a request that turns out to have ended has run one step too many,
+    which is dropped.
     """
 
     def __init__(self, server_args: ServerArgs, parts: SchedulerParts) -> None:
@@ -113,6 +120,7 @@ class Scheduler:
         self._prefill = PrefillScheduler(self._state)
         self._decode = DecodeScheduler(self._state)
         self._last_was_prefill = False
+        self._last_end = 0.0
         self._did_forward = False
         self._is_verified = False
         self._say = RateLimitedLogger(logger)
@@ -135,7 +143,9 @@ class Scheduler:
             self._input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
         self._grammar.poll(state.waiting)
-        self._input.end_aborted()
+        if self._input.has_aborted():
+            self._settle()
+            self._input.end_aborted()
         self._control.tick()
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
@@ -187,44 +197,93 @@ class Scheduler:
         self._is_verified = True
 
     def _run_batch(self) -> bool:
-        """Run a prefill batch or a decode step. False: neither was possible."""
-        decoding = self._state.decoding
+        """Launch a prefill batch or a decode step, and take in the one before it, which the
+        device has been running meanwhile. False: there was nothing to do."""
+        state = self._state
+        launched = self._launch()
+        before, state.in_flight = state.in_flight, launched
+        if before is not None:
+            self._take_in(before)
+        if launched is not None and not self._parts.overlap:
+            self._settle()
+        return launched is not None or before is not None
+
+    def _settle(self) -> None:
+        """Take in the step in flight, so that what every request has is known."""
+        step, self._state.in_flight = self._state.in_flight, None
+        if step is not None:
+            self._take_in(step)
+
+    def _take_in(self, step: LaunchedStep) -> None:
+        with self._parts.forward_guard():
+            self._results.take_in(step)
+        now = time.monotonic()
+        if step.is_prefill:
+            # It ran alone from the end of the step before it on.
+            seconds = now - max(step.launched, self._last_end)
+            self._state.tree.note_prefill(sum(work.extend_len for work in step.works), seconds)
+        self._last_end = now
+
+    def _launch(self) -> LaunchedStep | None:
+        """The next step, on its way; None: nothing can run."""
+        state, decoding = self._state, self._state.decoding
+        if not len(decoding) and state.in_flight is not None and state.in_flight.is_prefill:
+            # All there is to decode, or a prompt whose next part comes now.
+            self._settle()
         is_prefill_turn = not (
             len(decoding) and (self._last_was_prefill or self._decode.is_stalled)
         )
-        if is_prefill_turn and self._run_prefill():
-            self._last_was_prefill = True
-            return True
-        self._last_was_prefill = False
-        return len(decoding) > 0 and self._run_decode()
+        step = self._launch_prefill() if is_prefill_turn else None
+        self._last_was_prefill = step is not None
+        return step or self._launch_decode()
 
-    def _run_prefill(self) -> bool:
+    def _launch_prefill(self) -> LaunchedStep | None:
         state = self._state
         scheduled = self._prefill.schedule()
         if scheduled is None:
-            return False
+            return None
         works, load = scheduled
         info = state.sampling_info(
             [work.req for work in works], [work.is_last_chunk for work in works]
         )
         batch = make_prefill_batch(works, state.pools, info, load)
+        for work in works:
+            work.req.num_in_flight = work.extend_len
         started = time.monotonic()
         with self._parts.forward_guard():
-            logits_output, token_ids = self._parts.worker.forward_batch_generation(batch)
-            self._results.on_prefill(works, logits_output, token_ids)
-        computed = sum(work.extend_len for work in works)
-        state.tree.note_prefill(computed, time.monotonic() - started)
-        return True
+            output, token_ids = self._parts.worker.forward_batch_generation(batch)
+            return LaunchedStep(result=StepResult(output, token_ids), launched=started, works=works)
 
-    def _run_decode(self) -> bool:
-        if not self._decode.prepare():
-            return False
+    def _launch_decode(self) -> LaunchedStep | None:
+        decoding = self._state.decoding
+        if not self._prepare_decode():
+            return None
         info = self._decode.sampling_info
-        batch = self._state.decoding.worker_batch(info)
+        batch = decoding.worker_batch(info)
+        started = time.monotonic()
         with self._parts.forward_guard():
-            logits_output, token_ids = self._parts.worker.forward_batch_generation(batch)
-            self._results.on_decode(info, logits_output, token_ids)
-        return True
+            output, token_ids = self._parts.worker.forward_batch_generation(batch)
+            result = StepResult(output, token_ids)
+        info.accumulate(token_ids)
+        decoding.advance(token_ids)
+        return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
+
+    def _prepare_decode(self) -> bool:
+        """Slots and sampling for the next decode step. False: none can run."""
+        state, decoding = self._state, self._state.decoding
+        if state.in_flight is not None:
+            decoding.keep([req for req in decoding.reqs if not req.ends_in_flight])
+            if not self._decode.can_run_ahead():
+                self._settle()
+        if not len(decoding):
+            return False
+        if self._decode.prepare(can_retract=state.in_flight is None):
+            return True
+        if state.in_flight is None:
+            return False
+        # Requests that end with it may give back what is missing; else somebody gives way.
+        self._settle()
+        return len(decoding) > 0 and self._decode.prepare(can_retract=True)
 
     def _say_status(self) -> None:
         state = self._state

@@ -85,8 +85,13 @@ class ControlHandler:
 
     def busy(self) -> dict[str, int]:
         """What is not idle, as counts; empty when idle."""
-        counts = {"running": self._state.num_running, "waiting": len(self._state.waiting)}
-        counts.update(self._state.tree.is_busy())
+        state = self._state
+        counts = {
+            "running": state.num_running,
+            "waiting": len(state.waiting),
+            "steps in flight": int(state.in_flight is not None),
+        }
+        counts.update(state.tree.is_busy())
         return {kind: count for kind, count in counts.items() if count}
 
     def tick(self) -> None:

@@ -31,23 +31,28 @@ class DecodeScheduler:
         self._sampling_info: SamplingBatchInfo | None = None
         self.is_stalled = False
 
-    def prepare(self) -> bool:
+    def prepare(self, *, can_retract: bool) -> bool:
         """Give every running request a slot, evicting and retracting as needed.
 
-        False: nothing can run in this tick.
+        False: nothing can run in this tick, or, where it may not retract, not yet.
+
+        Args:
+            can_retract: Whether no step is in flight, so that every request's end is known.
         """
         state = self._state
         batch = state.decoding
-        is_stale = self._sampling_info is None or batch.is_stale
         while len(batch):
             state.make_room(self._needed_tokens())
-            is_stale = is_stale or batch.is_stale
+            if batch.is_stale:
+                self._sampling_info = None
             if batch.prepare():
                 self.is_stalled = False
-                if is_stale:
+                if self._sampling_info is None:
                     self._sampling_info = state.sampling_info(batch.reqs)
                 state.estimate.on_decode_step()
                 return True
+            if not can_retract:
+                return False
             if self.is_stalled and state.has_device_copies():
                 state.counters.decode_stalls += 1
                 return False
@@ -57,6 +62,14 @@ class DecodeScheduler:
                 return False
         self.is_stalled = False
         return False
+
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be prepared before the tokens of the last are known."""
+        batch, info = self._state.decoding, self._sampling_info
+        if info is None or batch.is_stale:
+            return not any(req.is_sampled_by_history for req in batch.reqs)
+        # Penalties are counted on the device; a grammar moves on the CPU.
+        return info.grammar is None
 
     @property
     def sampling_info(self) -> SamplingBatchInfo:
@@ -108,7 +121,7 @@ class DecodeScheduler:
             state.chunked = None
         else:
             state.decoding.keep([other for other in state.decoding.reqs if other is not req])
-        release_slots(req, state.tree, state.pools.req_to_token_pool)
+        release_slots(req, state.tree, state.pools)
         state.waiting.insert(0, req)
         state.counters.retractions += 1
         state.metrics.retractions.inc()

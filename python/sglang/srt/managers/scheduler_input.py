@@ -62,12 +62,16 @@ class InputHandler:
             if rid is None or req.rid == rid:
                 req.to_abort = reason
 
+    def has_aborted(self) -> bool:
+        """Whether any request was marked to end."""
+        state = self._state
+        return any(req.to_abort is not None for req in (*state.waiting, *state.running()))
+
     def end_aborted(self) -> None:
-        """End the requests that were marked, in whatever state they are."""
+        """End the requests that were marked, in whatever state they are. No step may be in
+        flight."""
         state = self._state
         aborted = [r for r in (*state.waiting, *state.running()) if r.to_abort is not None]
-        if not aborted:
-            return
         state.waiting = [req for req in state.waiting if req.to_abort is None]
         state.decoding.keep([req for req in state.decoding.reqs if req.to_abort is None])
         if state.chunked is not None and state.chunked.to_abort is not None:

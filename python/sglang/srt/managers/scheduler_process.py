@@ -119,6 +119,8 @@ def build_scheduler(
             model_config.vocab_size,
             model_config.eos_token_ids,
         ),
+        # A CPU computes while a forward is launched: nothing would overlap.
+        overlap=server_args.device != "cpu" and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
         parts = dataclasses.replace(parts, forward_guard=watchdog.guard)

@@ -8,10 +8,7 @@ from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.schedule_batch import PrefillWork, Req, release_slots
 
 if TYPE_CHECKING:
-    import torch
-
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.managers.launched_step import LaunchedStep, StepResult
     from sglang.srt.managers.scheduler_output import OutputCollector
     from sglang.srt.managers.scheduler_state import SchedulerState
     from sglang.srt.managers.scheduler_stop import StopChecker
@@ -33,27 +30,29 @@ class ResultProcessor:
         self._stop_checker = stop_checker
         self._outputs = outputs
 
-    def on_prefill(
-        self,
-        works: list[PrefillWork],
-        logits_output: LogitsProcessorOutput,
-        next_token_ids: torch.Tensor,
-    ) -> None:
-        """A prefill batch is done; its complete prompts decode from now on."""
+    def take_in(self, step: LaunchedStep) -> None:
+        """Wait for the end of `step`, and give its requests what came of it."""
+        step.result.wait()
+        if step.is_prefill:
+            self._on_prefill(step.works, step.result)
+        else:
+            self._on_decode(step.reqs, step.result)
+
+    def _on_prefill(self, works: list[PrefillWork], result: StepResult) -> None:
+        """Complete prompts decode from now on."""
         state = self._state
-        tokens = next_token_ids.tolist()
-        logprobs = _Logprobs(logits_output)
         joined: list[Req] = []
         for row, work in enumerate(works):
             req = work.req
             is_last = work.is_last_chunk
             req.kv_committed_len += work.extend_len
+            req.num_in_flight = 0
             state.counters.prefill_tokens += work.extend_len
-            if logits_output.input_logprobs is not None:
-                req.input_logprobs += logits_output.input_logprobs.values[row]
-                req.input_top_logprobs += logits_output.input_logprobs.tops[row]
+            if result.input_logprobs is not None:
+                req.input_logprobs += result.input_logprobs.values[row]
+                req.input_top_logprobs += result.input_logprobs.tops[row]
             if is_last:
-                self._append(req, tokens[row], row, logprobs)
+                self._append(req, row, result)
                 if self._end_if_finished(req):
                     continue
                 joined.append(req)
@@ -62,41 +61,33 @@ class ResultProcessor:
         state.decoding.add(joined)
         state.counters.prefill_batches += 1
 
-    def on_decode(
-        self,
-        sampling_info: SamplingBatchInfo,
-        logits_output: LogitsProcessorOutput,
-        next_token_ids: torch.Tensor,
-    ) -> None:
-        """A decode step is done."""
+    def _on_decode(self, reqs: list[Req], result: StepResult) -> None:
         state = self._state
-        batch = state.decoding
-        sampling_info.accumulate(next_token_ids)
-        batch.advance(next_token_ids)
-        logprobs = _Logprobs(logits_output)
-        going_on: list[Req] = []
-        for row, (req, token) in enumerate(zip(batch.reqs, next_token_ids.tolist(), strict=True)):
+        for row, req in enumerate(reqs):
+            req.num_in_flight -= 1
+            if req.finish_reason is not None:
+                continue  # it ended while this step was on its way
             req.kv_committed_len += 1
-            self._append(req, token, row, logprobs)
-            if not self._end_if_finished(req):
-                going_on.append(req)
+            self._append(req, row, result)
+            self._end_if_finished(req)
+            state.counters.decode_tokens += 1
         state.counters.decode_steps += 1
-        state.counters.decode_tokens += len(batch)
-        batch.keep(going_on)
+        state.decoding.keep([req for req in state.decoding.reqs if req.finish_reason is None])
 
     def end(self, req: Req, reason: FinishReason) -> None:
         """`req` ends now, wherever it is; it is in none of the queues any more."""
         state = self._state
         req.finish_reason = reason
         if req.req_pool_idx is not None:
-            release_slots(req, state.tree, state.pools.req_to_token_pool)
+            release_slots(req, state.tree, state.pools)
         self._outputs.on_tokens(req)
         if reason.type == "abort":
             state.counters.aborted += 1
         else:
             state.counters.finished += 1
 
-    def _append(self, req: Req, token: int, row: int, logprobs: _Logprobs) -> None:
+    def _append(self, req: Req, row: int, result: StepResult) -> None:
+        token = result.token_ids[row]
         req.output_ids.append(token)
         if req.matcher is not None and not req.matcher.accept_token(token):
             # Nothing in the vocabulary fits what the grammar wants next.
@@ -104,7 +95,9 @@ class ResultProcessor:
         if not req.is_probe:
             self._state.metrics.num_generated += 1
         if req.return_logprob:
-            logprobs.append_to(req, row)
+            req.output_logprobs.append(result.logprob(row))
+            if req.top_logprobs_num:
+                req.output_top_logprobs.append(result.top_logprobs(row, req.top_logprobs_num))
 
     def _end_if_finished(self, req: Req) -> bool:
         reason = self._stop_checker.check(req)
@@ -113,19 +106,3 @@ class ResultProcessor:
             return True
         self._outputs.on_tokens(req)
         return False
-
-
-class _Logprobs:
-    """A step's logprobs, brought to the CPU at once and only if somebody asked for them."""
-
-    def __init__(self, output: LogitsProcessorOutput) -> None:
-        chosen = output.next_token_logprobs
-        self._chosen: list[float] = [] if chosen is None else chosen.tolist()
-        self._top_values = output.next_token_top_logprobs_val
-        self._top_ids = output.next_token_top_logprobs_idx
-
-    def append_to(self, req: Req, row: int) -> None:
-        req.output_logprobs.append(self._chosen[row])
-        if req.top_logprobs_num and self._top_values is not None and self._top_ids is not None:
-            pairs = zip(self._top_values[row], self._top_ids[row], strict=True)
-            req.output_top_logprobs.append(list(pairs))

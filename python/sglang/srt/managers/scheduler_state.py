@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_policy import ceil_to_page
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.launched_step import LaunchedStep
     from sglang.srt.managers.schedule_batch import BatchPools, DecodeBatch, Req
     from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -39,7 +40,8 @@ class SchedulerCounters:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerState:
-    """Requests are in exactly one of `waiting`, `chunked` and `decoding` until they end."""
+    """Requests are in exactly one of `waiting`, `chunked` and `decoding` until they end, but for
+    those whose whole prompt the step in flight computes."""
 
     tree: BasePrefixCache
     pools: BatchPools
@@ -53,6 +55,8 @@ class SchedulerState:
     waiting: list[Req] = field(default_factory=list)
     chunked: Req | None = None
     """The request whose prompt is computed in parts, between two parts."""
+    in_flight: LaunchedStep | None = None
+    """The step whose end has not been taken in."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     now: float = 0.0
     """`time.time()` of rank 0 at the begin of this tick."""
@@ -62,11 +66,18 @@ class SchedulerState:
         yield from self.decoding.reqs
         if self.chunked is not None:
             yield self.chunked
+        yield from self._prompts_in_flight()
 
     @property
     def num_running(self) -> int:
         """Requests that hold slots."""
-        return len(self.decoding) + (self.chunked is not None)
+        in_flight = sum(1 for _ in self._prompts_in_flight())
+        return len(self.decoding) + (self.chunked is not None) + in_flight
+
+    def _prompts_in_flight(self) -> Iterator[Req]:
+        """Requests whose last part of the prompt is being computed."""
+        works = [] if self.in_flight is None else self.in_flight.works
+        yield from (work.req for work in works if work.req is not self.chunked)
 
     def free_tokens(self) -> int:
         """Slots that are free or can be evicted."""

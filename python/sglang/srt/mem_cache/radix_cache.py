@@ -261,7 +261,7 @@ class RadixCache(BasePrefixCache):
 
     def _free_slots(self, slots: torch.Tensor) -> None:
         if len(slots):
-            self.token_to_kv_pool_allocator.free(slots)
+            self.token_to_kv_pool_allocator.free_in_order(slots)
 
     # ---- requests that wait ----------------------------------------------------------------
 

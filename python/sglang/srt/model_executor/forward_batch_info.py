@@ -60,6 +60,8 @@ class ForwardBatch:
     """int64 `[num_tokens]`: slots that take the new keys and values."""
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
+    req_pool_indices_cpu: list[int] | None = None
+    """Extend only: the same rows."""
     extend_prefix_lens_cpu: list[int] | None = None
     """Extend only: tokens of each request that the pool already holds."""
     extend_seq_lens_cpu: list[int] | None = None

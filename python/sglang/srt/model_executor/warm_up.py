@@ -36,6 +36,7 @@ def warm_up_batches(
                 input_ids=zeros,
                 positions=compute_extend_positions([prefix], [new], device),
                 req_pool_indices=zeros[:1],
+                req_pool_indices_cpu=[0],
                 seq_lens=torch.tensor([prefix + new], device=device),
                 seq_lens_cpu=[prefix + new],
                 out_cache_loc=zeros,

@@ -62,6 +62,13 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     """Token id (as a decimal string, JSON's only kind of key) to what is added to its logit."""
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether what was generated before changes the logits."""
+        return bool(
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
     def is_greedy(self) -> bool:
         """Whether every token is the argmax of the (penalised, biased) logits."""
         return self.top_k == 1 or self.temperature < GREEDY_TEMPERATURE

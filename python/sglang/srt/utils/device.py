@@ -12,7 +12,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -219,6 +219,43 @@ def stage_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.T
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(
+    values: Sequence[int] | Sequence[float],
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`torch.tensor(values)` on `device`, without waiting for what runs there."""
+    return stage_to_device(torch.tensor(values, dtype=dtype), device)
+
+
+class HostCopies:
+    """Copies of tensors on their way to the CPU, begun when this is made.
+
+    They are made in order with the current stream, so that what overwrites a tensor later does
+    not hurt, and `wait` waits for them alone and not for what was queued after them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._event: _CudaEvent | None = None
+        self._copies: list[torch.Tensor | None] = []
+        for tensor in tensors:
+            if tensor is None or not tensor.is_cuda:
+                self._copies.append(tensor)
+                continue
+            # Page-locked; torch's cache takes it back when the reference goes.
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copies.append(copy.copy_(tensor, non_blocking=True))
+            self._event = self._event or _CudaEvent()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> list[torch.Tensor | None]:
+        """The tensors on the CPU, in their order. Blocks until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
 
 
 def current_stream_handle(device: torch.device | str) -> int:

@@ -84,7 +84,8 @@ class TritonAttnBackend(AttentionBackend):
         extend_lens = forward_batch.extend_seq_lens_cpu
         assert prefix_lens is not None
         assert extend_lens is not None
-        rows = forward_batch.req_pool_indices.tolist()
+        rows = forward_batch.req_pool_indices_cpu
+        assert rows is not None
         table = forward_batch.req_to_token_pool.req_to_token
         plan = _ExtendPlan()
         paged: list[tuple[int, int, int, int]] = []

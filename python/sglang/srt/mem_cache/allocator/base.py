@@ -147,6 +147,14 @@ class BaseTokenToKVPoolAllocator(ABC):
     def free(self, free_index: torch.Tensor) -> None:
         """Take back the pages that the slots `free_index` (int64 `[n]`) lie in."""
 
+    def free_in_order(self, slots: torch.Tensor) -> None:
+        """Take back the pages of `slots` (int64 `[n]`), which are as one request or node has
+        them: page after page, each from its first slot on, only the last perhaps in part.
+
+        Does not wait for the device.
+        """
+        self.free(slots)
+
     def _take_pages(self, count: int) -> torch.Tensor | None:
         """The `count` first free pages."""
         if count > len(self.free_pages):
@@ -156,7 +164,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         # A copy: a view would keep the whole list alive for as long as one page is held.
         pages = self.free_pages[:count].clone()
         self.free_pages = self.free_pages[count:]
-        self._is_free[pages] = False
+        self._is_free.index_fill_(0, pages, False)  # assigning would wait for the device
         return pages
 
     def _give_pages(self, pages: torch.Tensor) -> None:
@@ -167,6 +175,6 @@ class BaseTokenToKVPoolAllocator(ABC):
         else:
             # Without waiting for the device.
             torch._assert_async(~freed_twice.any())
-        self._is_free[pages] = True
+        self._is_free.index_fill_(0, pages, True)
         self._released.append(pages)
         self._num_released += len(pages)

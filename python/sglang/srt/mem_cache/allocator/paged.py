@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator, Lengths
+from sglang.srt.utils.device import on_device, stage_to_device
 
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
@@ -40,13 +41,13 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         if pages is None:
             return None
         # Of each request: its first new page's place in `pages`.
-        first_new = (pages_new.cumsum(0) - pages_new).to(self.device)
+        first_new = stage_to_device(pages_new.cumsum(0) - pages_new, self.device)
         counts = seq_lens - prefix_lens
         owner = torch.repeat_interleave(counts, output_size=extend_num_tokens)
         token = torch.arange(extend_num_tokens, dtype=torch.int64, device=self.device)
         nth = token - (counts.cumsum(0) - counts)[owner]
         position = prefix_lens[owner] + nth
-        page_of_request = position // page - pages_held.to(self.device)[owner]
+        page_of_request = position // page - stage_to_device(pages_held, self.device)[owner]
         in_old_page = last_loc[owner] + 1 + nth
         if len(pages) == 0:
             return in_old_page
@@ -66,8 +67,17 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             pages = self._take_pages(len(openers))
             if pages is None:
                 return None
-            slots[torch.tensor(openers, device=self.device)] = pages * self.page_size
+            slots.index_copy_(0, on_device(openers, self.device), pages * self.page_size)
         return slots
+
+    def free_in_order(self, slots: torch.Tensor) -> None:
+        if slots.numel() == 0:
+            return
+        if self._grouped is not None:
+            self._grouped.append(slots)
+            return
+        # One slot a page, instead of sorting them all: that would wait for the device.
+        self._give_pages(slots[:: self.page_size] // self.page_size)
 
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:

@@ -1,0 +1,175 @@
+"""One step behind: what is launched before the last step's tokens are known, and what that may
+not change."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.managers.scheduler_results import ResultProcessor
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.grammar_rig import HandBackend
+from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+# Not by its name, or conftest.py would choose for us.
+Rig = SchedulerRig
+del SchedulerRig
+
+
+@pytest.fixture(scope="module", name="model")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("model")
+
+
+def make_rig(model: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool, **args: Any) -> Rig:
+    monkeypatch.setattr(Rig, "overlap", overlap)
+    return Rig(model, **args)
+
+
+@pytest.fixture(name="events")
+def record_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`launch` and `take in` of each step, in the order in which they happen."""
+    events: list[str] = []
+    forward = TpModelWorker.forward_batch_generation
+    take_in = ResultProcessor.take_in
+
+    def launching(*args: Any) -> Any:
+        events.append("launch")
+        return forward(*args)
+
+    def taking_in(*args: Any) -> None:
+        events.append("take in")
+        take_in(*args)
+
+    monkeypatch.setattr(TpModelWorker, "forward_batch_generation", launching)
+    monkeypatch.setattr(ResultProcessor, "take_in", taking_in)
+    return events
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_taken_in(
+    model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    rig = make_rig(model, monkeypatch, overlap=True)
+    rig.generate([prompt(1, 9)], max_new_tokens=5)
+    # The prefill gives the first token and must be known before anything decodes.
+    expected = ["launch", "take in", *["launch"] * 2, *["take in", "launch"] * 2, *["take in"] * 2]
+    assert events == expected
+    events.clear()
+    rig = make_rig(model, monkeypatch, overlap=False)
+    rig.generate([prompt(1, 9)], max_new_tokens=5)
+    assert events == ["launch", "take in"] * 5
+
+
+def test_no_step_runs_for_a_request_that_ends_by_length(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also because its next token would have no place in its row."""
+    rig = make_rig(model, monkeypatch, overlap=True)
+    context = rig.scheduler.state.limits.context_len
+    ids = prompt(2, 40)
+    rig.run(rig.request("whole", ids, greedy(context)), rig.request("short", ids[:9], greedy(3)))
+    assert len(rig.results["short"].output_ids) == 3
+    tokens = sum(len(got.output_ids) for got in rig.results.values())
+    counters = rig.scheduler.state.counters
+    assert counters.decode_tokens == tokens - 2, "the first token of each is the prefill's"
+    longest = max(len(got.output_ids) for got in rig.results.values())
+    assert counters.decode_steps == longest - 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_slot_of_a_step_too_many_comes_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    """A stop token is known one step late, wherever in a page that happens."""
+    alone = make_rig(model, monkeypatch, overlap=False).generate([prompt(3, 10)], 12)[0]
+    rig = make_rig(model, monkeypatch, overlap=True, page_size=page_size)
+    for place in range(1, 10):
+        stop = alone[place]
+        want = alone[: alone.index(stop) + 1]
+        params = greedy(12, stop_token_ids=[stop], ignore_eos=False)
+        rig.step(rig.request(f"stop-{place}", prompt(3, 10), params))
+        rig.run(rig.request(f"other-{place}", prompt(4, 6), greedy(14)), check_each_step=True)
+        assert rig.results[f"stop-{place}"].output_ids == want
+
+
+def test_grammars_and_joining_penalties_wait_for_the_tokens(
+    model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    backend = HandBackend()
+    rig = make_rig(model, monkeypatch, overlap=True, grammar_backend=lambda: backend)
+    params = SamplingParams(max_new_tokens=8, regex="[a-c]{8}")
+    params.normalize(tokenizer=object())
+    rig.run(rig.request("grammar", prompt(5, 7), params))
+    assert events == ["launch", "take in"] * (len(events) // 2)
+    events.clear()
+    # Counted on the device from the first decode step on.
+    rig.run(rig.request("penalty", prompt(5, 7), greedy(8, frequency_penalty=1.5)))
+    assert events[:4] == ["launch", "take in", "launch", "launch"]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
+@pytest.mark.parametrize("tiers", [False, True])
+def test_the_same_words_in_any_traffic(
+    model: Path, monkeypatch: pytest.MonkeyPatch, seed: int, tiers: bool
+) -> None:
+    """Arrivals, aborts, stops, penalties, chunks and retractions, with too little memory."""
+    args: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 16, "pool_tokens": 96}
+    args["schedule_conservativeness"] = 0.01
+    if tiers:
+        args |= {"enable_hierarchical_cache": True, "hicache_size": 1}
+    chance = random.Random(seed)
+    plan: list[tuple[int, str, list[int], SamplingParams, int | None]] = []
+    for number in range(14):
+        ids = prompt(chance.randrange(4), 64)[: chance.randrange(1, 40)]
+        options: list[dict[str, Any]] = [
+            {}, {"stop_token_ids": [chance.randrange(160) for _ in range(6)]},
+            {"frequency_penalty": 1.0}, {"min_new_tokens": 3, "stop_token_ids": [*range(9)]},
+        ]  # fmt: skip
+        params = greedy(chance.randrange(10, 40), ignore_eos=False, **chance.choice(options))
+        params.temperature = chance.choice([0.0, 1.0])
+        abort_after = chance.randrange(12) if chance.random() < 0.2 else None
+        plan.append((chance.randrange(8), f"r{number}", ids, params, abort_after))
+
+    def play(overlap: bool) -> Rig:
+        rig = make_rig(model, monkeypatch, overlap, **args)
+        for tick in range(40):
+            messages: list[Any] = [
+                rig.request(rid, ids, params) for at, rid, ids, params, _ in plan if at == tick
+            ]
+            messages += [
+                rig.abort(rid)
+                for at, rid, *_, after in plan
+                if after is not None and at + after == tick
+            ]
+            rig.step(*messages)
+            rig.check()
+        rig.run(check_each_step=True)
+        rig.close()
+        return rig
+
+    settled, behind = play(False), play(True)
+    aborted = {rid for _, rid, *_, after in plan if after is not None}
+    for rid, got in settled.results.items():
+        other = behind.results[rid]
+        if rid in aborted:
+            common = min(len(got.output_ids), len(other.output_ids))
+            assert got.output_ids[:common] == other.output_ids[:common]
+        else:
+            assert got.output_ids == other.output_ids, rid
+            assert got.finish_reason == other.finish_reason
+    assert settled.scheduler.state.counters.retractions, "memory was short"
+    assert behind.scheduler.state.counters.retractions
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
