@@ -47,7 +47,7 @@ class Penalties:
         for i, row in enumerate(rows):
             self._in_prompt[i].index_fill_(0, on_device(prompts[row], device, torch.int64), 1)
             output = on_device(outputs[row], device, torch.int64)
-            self._counts[i] = torch.bincount(output, minlength=vocab_size).to(torch.int32)
+            self._counts[i].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def apply_(self, logits: torch.Tensor) -> None:
         """Change `[bs, vocab_size]` in place: repetition first, as transformers and OpenAI's."""
@@ -113,5 +113,7 @@ class MinNewTokens:
             steps: int64 `[bs]`: tokens that each row generated before.
         """
         too_early = steps.index_select(0, self._rows) < self._minimums
-        rows, tokens = self._rows[too_early], self._tokens[too_early]
-        logits[rows, tokens] = -torch.inf
+        # Added, not assigned where it applies: how many places those are, the device would have to
+        # say first.
+        penalty = torch.where(too_early, -torch.inf, 0.0).to(logits.dtype)
+        logits.index_put_((self._rows, self._tokens), penalty, accumulate=True)
