@@ -263,6 +263,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run test suites.", allow_abbrev=False)
     parser.add_argument("--hw", choices=("cpu", "cuda", "npu"), required=True)
     parser.add_argument("--suite", required=True, action="append", help="may be repeated")
+    parser.add_argument(
+        "--collect-only", action="store_true", help="print what would be run; run nothing"
+    )
     parser.add_argument("--nightly", action="store_true", help="also the nightly files")
     parser.add_argument("--timeout-per-file", type=float, default=1200, help="seconds [1200]")
     parser.add_argument("--continue-on-error", action="store_true")
@@ -295,6 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CollectionError, ValueError, SyntaxError) as error:
         print(f"collection failed:\n{error}")
         return 2
+    if args.collect_only:
+        print("\n".join(f"{f.suite}: {os.path.relpath(f.path, args.root)}" for f in part))
+        return 0
     outcomes = run_files(part, args.timeout_per_file, args.continue_on_error)
     return _summarise(outcomes, [f for f in wanted if f.disabled is not None])
 

@@ -152,6 +152,14 @@ def test_a_hanging_file_ends_with_everything_it_started(tmp_path: Path) -> None:
         assert not is_alive(psutil.Process(int(pid_file.read_text())))
 
 
+def test_collect_only_names_the_files_and_runs_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
+    write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", "def test_z(): assert 0")
+    assert run(tmp_path, "--suite", "s", "--collect-only") == (0, ["s: test_1.py"])
+    write(tmp_path, "test_3.py", "register_cpu_ci(1, 't')", main="")
+    assert run(tmp_path, "--suite", "s", "--collect-only")[0] == 2
+
+
 def test_an_unknown_suite_names_those_there_are(tmp_path: Path) -> None:
     write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')")
     status, lines = run(tmp_path, "--suite", "t")

@@ -157,3 +157,7 @@ def test_a_client_that_was_killed_and_came_back_serves_again(tmp_path: Path) -> 
     finally:
         process.kill()
         master.kill()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from sglang.srt.utils.device import CopyStream
@@ -41,3 +42,7 @@ def test_copies_on_a_cpu_use_one_thread() -> None:
     stream.submit(lambda: seen.append(torch.get_num_threads()))
     stream.close()
     assert seen == [1]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
