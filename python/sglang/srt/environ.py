@@ -220,6 +220,13 @@ class Envs:
     )
     OMP_WAIT_POLICY = EnvOptionalStr("OpenMP's own word on that, which wins where it is set.")
 
+    # Read by oneDNN and its front in torch, not by us. Each would keep what it made for 1,024
+    # shapes of a product. Every number of tokens makes five, of 0.5 MB each.
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY = EnvInt(
+        128, "Matrix products of a CPU whose compiled code is kept; one takes 0.3 ms to make."
+    )
+    LRU_CACHE_CAPACITY = EnvInt(16, "The same for the front's descriptions of them.")
+
     # Read by Mooncake's C++ code, not by us; `export_default` sets what we want of it.
     MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
         1, "Mooncake's tries to reach the master in `setup` (its own default takes 90 s)."

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from sglang.srt.mem_cache.circuit_breaker import _LONGEST_PAUSE_S
-from sglang.srt.utils.network import get_free_port
+from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.cache_rig import Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
@@ -133,6 +133,7 @@ def test_c9_a_server_exits_at_once_where_the_master_is_missing() -> None:
 
 def test_c9_a_server_waits_for_the_master() -> None:
     with MooncakeCluster(segment_size="128mb") as cluster:
+        capacity = cluster.capacity_bytes()
         cluster.master.kill()
         server = EngineServer(*FLAGS, *extra(on_unreachable="wait"), env=cluster.engine_env())
         failed: list[Exception] = []
@@ -152,6 +153,8 @@ def test_c9_a_server_waits_for_the_master() -> None:
             cluster.master.start()
             starting.join(60)
             assert not failed
+            # The node finds the new master by itself, sooner or later than the server.
+            assert wait_until(lambda: cluster.capacity_bytes() == capacity, 30)
             prompt = tokens(12)
             server.generate(prompt)
             server.flush()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import (
     create_attention_backend,
     default_attention_backend,
@@ -74,6 +75,9 @@ class ModelRunner:
         """
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
+        if torch.device(config.device).type == "cpu":
+            envs.ONEDNN_PRIMITIVE_CACHE_CAPACITY.export_default()
+            envs.LRU_CACHE_CAPACITY.export_default()
         self.config = config
         self.model_config = config.model_config
         self.kv_cache_dtype = _resolve_kv_dtype(
