@@ -50,7 +50,7 @@ def http_path(quick: bool) -> Outcome:
 
 def mooncake_transfers(quick: bool) -> Outcome:
     """Puts and gets, checksums off (the target) and on, for a staged and an in-place layout."""
-    flags = ("--mib", "128", "--repeat", "3") if quick else ("--mib", "256", "--repeat", "9")
+    flags = ("--mib", "128", "--repeat", "3") if quick else ("--mib", "256", "--repeat", "15")
     records = run_benchmark(
         "hicache/bench_storage.py", "--backends", "mooncake", "--disable-tqdm",
         "--layouts", "page_first_direct", "layer_first", "--page-sizes", "64", *flags,

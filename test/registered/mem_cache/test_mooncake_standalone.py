@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.host_layout import HostLayout
+from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -78,7 +79,11 @@ def some_pages(store: MooncakeStore, count: int = 3) -> PoolTransfer:
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
-def test_round_trip_is_bit_exact(store: MooncakeStore, layout: str) -> None:
+@pytest.mark.parametrize("short_page_bytes", [0, page_batches.SHORT_PAGE_BYTES])
+def test_round_trip_is_bit_exact(
+    store: MooncakeStore, monkeypatch: pytest.MonkeyPatch, layout: str, short_page_bytes: int
+) -> None:
+    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", short_page_bytes)
     round_trip(store, layout, page_keys(3), [5, 2, 9], allocator_type="mooncake")
 
 

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.host_layout import HostLayout
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES
+from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -54,6 +55,12 @@ def connect(
             **extra,
         )
     )
+
+
+@pytest.fixture(autouse=True)
+def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages here are tiny, and would all be staged."""
+    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +164,26 @@ def test_an_object_is_one_key_with_page_and_trailer(bench: Bench) -> None:
     assert bench.raw(1)[:-TRAILER_BYTES] == page
     assert bench.get() == [LANDED] * 3
     assert bench.host_is_intact()
+
+
+@pytest.mark.parametrize("writer_stages", [False, True])
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_short_pages_are_staged_and_make_the_same_objects(
+    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch, layout: str, writer_stages: bool
+) -> None:
+    peaks = []
+    for stages, moves in ((writer_stages, "put"), (not writer_stages, "get")):
+        limit = 1 << 30 if stages else 0
+        monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", limit)
+        store = connect(cluster)
+        if moves == "put":
+            store.clear()
+        bench = Bench(store, layout)
+        assert (bench.put() if moves == "put" else bench.get()) == [LANDED] * 3
+        assert bench.host_is_intact()
+        peaks.append(store.get_stats()["slices_peak"])
+        store.close()
+    assert peaks == ([3, 9] if writer_stages else [9, 3])
 
 
 @pytest.mark.parametrize("layout", ["page_first_kv_split", "layer_first"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
 import torch
 
 from sglang.srt.utils.device import CopyStream
-from sglang.srt.utils.threads import leave_cores_to_model
+from sglang.srt.utils.threads import give_way, leave_cores_to_model
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -42,6 +44,23 @@ def test_copies_on_a_cpu_use_one_thread() -> None:
     stream.submit(lambda: seen.append(torch.get_num_threads()))
     stream.close()
     assert seen == [1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_a_thread_that_gives_way_does_so_alone() -> None:
+    seen: list[int] = []
+
+    def work() -> None:
+        give_way()
+        give_way()
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [max(10, before)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 if __name__ == "__main__":

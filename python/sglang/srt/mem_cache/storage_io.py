@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.radix_key import PageHash
 from sglang.srt.mem_cache.recent_timeouts import RecentTimeouts
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.utils.logging_utils import RateLimitedLogger
-from sglang.srt.utils.threads import leave_cores_to_model
+from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
 logger = logging.getLogger(__name__)
 
@@ -349,6 +349,8 @@ class StorageIO:
 
     def _backup_thread(self) -> None:
         leave_cores_to_model()
+        # Mooncake waits for the end of a transfer by asking over and over.
+        give_way()
         while (first := self._backups.get()) is not None:
             queued = self._with_followers(first)
             for operation in queued[self._write_together(queued) :]:

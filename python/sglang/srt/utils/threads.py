@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from typing import Final
+
 import torch
 from threadpoolctl import threadpool_limits
+
+_NICENESS: Final = 10
+"""A tenth of a core's time where everybody wants it, all that is left where nobody does."""
 
 
 def leave_cores_to_model() -> None:
@@ -15,3 +23,13 @@ def leave_cores_to_model() -> None:
     """
     torch.get_num_threads()  # gives the thread its default, which must not come later
     threadpool_limits(1, user_api="openmp")
+
+
+def give_way() -> None:
+    """Let the calling thread, whose work nobody waits for, run when others do not; for good.
+
+    On Linux alone, where threads have priorities of their own.
+    """
+    if sys.platform == "linux":
+        tid = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, tid, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, tid)))

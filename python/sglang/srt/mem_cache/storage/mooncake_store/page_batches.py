@@ -1,8 +1,8 @@
 """Registered side memory of a pool, and pages laid out as Mooncake objects.
 
-An object is the page's bytes in page byte order, then the 32-byte trailer. A pool whose pages are
-runs of memory gives them in place, with the trailer in a side row; `layer_first` pages are staged,
-page and trailer in one row. Either way the object is the same.
+An object is the page's bytes in page byte order, then the 32-byte trailer. Long pages that are runs
+of memory move in place, with the trailer in a side row; short ones, and `layer_first` pages, are
+staged, page and trailer in one row. Either way the object is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang.srt.constants import MIB
+from sglang.srt.constants import KIB, MIB
 from sglang.srt.mem_cache.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.types import StoragePool
@@ -25,6 +25,9 @@ from sglang.srt.mem_cache.storage.types import StoragePool
 _BATCH_BYTES: Final = 32 * MIB
 """Enough to keep a link busy; small enough that hashing one batch hides behind the next."""
 _MAX_BATCH_PAGES: Final = 128
+SHORT_PAGE_BYTES: Final = 512 * KIB
+"""Below it a copy costs less than moving K, V and trailer apart does: over TCP staging is 1.5 times
+as fast with pages of 64 KB, 1.3 times with 256 KB, 0.9 times with 1 MB."""
 _ROWS_PER_DIRECTION: Final = 2
 """One batch is on the wire while the other is being hashed."""
 
@@ -74,7 +77,8 @@ class PoolRows:
         """
         self.pool = pool
         self._with_checksum = with_checksum
-        self.row_bytes = TRAILER_BYTES + (0 if pool.is_zero_copy else pool.page_bytes)
+        self._in_place = pool.is_zero_copy and pool.page_bytes >= SHORT_PAGE_BYTES
+        self.row_bytes = TRAILER_BYTES + (0 if self._in_place else pool.page_bytes)
         self.batch_pages = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // pool.page_bytes))
         self._free: dict[bool, queue.SimpleQueue[torch.Tensor]] = {
             True: queue.SimpleQueue(),
@@ -106,7 +110,7 @@ class PoolRows:
         batch = PageBatch(keys=keys, slots=slots, rows=rows[: len(keys)])
         first = rows.data_ptr()
         row_ptrs = [first + index * self.row_bytes for index in range(len(keys))]
-        if not self.pool.is_zero_copy:
+        if not self._in_place:
             batch.ptrs = [[ptr] for ptr in row_ptrs]
             batch.sizes = [[self.row_bytes]] * len(keys)
             if self._with_checksum:
@@ -125,7 +129,7 @@ class PoolRows:
 
     def seal(self, batch: PageBatch) -> None:
         """Make a batch ready to be put: stage its pages where needed and write its trailers."""
-        if not self.pool.is_zero_copy:
+        if not self._in_place:
             self.pool.gather_pages(batch.slots, batch.rows[:, :-TRAILER_BYTES])
         raw = b"".join(
             seal(self._views(batch, index), key, with_checksum=self._with_checksum)
@@ -152,7 +156,7 @@ class PoolRows:
 
     def deliver(self, batch: PageBatch, landed: Sequence[int]) -> None:
         """Move staged pages (indices into the batch) to their slots; in place there is nothing."""
-        if self.pool.is_zero_copy or not landed:
+        if self._in_place or not landed:
             return
         slots = batch.slots.view(len(batch.keys), -1)
         count = len(landed)
