@@ -1,5 +1,5 @@
 # A thin front to scripts/, which can be run without it.
-.PHONY: setup serve test lint
+.PHONY: setup serve test nightly lint
 
 setup:
 	@scripts/setup.sh
@@ -9,6 +9,9 @@ serve:
 
 test:
 	@scripts/test.sh
+
+nightly:
+	@scripts/nightly.sh
 
 lint:
 	@scripts/lint.sh

@@ -10,7 +10,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 
-register_cpu_ci(est_time=180, suite="base-b-test-cpu", nightly=True)
+register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
 
 
 def test_f1_ten_thousand_nearly_right_bodies() -> None:

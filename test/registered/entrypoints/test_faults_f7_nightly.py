@@ -9,7 +9,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.spoiled_models import CASES, Case, start_refused
 
-register_cpu_ci(est_time=200, suite="base-b-test-cpu", nightly=True)
+register_cpu_ci(est_time=200, suite="nightly-test-cpu", nightly=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache import hicache_prefetch
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
@@ -324,6 +327,7 @@ class FlakyStorage:
         self.real = storage_io.storage
         self.mode = "ok"
         self.calls: list[str] = []
+        self.goes_on = threading.Event()
         storage_io.storage = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> object:
@@ -333,6 +337,8 @@ class FlakyStorage:
             self.calls.append(name)
             if self.mode == "down" and name.startswith(("batch", "probe")):
                 raise StorageUnavailable("the store is down")
+            if self.mode == "hangs" and name.startswith("batch_exists"):
+                assert self.goes_on.wait(30)
             result = call(*args, **kwargs)
             if self.mode == "hole" and name.startswith("batch_get"):
                 result["kv"][2] = CacheOutcome.DAMAGED
@@ -350,6 +356,39 @@ def test_a_damaged_page_shortens_the_prefix() -> None:
     FlakyStorage(rig).mode = "hole"
     assert rig.run(range(17)) == Reused(storage=8)
     rig.settle()
+
+
+def test_a_prompt_of_which_the_store_has_nothing_waits_for_no_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hicache_prefetch, "_ANSWER_S", 30.0)
+    rig = three_tiers()
+    rig.arrive("new", list(range(17)))
+    rig.tree.check_hicache_events()
+    assert rig.tree.check_prefetch_progress("new")
+    rig.settle()
+    rig.close()
+
+
+@pytest.mark.parametrize("policy", ["timeout", "best_effort"])
+def test_a_tick_waits_a_moment_for_the_store_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    # With best_effort it does not wait at all, or this would take half a minute.
+    monkeypatch.setattr(hicache_prefetch, "_ANSWER_S", 0.001 if policy == "timeout" else 30.0)
+    rig = three_tiers(hicache_storage_prefetch_policy=policy)
+    flaky = FlakyStorage(rig)
+    flaky.mode = "hangs"
+    rig.arrive("new", list(range(17)))
+    began = time.monotonic()
+    for _ in range(3):
+        rig.tree.check_hicache_events()
+    assert time.monotonic() - began < 15
+    assert rig.tree.check_prefetch_progress("new") is (policy == "best_effort")
+    flaky.goes_on.set()
+    rig.until(lambda: rig.tree.check_prefetch_progress("new"))
+    rig.settle()
+    rig.close()
 
 
 def test_a_store_that_is_down_costs_no_request_and_is_left_alone() -> None:

@@ -14,9 +14,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Final
 
 from sglang.srt.mem_cache.ballot import MAX_PREFETCHES, PrefetchProgress, QueueProgress
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation
+
+_ANSWER_S: Final = 0.001
+"""Asking a store takes a tenth of it to a third; a tick that has to be waited for, ten times it."""
 
 
 class PrefetchPolicy(StrEnum):
@@ -37,6 +41,7 @@ class PrefetchBoard:
         self._under_way: dict[str, PrefetchOperation] = {}
         self._agreed: dict[str, PrefetchProgress] = {}
         self._releasing: deque[PrefetchOperation] = deque()
+        self._unanswered: list[PrefetchOperation] = []
 
     def __len__(self) -> int:
         return len(self._under_way) + len(self._releasing)
@@ -61,6 +66,15 @@ class PrefetchBoard:
         """Take up an operation that has just been submitted."""
         self._under_way[operation.request_id] = operation
         self._agreed[operation.request_id] = PrefetchProgress()
+        self._unanswered.append(operation)
+
+    def await_answers(self) -> None:
+        """Give the store a moment to say what it has of the prompts that have just come, so that
+        one of which it has nothing need not wait for the next tick."""
+        until = time.monotonic() + _ANSWER_S
+        for operation in self._unanswered:
+            operation.wait_for_answer(until)
+        self._unanswered.clear()
 
     def progress(self) -> tuple[list[PrefetchProgress], QueueProgress]:
         """What this rank sees: of each prefetch under way, and of the release queue."""

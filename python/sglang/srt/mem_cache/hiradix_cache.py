@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.ballot import NONE_FAILED, Progress, QueueProgress, Re
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
-from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard
+from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES, HostTierCache, parts_of
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
@@ -381,6 +381,8 @@ class HiRadixCache(HostTierCache):
     def _progress(self) -> Progress:
         storage_io = self.cache_controller.storage_io
         progress = super()._progress()
+        if self._attachment.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
+            self._board.await_answers()
         prefetches, release = self._board.progress()
         done, failed = 0, NONE_FAILED
         for operation in self._backups:

@@ -286,7 +286,7 @@ class StorageIO:
             with self._reporting_failures("read"):
                 outcome = self._prefetch(operation)
             self._report_prefetch(operation, outcome, time.monotonic() - started)
-            operation.outcome = outcome
+            operation.finish(outcome)
 
     def _prefetch(self, operation: PrefetchOperation) -> CacheOutcome:
         reach = self._timeouts["get"].leading_allowed(operation.hashes)
@@ -309,6 +309,7 @@ class StorageIO:
             return CacheOutcome.LATE if cut else CacheOutcome.UNAVAILABLE
         if agreed < self._threshold_pages or agreed == 0:
             return CacheOutcome.REVOKED if agreed else CacheOutcome.MISS
+        operation.note_answer()
         return self._read_pages(operation, agreed)
 
     def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:

@@ -8,6 +8,7 @@ sees single assignments of ints and flags.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -50,10 +51,24 @@ class PrefetchOperation:
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     _cut: threading.Event = field(default_factory=threading.Event)
+    _answered: threading.Event = field(default_factory=threading.Event)
 
     @property
     def ended(self) -> bool:
         return self.outcome is not None
+
+    def note_answer(self) -> None:
+        """Transfer thread: the store has said what it has, and that is going to be read."""
+        self._answered.set()
+
+    def finish(self, outcome: CacheOutcome) -> None:
+        """Transfer thread: settle."""
+        self.outcome = outcome
+        self._answered.set()
+
+    def wait_for_answer(self, until: float) -> None:
+        """Scheduler: wait until it is known what will be read, or `until` (`time.monotonic()`)."""
+        self._answered.wait(max(0.0, until - time.monotonic()))
 
     def mark_terminate(self) -> None:
         """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
