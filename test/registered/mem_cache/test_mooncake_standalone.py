@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,60 @@ def test_a_damaged_object_is_noticed(store: MooncakeStore) -> None:
     assert raw.put(key, whole[:-40] + bytes(40)) == 0
     outcomes = store.batch_get_v2([move])["kv"]
     assert outcomes[:2] == [LANDED, CacheOutcome.DAMAGED]
+
+
+@pytest.mark.parametrize("short_page_bytes", [0, page_batches.SHORT_PAGE_BYTES])
+def test_batches_that_are_got_side_by_side_are_each_in_its_place(
+    client: StandaloneClient, monkeypatch: pytest.MonkeyPatch, short_page_bytes: int
+) -> None:
+    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", short_page_bytes)
+    monkeypatch.setattr(page_batches, "_MAX_BATCH_PAGES", 1)
+    store = connect(client)
+    store.clear()
+    try:
+        for _ in range(3):
+            round_trip(
+                store,
+                "page_first_direct",
+                page_keys(14),
+                list(range(14)),
+                allocator_type="mooncake",
+            )
+    finally:
+        store.close()
+
+
+def test_a_batch_that_fails_beside_others_loses_no_memory(
+    client: StandaloneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_batches, "_MAX_BATCH_PAGES", 1)
+    store = connect(client)
+    store.clear()
+    try:
+        move = some_pages(store, 12)
+        assert move.keys is not None
+        assert store.batch_set_v2([move])["kv"] == [LANDED] * 12
+        store._client.store.remove(f"{move.keys[5]}/kv", True)
+        for _ in range(8):  # more often than there are rows
+            outcomes = store.batch_get_v2([move])["kv"]
+            assert outcomes[:6] == [LANDED] * 5 + [CacheOutcome.MISS]
+            assert not any(outcomes[6:])
+        transfer = store._transfer
+
+        def failing(client: Any, batch: page_batches.PageBatch, *, is_get: bool) -> list[int]:
+            if batch.keys[0].startswith(str(move.keys and move.keys[3])):
+                raise StorageUnavailable("the client has gone")
+            return transfer(client, batch, is_get=is_get)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(store, "_transfer", failing)
+            for _ in range(8):
+                with pytest.raises(StorageUnavailable, match="has gone"):
+                    store.batch_get_v2([move])
+        assert store.batch_get_v2([move])["kv"][:5] == [LANDED] * 5
+        assert store.get_stats()["slices_in_flight"] == 0
+    finally:
+        store.close()
 
 
 def test_memory_that_cannot_be_shared_is_refused_by_name(store: MooncakeStore) -> None:

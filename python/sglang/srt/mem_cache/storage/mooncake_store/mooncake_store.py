@@ -11,10 +11,11 @@ import logging
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -53,6 +54,9 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.threads import leave_cores_to_model
 
 logger = logging.getLogger(__name__)
+
+_GETS_AT_ONCE: Final = 4
+"""From a stand-alone client; one with `--threads=4` serves them side by side."""
 
 __all__ = [
     "MooncakeBaseStore",
@@ -139,6 +143,12 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         self._hasher = ThreadPoolExecutor(
             max_workers=2, thread_name_prefix="l3-hash", initializer=leave_cores_to_model
         )
+        self._readers = (
+            ThreadPoolExecutor(_GETS_AT_ONCE, "l3-read", initializer=leave_cores_to_model)
+            if self.config.standalone_storage
+            else None
+        )
+        """A stand-alone client copies the pages of one call with one thread."""
         self._moved_nothing = False
         """The last transfer that failed as a whole: the client may be beyond recovery."""
         self._direction_locks = {True: threading.Lock(), False: threading.Lock()}
@@ -161,7 +171,10 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         if known is not None and known.pool is pool:
             return
         shared = MooncakeHostTensorAllocator() if self.config.standalone_storage else None
-        rows = PoolRows(pool, with_checksum=self._verify, allocator=shared)
+        gets_at_once = 1 if self._readers is None else _GETS_AT_ONCE
+        rows = PoolRows(
+            pool, with_checksum=self._verify, allocator=shared, gets_at_once=gets_at_once
+        )
         for tensor in rows.buffers():
             self.register_buffer(tensor)
         self._rows[name] = rows
@@ -220,29 +233,41 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def _get_batches(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor, is_prefix: bool
     ) -> list[CacheOutcome]:
-        """Get batch after batch; while one is on the wire the one before is verified."""
+        """Get batch after batch; while some are on the wire the one before is verified."""
         outcomes: list[CacheOutcome] = []
-        pending: Future[list[CacheOutcome]] | None = None
-        client = self._client
+        under_way: deque[Future[list[CacheOutcome]]] = deque()
         try:
             for batch_keys, batch_slots in _batches(rows, keys, slots):
-                with ExitStack() as borrowed:
-                    memory = borrowed.enter_context(rows.borrow(is_get=True))
-                    batch = rows.lay_out(batch_keys, batch_slots, memory)
-                    codes = self._transfer(client, batch, is_get=True)
-                    held = borrowed.pop_all()
-                before, pending = (
-                    pending,
-                    self._hasher.submit(self._verified, rows, batch, codes, held),
-                )
-                if before is not None:
-                    outcomes += before.result()
+                under_way.append(self._start_get(rows, batch_keys, batch_slots))
+                if len(under_way) > (_GETS_AT_ONCE if self._readers is not None else 1):
+                    outcomes += under_way.popleft().result()
                     if is_prefix and not all(outcomes):
                         break
         finally:
-            # Also when a later batch failed: its verifier gives the rows back.
-            last = pending.result() if pending is not None else []
-        return outcomes + last
+            # Also when one failed: the others are still writing into host pages.
+            wait(under_way)
+        for future in under_way:
+            outcomes += future.result()
+        return outcomes
+
+    def _start_get(
+        self, rows: PoolRows, keys: list[str], slots: torch.Tensor
+    ) -> Future[list[CacheOutcome]]:
+        """Get here and verify in the helper, or do both in a reader."""
+        if self._readers is not None:
+            return self._readers.submit(lambda: self._verified(rows, *self._got(rows, keys, slots)))
+        got = self._got(rows, keys, slots)
+        return self._hasher.submit(self._verified, rows, *got)
+
+    def _got(
+        self, rows: PoolRows, keys: list[str], slots: torch.Tensor
+    ) -> tuple[PageBatch, list[int], ExitStack]:
+        """A batch that has been got, Mooncake's codes, and the borrowed rows to give back."""
+        with ExitStack() as borrowed:
+            memory = borrowed.enter_context(rows.borrow(is_get=True))
+            batch = rows.lay_out(keys, slots, memory)
+            codes = self._transfer(self._client, batch, is_get=True)
+            return batch, codes, borrowed.pop_all()
 
     def _verified(
         self, rows: PoolRows, batch: PageBatch, codes: list[int], held: ExitStack
@@ -450,7 +475,9 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         logger.info("Mooncake store: removed %d objects", removed)
 
     def close(self) -> None:
-        self._hasher.shutdown(wait=True)
+        for helpers in (self._hasher, self._readers):
+            if helpers is not None:
+                helpers.shutdown(wait=True)
         super().close()
 
     def get_stats(self) -> dict[str, Any]:

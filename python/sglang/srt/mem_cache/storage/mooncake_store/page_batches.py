@@ -59,9 +59,9 @@ class PageBatch:
 
 
 class PoolRows:
-    """Side rows of one pool, two batches for each direction, so that neither waits for the other.
+    """Side rows of one pool, some batches for each direction, so that neither waits for the other.
 
-    Threads: at most one get and one set at a time, each from a thread of its own.
+    Threads: one get and one set at a time, each with helpers of its own.
     """
 
     def __init__(
@@ -70,10 +70,12 @@ class PoolRows:
         *,
         with_checksum: bool = True,
         allocator: HostTensorAllocator | None = None,
+        gets_at_once: int = 1,
     ) -> None:
         """Args:
         with_checksum: Hash pages, both those that are put and those that were got.
         allocator: Gives the side memory; None: any memory will do.
+        gets_at_once: Batches that may be on the wire together.
         """
         self.pool = pool
         self._with_checksum = with_checksum
@@ -84,13 +86,13 @@ class PoolRows:
             True: queue.SimpleQueue(),
             False: queue.SimpleQueue(),
         }
+        for_gets = max(_ROWS_PER_DIRECTION, gets_at_once)
         # One block, so that it is one registration.
-        count = 2 * _ROWS_PER_DIRECTION
         self.memory = (allocator or HostTensorAllocator()).allocate(
-            (count, self.batch_pages, self.row_bytes), torch.uint8
+            (for_gets + _ROWS_PER_DIRECTION, self.batch_pages, self.row_bytes), torch.uint8
         )
         for index, rows in enumerate(self.memory):
-            self._free[index % 2 == 0].put(rows)
+            self._free[index < for_gets].put(rows)
 
     def buffers(self) -> list[torch.Tensor]:
         """Everything of the pool that transfers touch; to be registered."""
