@@ -337,7 +337,7 @@ class FlakyStorage:
             self.calls.append(name)
             if self.mode == "down" and name.startswith(("batch", "probe")):
                 raise StorageUnavailable("the store is down")
-            if self.mode == "hangs" and name.startswith("batch_exists"):
+            if self.mode == "hangs" and name.startswith(("batch_exists", "batch_set")):
                 assert self.goes_on.wait(30)
             result = call(*args, **kwargs)
             if self.mode == "hole" and name.startswith("batch_get"):
@@ -387,6 +387,48 @@ def test_a_tick_waits_a_moment_for_the_store_and_no_longer(
     assert rig.tree.check_prefetch_progress("new") is (policy == "best_effort")
     flaky.goes_on.set()
     rig.until(lambda: rig.tree.check_prefetch_progress("new"))
+    rig.settle()
+    rig.close()
+
+
+def test_a_write_that_hangs_keeps_nothing_in_l1() -> None:
+    """Pages that L2 has no room for must be able to leave L1, whatever hangs below them."""
+    rig = three_tiers(hicache_write_policy="write_back")
+    rig.run(range(16))
+    rig.tree.evict(EvictParams(num_tokens=16))
+    rig.flush()
+    assert rig.run(range(17)) == Reused(storage=16)
+    rig.settle()
+    rig.hi.evict_host(16)  # stored and on the device, but not in L2
+    rig.run([*range(16), *range(50, 58)])
+    flaky = FlakyStorage(rig)
+    flaky.mode = "hangs"
+    assert rig.tree.evict(EvictParams(num_tokens=8)).num_tokens_evicted == 8
+    rig.tick()
+    held = rig.hi.host_pool.alloc(rig.hi.host_pool.available_size())
+    assert held is not None
+    rig.tree.evict(EvictParams(num_tokens=32))
+    assert rig.allocator.available_size() == 32, "L1 is empty"
+    rig.hi.host_pool.free(held)
+    flaky.goes_on.set()
+    rig.settle()
+    rig.close()
+
+
+def test_what_had_to_wait_for_its_prefix_to_reach_l2_is_written_after_it() -> None:
+    rig = three_tiers(hicache_write_policy="write_back")
+    rig.run(range(16))
+    rig.tree.evict(EvictParams(num_tokens=16))
+    rig.flush()
+    assert rig.run(range(17)) == Reused(storage=16)
+    rig.settle()
+    rig.hi.evict_host(16)
+    rig.run([*range(16), *range(50, 58)])
+    for tokens in (8, 16):
+        rig.tree.evict(EvictParams(num_tokens=tokens))
+        rig.settle()
+    rig.flush()
+    assert rig.run([*range(16), *range(50, 58), 7]) == Reused(storage=24)
     rig.settle()
     rig.close()
 

@@ -341,6 +341,10 @@ class HiRadixCache(HostTierCache):
         above = node.parent
         if not self._is_stored(above) and above.backup_op is None:
             return "queue_full" if above.id in self._postponed else "orphan"
+        if not above.backuped_from_root:
+            # A page above that could only be dropped could not leave L1 while this write hangs.
+            # When it reaches the host it brings these along.
+            return "orphan"
         if not self._available:
             return CacheOutcome.UNAVAILABLE.value
         share = _BACKUP_SHARE * self.host_pool.size

@@ -87,6 +87,16 @@ class TreeNode:
         """On the host."""
         return self.host_value is not None
 
+    @property
+    def backuped_from_root(self) -> bool:
+        """On the host with all that is above. True for the root."""
+        node = self
+        while node.parent is not None:
+            if not node.backuped:
+                return False
+            node = node.parent
+        return True
+
     def set_value(self, value: torch.Tensor | None) -> None:
         """Put the pages on the device, or take them off."""
         if self.parent is not None:
