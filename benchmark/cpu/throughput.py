@@ -55,7 +55,7 @@ def unused_tiers(quick: bool) -> Outcome:
 
     Many short rounds in turn: what else the machine does changes within seconds.
     """
-    rounds = 5 if quick else 40
+    rounds = 5 if quick else 80
     concurrency, count, tokens, new_tokens = 8, 12, 1000, 32
     raw: dict[str, list[float]] = {"with": [], "without": []}
     flags = ("--log-level", "warning", "--max-total-tokens", "16384", "--page-size", "64")
