@@ -223,7 +223,7 @@ class Envs:
     # Read by oneDNN and its front in torch, not by us. Each would keep what it made for 1,024
     # shapes of a product. Every number of tokens makes five, of 0.5 MB each.
     ONEDNN_PRIMITIVE_CACHE_CAPACITY = EnvInt(
-        128, "Matrix products of a CPU whose compiled code is kept; one takes 0.3 ms to make."
+        96, "Matrix products of a CPU whose compiled code is kept; one takes 0.3 ms to make."
     )
     LRU_CACHE_CAPACITY = EnvInt(16, "The same for the front's descriptions of them.")
 

@@ -23,7 +23,7 @@ def test_new_lengths_leave_nothing_behind_once_the_caches_are_full(tmp_path: Pat
         env.pop(field.name, None)  # the engine's own are in question
     command = [sys.executable, "-m", "sglang.test.memory_by_length", str(tmp_path)]
     done = subprocess.run(
-        [*command, "33", "73", "233"], env=env, check=True, capture_output=True, timeout=120
+        [*command, "1", "41", "233"], env=env, check=True, capture_output=True, timeout=120
     )
     assert float(done.stdout) < 8
 

@@ -7,12 +7,16 @@ rank for now.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+
+_ROWS_AS_THEY_ARE: Final = 32
+"""Steps of small batches come in every number, and often: there rows would cost more than they save."""
 
 
 def apply_linear(
@@ -46,10 +50,26 @@ def apply_linear(
             if out is not None:
                 return torch.mm(x, weight.t(), out_dtype=out_dtype, out=out)
             return torch.mm(x, weight.t(), out_dtype=out_dtype)
-    result = F.linear(x, weight, bias)
+    result = _linear_on_cpu(x, weight, bias) if x.is_cpu else F.linear(x, weight, bias)
     if out_dtype is not None:
         result = result.to(out_dtype)
     return result if out is None else out.copy_(result)
+
+
+def _linear_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`F.linear`, with rows of zeros after the last where that saves compiling code.
+
+    oneDNN, which multiplies 16-bit numbers, compiles for each number of rows: 0.4 ms and 0.5 MB. So
+    numbers above 32 are rounded up to one of four in each power of two.
+    """
+    rows = x.shape[0]
+    step = 1 << max(0, (rows - 1).bit_length() - 3)
+    missing = -rows % step
+    if rows <= _ROWS_AS_THEY_ARE or not missing or x.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[:rows]
 
 
 class MergedColumnParallelLinear(WeightedLayer):

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.storage.types import StoragePool
 
 _BATCH_BYTES: Final = 32 * MIB
 """Enough to keep a link busy; small enough that hashing one batch hides behind the next."""
-_MAX_BATCH_PAGES: Final = 128
+_MAX_BATCH_PAGES: Final = 64
 SHORT_PAGE_BYTES: Final = 512 * KIB
 """Below it a copy costs less than moving K, V and trailer apart does: over TCP staging is 1.5 times
 as fast with pages of 64 KB, 1.3 times with 256 KB, 0.9 times with 1 MB."""
