@@ -16,7 +16,7 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 _ROWS_AS_THEY_ARE: Final = 32
-"""Steps of small batches come in every number, and often: there rows would cost more than they save."""
+"""Small batches come in every number, and often: there rows would cost more than they save."""
 
 
 def apply_linear(
