@@ -32,9 +32,9 @@ def test_numbers_of_rows_that_are_multiplied_are_few(monkeypatch: pytest.MonkeyP
     multiplied = set()
     product = F.linear
 
-    def noting(x: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
+    def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         multiplied.add(x.shape[0])
-        return product(x, *weights)
+        return product(x, weight, bias)
 
     monkeypatch.setattr("sglang.srt.layers.linear.F.linear", noting)
     weight = torch.ones(2, 4, dtype=torch.bfloat16)
