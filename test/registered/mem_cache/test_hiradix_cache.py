@@ -391,16 +391,22 @@ def test_a_tick_waits_a_moment_for_the_store_and_no_longer(
     rig.close()
 
 
-def test_a_write_that_hangs_keeps_nothing_in_l1() -> None:
-    """Pages that L2 has no room for must be able to leave L1, whatever hangs below them."""
+def child_below_a_node_that_l2_lacks() -> CacheRig:
+    """16 tokens in L1 and L3 but not in L2, and 8 below them in L1 alone."""
     rig = three_tiers(hicache_write_policy="write_back")
     rig.run(range(16))
     rig.tree.evict(EvictParams(num_tokens=16))
     rig.flush()
     assert rig.run(range(17)) == Reused(storage=16)
     rig.settle()
-    rig.hi.evict_host(16)  # stored and on the device, but not in L2
+    rig.hi.evict_host(16)
     rig.run([*range(16), *range(50, 58)])
+    return rig
+
+
+def test_a_write_that_hangs_keeps_nothing_in_l1() -> None:
+    """Pages that L2 has no room for must be able to leave L1, whatever hangs below them."""
+    rig = child_below_a_node_that_l2_lacks()
     flaky = FlakyStorage(rig)
     flaky.mode = "hangs"
     assert rig.tree.evict(EvictParams(num_tokens=8)).num_tokens_evicted == 8
@@ -416,14 +422,7 @@ def test_a_write_that_hangs_keeps_nothing_in_l1() -> None:
 
 
 def test_what_had_to_wait_for_its_prefix_to_reach_l2_is_written_after_it() -> None:
-    rig = three_tiers(hicache_write_policy="write_back")
-    rig.run(range(16))
-    rig.tree.evict(EvictParams(num_tokens=16))
-    rig.flush()
-    assert rig.run(range(17)) == Reused(storage=16)
-    rig.settle()
-    rig.hi.evict_host(16)
-    rig.run([*range(16), *range(50, 58)])
+    rig = child_below_a_node_that_l2_lacks()
     for tokens in (8, 16):
         rig.tree.evict(EvictParams(num_tokens=tokens))
         rig.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -28,8 +29,10 @@ def leave_cores_to_model() -> None:
 def give_way() -> None:
     """Let the calling thread, whose work nobody waits for, run when others do not; for good.
 
-    On Linux alone, where threads have priorities of their own.
+    On Linux alone, where threads have priorities of their own; a sandbox that forbids it has its way.
     """
     if sys.platform == "linux":
         tid = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, tid, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, tid)))
+        niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, tid))
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, tid, niceness)

@@ -22,12 +22,8 @@ import torch
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
 from sglang.srt.mem_cache.storage.counters import StorageCounters
-from sglang.srt.mem_cache.storage.mooncake_store.client import (
-    MooncakeClient,
-    check_health,
-    choose_protocol,
-    is_reachable,
-)
+from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
+from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, is_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.codes import (
     get_outcome,
     is_full,
@@ -64,59 +60,6 @@ __all__ = [
     "MooncakeStore",
     "MooncakeStoreConfig",
 ]
-
-
-class MooncakeBaseStore:
-    """Connects to the store, replaces a connection that broke, and registers memory with it.
-
-    Raises:
-        ValueError: A setting is missing, malformed or cannot work on this host.
-        StorageUnreachable: No master, said at once.
-    """
-
-    def __init__(self, config: MooncakeStoreConfig) -> None:
-        self.config = config
-        self.protocol = choose_protocol(config)
-        """What Mooncake really uses."""
-        self._client = MooncakeClient(config, self.protocol)
-        self._client_lock = threading.Lock()
-        """Held while the client is replaced; not while it is used."""
-        self._closed = False
-
-    def register_buffer(self, tensor: torch.Tensor) -> None:
-        """Make a contiguous CPU tensor's memory known to the transport. Idempotent."""
-        self._client.register(tensor)
-
-    def check_server(self) -> None:
-        """Ask the master for its health. Raises StorageUnreachable."""
-        check_health(self.config)
-
-    def rebuild(self) -> None:
-        """Connect anew and register the same memory. Raises StorageUnavailable.
-
-        The old client is dropped, not closed: another thread may still be inside a call of its,
-        and keeps it alive until that returns. Refused with a stand-alone client: that takes up a
-        process which came back at its address by itself, and memory that one client of this
-        process has shared cannot be shared by a second one.
-        """
-        if self.config.standalone_storage:
-            raise StorageUnavailable(
-                f"mooncake_client at {self.config.client_server_address} moves nothing yet; one "
-                "that was restarted within a second is not noticed: stop it for three"
-            )
-        with self._client_lock:
-            old = self._client
-            new = MooncakeClient(self.config, self.protocol)
-            for tensor in old.registered():
-                new.register(tensor)
-            self._client = new
-        logger.warning("Mooncake client was replaced")
-
-    def close(self) -> None:
-        """Disconnect. Idempotent; no transfer may be in flight."""
-        if not self._closed:
-            self._closed = True
-            self._client.close()
 
 
 class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
@@ -237,7 +180,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         outcomes: list[CacheOutcome] = []
         under_way: deque[Future[list[CacheOutcome]]] = deque()
         try:
-            for batch_keys, batch_slots in _batches(rows, keys, slots):
+            for batch_keys, batch_slots in rows.cut(keys, slots):
                 under_way.append(self._start_get(rows, batch_keys, batch_slots))
                 if len(under_way) > (_GETS_AT_ONCE if self._readers is not None else 1):
                     outcomes += under_way.popleft().result()
@@ -303,7 +246,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             return outcomes
         chosen = slots.view(len(keys), -1)[torch.tensor(absent)].reshape(-1)
         written: list[CacheOutcome] = []
-        pieces = list(_batches(rows, [keys[index] for index in absent], chosen))
+        pieces = list(rows.cut([keys[index] for index in absent], chosen))
         ready: Future[tuple[PageBatch, ExitStack]] | None = self._seal(rows, *pieces[0])
         for following in [*pieces[1:], None]:
             assert ready is not None
@@ -487,18 +430,6 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             "slices_peak": budget.peak,
             "protocol": self.protocol,
         }
-
-
-def _batches(
-    rows: PoolRows, keys: list[str], slots: torch.Tensor
-) -> list[tuple[list[str], torch.Tensor]]:
-    """Keys and slots cut into batches that the rows hold."""
-    size = rows.batch_pages
-    pages = slots.view(len(keys), -1)
-    return [
-        (keys[start : start + size], pages[start : start + size].reshape(-1))
-        for start in range(0, len(keys), size)
-    ]
 
 
 def _tell_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) -> list[int]:

@@ -98,6 +98,15 @@ class PoolRows:
         """Everything of the pool that transfers touch; to be registered."""
         return [*self.pool.get_hybrid_pool_buffer(), self.memory]
 
+    def cut(self, keys: list[str], slots: torch.Tensor) -> list[tuple[list[str], torch.Tensor]]:
+        """Keys and their host slots in pieces of `batch_pages`."""
+        size = self.batch_pages
+        pages = slots.view(len(keys), -1)
+        return [
+            (keys[start : start + size], pages[start : start + size].reshape(-1))
+            for start in range(0, len(keys), size)
+        ]
+
     @contextmanager
     def borrow(self, is_get: bool) -> Iterator[torch.Tensor]:
         """Rows for one batch; waits for a batch of the same direction to give some back."""
