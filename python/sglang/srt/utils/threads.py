@@ -29,7 +29,7 @@ def leave_cores_to_model() -> None:
 def give_way() -> None:
     """Let the calling thread, whose work nobody waits for, run when others do not; for good.
 
-    On Linux alone, where threads have priorities of their own; a sandbox that forbids it has its way.
+    On Linux alone, where threads have priorities of their own. A sandbox may forbid it.
     """
     if sys.platform == "linux":
         tid = threading.get_native_id()
