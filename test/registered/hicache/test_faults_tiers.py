@@ -160,7 +160,9 @@ def test_c12_tiers_far_smaller_than_the_working_set(cluster: MooncakeCluster, po
         in_tree = {page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)}
         in_store = check_no_orphans(rig, prompts)
         assert promised - in_tree - in_store <= losses.pages(), "lost without a count"
-        assert len(in_store) > 0.25 * len(promised)
+        # Half with write_through; a quarter where copies are made only when L1 is left, since pages
+        # that L2 could not take keep those below them out of L3.
+        assert len(in_store) > 0.2 * len(promised)
         # A reader finds prefixes, and with the right bytes, which the rig compares.
         reader = rigs.make()
         for prompt in rng.sample(prompts, 20):
