@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.model_executor.pool_sizing import GIB, size_kv_pool, size_running_requests
+from sglang.srt.constants import GIB
+from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

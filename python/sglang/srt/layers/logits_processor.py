@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.input_logprobs import InputLogprobs, compute_input_logprobs
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.utils.device import stage_to_device
+from sglang.srt.utils.device import on_device
 
 
 @dataclass(kw_only=True)
@@ -44,8 +44,8 @@ class LogitsProcessor(torch.nn.Module):
             assert forward_batch.extend_seq_lens_cpu is not None
             if forward_batch.extend_logprob_start_lens_cpu is not None:
                 inputs = compute_input_logprobs(hidden_states, head_weight, forward_batch)
-            ends = list(itertools.accumulate(forward_batch.extend_seq_lens_cpu))
-            last = stage_to_device(torch.tensor(ends) - 1, hidden_states.device)
+            ends = itertools.accumulate(forward_batch.extend_seq_lens_cpu)
+            last = on_device([end - 1 for end in ends], hidden_states.device)
             hidden_states = hidden_states.index_select(0, last)
         logits = apply_linear(
             hidden_states, head_weight, out=forward_batch.logits_out, out_dtype=torch.float32

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-GIB = 1 << 30
+from sglang.srt.constants import GIB, MIB
+
 CPU_POOL_BYTES = 1 * GIB
 CPU_POOL_FRACTION = 0.1
 GPU_STATIC_FRACTION = 0.88
 MAX_RUNNING_REQUESTS = 256
-REQ_TABLE_BYTES = 256 << 20
+REQ_TABLE_BYTES = 256 * MIB
 """Most that the table of requests' slots may take unless more requests are asked for."""
 
 

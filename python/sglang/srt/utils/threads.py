@@ -33,6 +33,6 @@ def give_way() -> None:
     """
     if sys.platform == "linux":
         tid = threading.get_native_id()
-        niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, tid))
         with contextlib.suppress(OSError):
+            niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, tid))
             os.setpriority(os.PRIO_PROCESS, tid, niceness)

@@ -50,10 +50,7 @@ def create_attention_backend(
             kv_bytes_per_layer=kv_bytes_per_layer, page_size=page_size, dtype=dtype
         )
     if name == "triton":
-        if torch.device(device).type != "cuda":
-            raise ValueError(
-                f"attention backend 'triton' needs a CUDA device, not {device!r}: use torch_native"
-            )
+        _check_on_cuda(name, device)
         # Triton is not installed where there is no CUDA.
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
@@ -61,7 +58,8 @@ def create_attention_backend(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
         )
     if name == "flashinfer":
-        _check_flashinfer(device, head_dim, dtype, dtype if kv_dtype is None else kv_dtype)
+        _check_on_cuda(name, device)
+        _check_flashinfer(head_dim, dtype, dtype if kv_dtype is None else kv_dtype)
         # Installed where somebody wants it.
         from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
@@ -79,14 +77,15 @@ def create_attention_backend(
     )
 
 
-def _check_flashinfer(
-    device: str, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> None:
-    """Raise ValueError where the library cannot be used, or not with this model."""
+def _check_on_cuda(name: str, device: str) -> None:
     if torch.device(device).type != "cuda":
         raise ValueError(
-            f"attention backend 'flashinfer' needs a CUDA device, not {device!r}: use torch_native"
+            f"attention backend {name!r} needs a CUDA device, not {device!r}: use torch_native"
         )
+
+
+def _check_flashinfer(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Raise ValueError where the library cannot be used, or not with this model."""
     if importlib.util.find_spec("flashinfer") is None:
         raise ValueError(
             "attention backend 'flashinfer' needs the package of that name: "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import flashinfer
 import torch
 
+from sglang.srt.constants import MIB
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.triton_ops.pages import page_indices
 from sglang.srt.utils.device import make_event
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKSPACE_BYTES = 256 << 20
+WORKSPACE_BYTES = 256 * MIB
 """For partial results of contexts that are split; shared, for one batch runs at a time."""
 TENSOR_CORE_GROUP = 4
 """Query heads of a KV head from which on decoding goes through the matrix units. Kernels without

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     list_rdma_devices,
     resolve_mooncake_protocol,
@@ -23,7 +24,7 @@ from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
 from sglang.srt.utils.network import can_connect
 
-_STANDALONE_SCRATCH_BYTES: Final = 16 << 20
+_STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
 """For the small objects that are no pages; a stand-alone client takes them through it."""
 REACH_SECONDS: Final = 2.0
 """How long a TCP connect to the master may take; Mooncake's own set-up tries for 90 s."""
