@@ -37,6 +37,9 @@ _FIELDS: Final = (
     "bootstrap_room", "echo", "best_of", "logprob_start_len", "session_params", "nonsense",
 )  # fmt: skip
 
+# Keys that look like token ids: of `logit_bias`, and too many, too large, oddly written.
+_NUMERALS: Final = ("0", "5", "05", "-1", "+1", "1_0", "²", "٣", "9" * 30, "0" * 20 + "99999")
+
 # Numbers at the edges alone: one between them might be a wish for thousands of tokens.
 _LEAVES: Final = st.one_of(
     st.none(),
@@ -51,6 +54,7 @@ VALUES: Final = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(st.text(max_size=5) | st.sampled_from(_FIELDS), inner, max_size=3),
+        st.dictionaries(st.sampled_from(_NUMERALS), st.sampled_from([0, 1, -1.5]), max_size=2),
     ),
     max_leaves=5,
 )

@@ -109,6 +109,7 @@ def completion(**fields: Any) -> dict[str, Any]:
         (GENERATE, sampling(sampling_seed=-1), ["sampling_seed"]),
         (GENERATE, sampling(logit_bias={"x": 1}), ["logit_bias"]),
         (GENERATE, sampling(logit_bias={"999": 1}), ["logit_bias", "999"]),
+        (GENERATE, sampling(logit_bias={"0" * 20 + "999": 1}), ["logit_bias", "zeros"]),
         (GENERATE, sampling(n=129), ["n=129", "128"]),
         (GENERATE, sampling(temprature=1), ["sampling_params.temprature", "temperature"]),
         (CHAT, {}, ["messages", "required"]),
@@ -200,6 +201,7 @@ def test_large_bodies_are_refused_while_they_come(client: httpx.Client) -> None:
 
 def test_wrong_method_and_path(client: httpx.Client) -> None:
     assert "GET /flush_cache" in refused(client.get("/flush_cache"), 405)["message"]
+    assert set(client.get(GENERATE).headers["allow"].split(", ")) == {"POST", "PUT"}
     assert "/nowhere" in refused(client.get("/nowhere"), 404)["message"]
     assert refused(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
 

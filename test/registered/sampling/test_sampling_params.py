@@ -40,6 +40,8 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
         ({"logit_bias": {"x": 1.0}}, "logit_bias key 'x'"),
         ({"logit_bias": {"-1": 1.0}}, "logit_bias key '-1'"),
         ({"logit_bias": {"²": 1.0}}, "logit_bias key"),
+        ({"logit_bias": {"03": 1.0}}, "logit_bias key '03'"),
+        ({"logit_bias": {"0" * 20 + "999": 1.0}}, "logit_bias key '00000"),
         ({"logit_bias": {"9" * 5000: 1.0}}, "logit_bias has token id"),
         ({"logit_bias": {"100": 1.0}}, "logit_bias has token id 100"),
         ({"logit_bias": {"1": float("nan")}}, r"logit_bias\[1\]=nan"),

@@ -37,8 +37,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Taken from upstream's clients; the answer says `aborted by the client` in any case."""
 
 
-@router.post("/generate")
-@router.put("/generate")
+@router.api_route("/generate", methods=["POST", "PUT"])
 async def generate(request: Request) -> Response:
     """Complete one prompt or a batch, streaming or not."""
     context = context_of(request)

@@ -153,9 +153,11 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
                 f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed"
             )
         for key, value in biases.items():
-            if not (key.isascii() and key.isdigit()):
+            # One spelling a token: what is checked here is what the sampler reads there.
+            if not (key.isascii() and key.isdigit()) or (key[0] == "0" and key != "0"):
                 raise ValueError(
-                    f"logit_bias key {key[:32]!r} must be a token id in decimal digits"
+                    f"logit_bias key {key[:32]!r} must be a token id in decimal digits, without "
+                    "zeros in front"
                 )
             _require_token_ids("logit_bias", (int(key[:20]),), vocab_size)
             _require_float(f"logit_bias[{key}]", value, -1e6, 1e6)
