@@ -1,19 +1,27 @@
-"""Ending processes: by their handles, whole trees, and with the parent."""
+"""Ending processes: by their handles, whole trees, and with the parent. Settling a heap."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import psutil
 import pytest
 
 from sglang.srt.utils.network import wait_until
-from sglang.srt.utils.process import is_alive, kill_process_tree, start_parent_watch, stop_process
+from sglang.srt.utils.process import (
+    is_alive,
+    kill_process_tree,
+    settle_heap,
+    start_parent_watch,
+    stop_process,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-b-test-cpu")
@@ -82,6 +90,27 @@ def test_a_child_notices_the_death_of_its_parent(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert wait_until(lambda: not is_alive(orphan), 10)
+
+
+class Link:
+    """Part of a cycle, which only the collector can free."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_a_settled_heap_has_no_garbage_and_is_passed_over() -> None:
+    kept, garbage = Link(), Link()
+    lost = weakref.ref(garbage)
+    del garbage
+    try:
+        settle_heap()
+        assert lost() is None
+        assert all(one is not kept for one in gc.get_objects())
+        later = Link()
+        assert any(one is later for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import add_api_key_middleware
 from sglang.srt.utils.network import check_port_available
+from sglang.srt.utils.process import settle_heap
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,9 @@ def run_server(args: ServerArgs) -> int:
     check_port_available(args.host, args.port)
     front = EngineFront(args)
     try:
-        return HttpServer(front).serve_blocking()
+        server = HttpServer(front)
+        settle_heap()
+        return server.serve_blocking()
     finally:
         front.processes.kill()
 

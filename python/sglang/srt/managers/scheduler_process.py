@@ -32,7 +32,7 @@ from sglang.srt.utils.device import detect_device, device_memory
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
-from sglang.srt.utils.process import start_parent_watch
+from sglang.srt.utils.process import settle_heap, start_parent_watch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.ipc import IpcAddresses
@@ -184,6 +184,7 @@ def run_scheduler_process(
         logger.info("%s", line)
     log_exposed_ports(logger, "the store of L3")
     channel = ZmqChannel(ipc)
+    settle_heap()
     send_ready(ready_pipe, built.ready_details())
     try:
         built.scheduler.run(channel)
