@@ -94,7 +94,7 @@ class ServerArgs:
     )
     tool_call_parser: str | None = flag(
         None,
-        "How the model writes tool calls; absent: requests with tools are refused.",
+        "How the model writes tool calls; absent: tool_choice auto is refused.",
         choices=tuple(TOOL_CALL_PARSERS),
     )
     reasoning_parser: str | None = flag(

@@ -204,6 +204,40 @@ def test_malformed_bodies_are_named(server: EngineServer, body: bytes, words: st
     assert error["type"] == "invalid_request_error"
 
 
+CHAT: Final = [{"role": "user", "content": "name"}]
+DEEP: Final = "what is nested"
+
+
+def deep_tool_call() -> dict[str, Any]:
+    function = {"name": "f", "arguments": {"x": DEEP}}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+
+
+def deep_tool() -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {}, "default": DEEP}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [*CHAT, deep_tool_call()]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"default": DEEP}}}},
+        {"tools": [deep_tool()], "tool_choice": "required"},
+        {"chat_template_kwargs": {"x": DEEP}},
+        {"metadata": {"x": DEEP}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_no_depth_of_a_value_is_too_much(server: EngineServer, fields: dict[str, Any]) -> None:
+    text = json.dumps({"messages": CHAT, "max_tokens": 1, **fields})
+    for depth in [*range(100, 1100, 50), 100_000]:
+        body = text.replace(f'"{DEEP}"', '{"a":' * depth + "1" + "}" * depth)
+        response = post(server, "/v1/chat/completions", body.encode())
+        assert response.status_code in (200, 400), (depth, response.text[:300])
+    assert "deep" in error_of(response)["message"]
+
+
 def test_nearly_right_bodies_are_answered_or_refused(server: EngineServer) -> None:
     with httpx.Client(timeout=30) as client:
 

@@ -45,12 +45,28 @@ def sampling(**params: Any) -> dict[str, Any]:
     return {"text": "a", "sampling_params": params}
 
 
+def logprobs(**fields: Any) -> dict[str, Any]:
+    return {"text": "a", "return_logprob": True, **fields}
+
+
 def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": HELLO, **fields}
 
 
 def completion(**fields: Any) -> dict[str, Any]:
     return {"prompt": "hello", **fields}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def calls(arguments: dict[str, Any]) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
 
 
 @pytest.mark.parametrize(
@@ -80,14 +96,17 @@ def completion(**fields: Any) -> dict[str, Any]:
         (GENERATE, {"text": ["a", "b"], "sampling_params": [{}]}, ["sampling_params", "2"]),
         (GENERATE, {"text": "a", "rid": ""}, ["rid"]),
         (GENERATE, {"text": "a", "rid": "x" * 300}, ["rid", "256"]),
+        (GENERATE, {"text": "a", "rid": "x\n[12:00:00] C a line of mine"}, ["rid", "printable"]),
         (GENERATE, {"text": ["a", "b"], "rid": ["x", "x"]}, ["rid", "in use"]),
         (GENERATE, {"text": "a", "extra_key": "x" * 5000}, ["extra_key", "4096"]),
         (GENERATE, {"text": "a", "cache_salt": 1}, ["cache_salt"]),
-        (GENERATE, {"text": "a", "top_logprobs_num": -1}, ["top_logprobs_num"]),
         (GENERATE, {"text": "a", "priority": 2**40}, ["priority"]),
         (GENERATE, {"text": "a", "logprob_start_len": 0}, ["logprob_start_len", "return_logprob"]),
-        (GENERATE, {"text": "a", "logprob_start_len": 1}, ["logprob_start_len=1", "from 0 to 0"]),
-        (GENERATE, {"text": "a", "logprob_start_len": -2}, ["logprob_start_len=-2"]),
+        (GENERATE, {"text": "a", "top_logprobs_num": 2}, ["top_logprobs_num", "return_logprob"]),
+        (GENERATE, {"text": "a", "return_text_in_logprobs": True}, ["return_text", "needs"]),
+        (GENERATE, logprobs(logprob_start_len=1), ["logprob_start_len=1", "from 0 to 0"]),
+        (GENERATE, logprobs(logprob_start_len=-2), ["logprob_start_len=-2"]),
+        (GENERATE, logprobs(top_logprobs_num=-1), ["top_logprobs_num=-1"]),
         (GENERATE, {"text": "a", "bootstrap_room": 1}, ["bootstrap_room"]),
         (GENERATE, {"text": "a", "lora_path": "x"}, ["lora_path", "SGLang has LoRA"]),
         (GENERATE, sampling(max_new_tokens=0), ["max_new_tokens"]),
@@ -95,6 +114,11 @@ def completion(**fields: Any) -> dict[str, Any]:
         (GENERATE, sampling(max_new_tokens=200), ["sampling_params.max_new_tokens", "199"]),
         (GENERATE, sampling(max_new_tokens=10**40), ["max_new_tokens"]),
         (GENERATE, sampling(min_new_tokens=-1), ["min_new_tokens"]),
+        (GENERATE, sampling(min_new_tokens=200), ["min_new_tokens=200", "at most 199"]),
+        (GENERATE, sampling(min_new_tokens=9, max_new_tokens=8), ["min_new_tokens=9"]),
+        (GENERATE, sampling(stop_regex="a+"), ["sampling_params.stop_regex is not", "use stop"]),
+        (GENERATE, sampling(structural_tag="{}"), ["sampling_params.structural_tag is not"]),
+        (GENERATE, sampling(no_stop_trim="x"), ["sampling_params.no_stop_trim", "bool"]),
         (GENERATE, sampling(temperature=-0.1), ["temperature"]),
         (GENERATE, sampling(top_p=0), ["top_p"]),
         (GENERATE, sampling(top_p=1.1), ["top_p"]),
@@ -129,6 +153,8 @@ def completion(**fields: Any) -> dict[str, Any]:
         (CHAT, chat(top_logprobs=3), ["top_logprobs", "logprobs"]),
         (CHAT, chat(logprobs=True, top_logprobs=99), ["top_logprobs", "20"]),
         (CHAT, chat(seed=2**70), ["seed"]),
+        (CHAT, {"messages": [*HELLO, calls(nested(800))]}, ["messages", "nested"]),
+        (CHAT, chat(stop_regex="a+"), ["stop_regex is not supported", "use stop"]),
         (CHAT, chat(n=0), ["n=0"]),
         (CHAT, chat(stream_options={"include_usage": True}), ["stream_options", "stream"]),
         (CHAT, chat(continue_final_message=True), ["continue_final_message", "assistant"]),

@@ -131,6 +131,20 @@ def test_logprobs_are_triples(client: httpx.Client) -> None:
     assert [len(e["meta_info"]["output_token_logprobs"]) for e in streamed][-1] == 2
 
 
+def test_no_logprobs_is_a_word_about_all_their_fields(client: httpx.Client) -> None:
+    answer = generate(
+        client, text="a", return_logprob=False, logprob_start_len=0, top_logprobs_num=2,
+        return_text_in_logprobs=True, sampling_params={"max_new_tokens": 1, "stop_regex": []},
+    )  # fmt: skip
+    assert not [name for name in answer["meta_info"] if "logprob" in name]
+    first, second = generate(
+        client, text=["a", "b"], return_logprob=[True, False], top_logprobs_num=1,
+        logprob_start_len=0, sampling_params={"max_new_tokens": 1},
+    )  # fmt: skip
+    assert len(first["meta_info"]["input_token_logprobs"]) == 1
+    assert "output_token_logprobs" not in second["meta_info"]
+
+
 def test_streams_are_cumulative(client: httpx.Client) -> None:
     body = {"text": "hé", "sampling_params": {"max_new_tokens": 6}}
     answers = events(client, "/generate", body)
@@ -162,10 +176,13 @@ def test_batches_stream_with_an_index(client: httpx.Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_are_trimmed_unless_asked_for(client: httpx.Client, stream: bool) -> None:
     for keep, text in ((False, "he"), (True, "hell")):
-        body = {"text": "hello", "sampling_params": {"stop": "ll"}, "no_stop_trim": keep}
-        answer = events(client, "/generate", body)[-1] if stream else generate(client, **body)
-        assert answer["text"] == text
-        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "ll"}
+        for body in (
+            {"text": "hello", "sampling_params": {"stop": "ll"}, "no_stop_trim": keep},
+            {"text": "hello", "sampling_params": {"stop": "ll", "no_stop_trim": keep}},
+        ):
+            answer = events(client, "/generate", body)[-1] if stream else generate(client, **body)
+            assert answer["text"] == text
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "ll"}
 
 
 def test_stop_tokens_are_trimmed_unless_asked_for(client: httpx.Client) -> None:
@@ -179,6 +196,13 @@ def test_stop_tokens_are_trimmed_unless_asked_for(client: httpx.Client) -> None:
 def test_default_number_of_tokens_shrinks_to_the_room(client: httpx.Client) -> None:
     assert len(generate(client, text="a")["output_ids"]) == 128
     assert len(generate(client, text="a" * 150)["output_ids"]) == CONTEXT_LEN - 150
+
+
+def test_a_least_number_of_tokens_raises_the_default(client: httpx.Client) -> None:
+    answer = generate(client, text="a", sampling_params={"min_new_tokens": 150})
+    assert len(answer["output_ids"]) == 150
+    body = {"messages": [{"role": "user", "content": "a"}], "min_tokens": 150}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_long_texts_are_encoded_elsewhere_and_alike(server: FrontServer) -> None:

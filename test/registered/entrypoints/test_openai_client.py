@@ -232,6 +232,10 @@ def test_a_response_format_becomes_a_constraint(server: FrontServer, client: ope
             json.dumps(schema, separators=(",", ":")),
         ),
         ({"type": "text"}, None),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 10**30}}},
+            f'{{"const":{10**30}}}',
+        ),
     ]
     for response_format, want in formats:
         client.chat.completions.create(

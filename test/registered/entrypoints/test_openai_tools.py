@@ -270,6 +270,10 @@ NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs":
             ["tools[0].function.parameters", "$ref"],
         ),
         (
+            {"tools": [F, tool("g", x={"not": {}})], "tool_choice": "required"},
+            ["tools[1].function.parameters: #/properties/x/not is not supported"],
+        ),
+        (
             {
                 "messages": [
                     {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-import orjson
+import msgspec
 
 JSON_OBJECT_SCHEMA: Final = '{"type":"object"}'
 """Any JSON object: what OpenAI's `response_format` of type `json_object` stands for."""
@@ -72,4 +72,4 @@ def schema_of_response_format(response_format: Mapping[str, Any] | None) -> str 
     schema = outer.get("schema")
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError("response_format.json_schema.schema is missing: give a JSON schema")
-    return orjson.dumps(schema).decode()
+    return msgspec.json.encode(schema).decode()

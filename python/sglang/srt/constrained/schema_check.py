@@ -55,7 +55,7 @@ def prepare_json_schema(text: str) -> str:
     try:
         schema = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise GrammarError(f"json_schema is not JSON: {error}") from None
+        raise GrammarError(f"json_schema: not JSON: {error}") from None
     stack: list[tuple[str, Any]] = [("#", schema)]
     while stack:
         path, node = stack.pop()
@@ -68,7 +68,7 @@ def prepare_json_schema(text: str) -> str:
     try:
         return orjson.dumps(schema).decode()
     except orjson.JSONEncodeError:
-        raise GrammarError("json_schema is nested too deeply: flatten it") from None
+        raise GrammarError("json_schema: nested too deeply: flatten it") from None
 
 
 def _check_node(path: str, node: dict[str, Any]) -> None:

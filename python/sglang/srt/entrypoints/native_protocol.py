@@ -42,6 +42,15 @@ _UNSUPPORTED: Final = {
     "bootstrap_pair_key": "prefill and decode are not served apart yet",
 }
 _NEUTRAL: Final[tuple[Any, ...]] = (None, False, [])
+_SAMPLING_UNSUPPORTED: Final = {
+    "structural_tag": "use json_schema, regex or ebnf",
+    "stop_regex": "use stop",
+    "spaces_between_special_tokens": "leave it out",
+    "custom_params": "use logit_bias",
+    "stream_interval": "start the server with --stream-interval",
+}
+"""What SGLang has among the sampling parameters and this engine has not."""
+_SAMPLING_NEUTRAL: Final[tuple[Any, ...]] = ("", [], {})
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -93,12 +102,17 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     """The requests of `body`, and whether it was a batch (whose answer is a list).
 
+    An explicit `return_logprob: false` says what the other fields of logprobs are worth; where it
+    is absent, they are a mistake.
+
     Samples of one prompt stand together and make a batch of it.
 
     Raises:
         ApiError: 400 that names the field.
     """
     refuse_fields(body, _UNSUPPORTED, _NEUTRAL)
+    if body.return_logprob is None:
+        _refuse_logprob_fields(body)
     prompts, is_batch = _prompts(body)
     count = len(prompts)
     columns = {
@@ -114,7 +128,10 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     for index, prompt in enumerate(prompts):
         field = "text" if isinstance(prompt, str) else "input_ids"
         place = f"[{index}]" if is_batch else ""
-        params, default = _sampling(columns["sampling_params"][index], body.sampling_params, index)
+        params, default, keeps_stop = _sampling(
+            columns["sampling_params"][index], body.sampling_params, index
+        )
+        return_logprob = bool(columns["return_logprob"][index])
         requests.append(
             GenerateRequest(
                 rid=columns["rid"][index] if columns["rid"][index] is not None else new_rid(),
@@ -124,10 +141,12 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 default_max_new_tokens=default,
                 prompt_field=field + place,
                 stream=bool(body.stream),
-                return_logprob=bool(columns["return_logprob"][index]),
-                top_logprobs_num=columns["top_logprobs_num"][index] or 0,
-                logprob_start_len=_start_of(columns["logprob_start_len"][index]),
-                no_stop_trim=bool(body.no_stop_trim),
+                return_logprob=return_logprob,
+                top_logprobs_num=(columns["top_logprobs_num"][index] or 0) * return_logprob,
+                logprob_start_len=(
+                    _start_of(columns["logprob_start_len"][index]) if return_logprob else -1
+                ),
+                no_stop_trim=bool(body.no_stop_trim) or keeps_stop,
                 extra_key=columns["extra_key"][index],
                 cache_salt=columns["cache_salt"][index],
                 priority=body.priority or 0,
@@ -135,6 +154,17 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         )
     outputs = expand_samples(requests)
     return outputs, is_batch or len(outputs) > 1
+
+
+def _refuse_logprob_fields(body: GenerateBody) -> None:
+    for field, neutral in (
+        ("top_logprobs_num", (None, 0)),
+        ("logprob_start_len", (None, -1)),
+        ("return_text_in_logprobs", (None, False)),
+    ):
+        value = getattr(body, field)
+        if any(one not in neutral for one in (value if isinstance(value, list) else [value])):
+            raise bad_request(f"{field} needs return_logprob: true", field)
 
 
 def _start_of(logprob_start_len: int | None) -> int:
@@ -186,12 +216,16 @@ def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 def _sampling(
     values: dict[str, Any] | None, whole: object, index: int
-) -> tuple[SamplingParams, int | None]:
-    """The parameters, and the default number of tokens where the client named none."""
+) -> tuple[SamplingParams, int | None, bool]:
+    """The parameters, the default number of tokens where the client named none, `no_stop_trim`."""
     given = {name: value for name, value in (values or {}).items() if value is not None}
     field = f"sampling_params[{index}]" if isinstance(whole, list) else "sampling_params"
-    no_stop_trim = given.pop("no_stop_trim", False)
-    if no_stop_trim is not False:
-        raise bad_request(f"{field}.no_stop_trim: give it outside of {field}", "no_stop_trim")
+    keeps_stop = given.pop("no_stop_trim", False)
+    if not isinstance(keeps_stop, bool):
+        name = f"{field}.no_stop_trim"
+        raise bad_request(f"{name}: expected bool, got {type(keeps_stop).__name__}", name)
+    for name, remedy in _SAMPLING_UNSUPPORTED.items():
+        if given.pop(name, "") not in _SAMPLING_NEUTRAL:
+            raise bad_request(f"{field}.{name} is not supported: {remedy}", f"{field}.{name}")
     params = convert(given, SamplingParams, field)
-    return params, None if "max_new_tokens" in given else _DEFAULT_NEW_TOKENS
+    return params, None if "max_new_tokens" in given else _DEFAULT_NEW_TOKENS, keeps_stop

@@ -8,7 +8,6 @@ from typing import Final
 
 from sglang.srt.managers.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.radix_key import token_array
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_KEY_CHARS: Final = 4096
 """Of `extra_key` and `cache_salt` each."""
@@ -44,8 +43,11 @@ def check_fields(request: GenerateRequest) -> None:
     Raises:
         InvalidRequest: Names the field.
     """
-    if not 1 <= len(request.rid) <= MAX_RID_CHARS:
-        raise InvalidRequest(f"rid must have 1 to {MAX_RID_CHARS} characters", field="rid")
+    # It is a word of the log, where a line break would make a line of the client's own.
+    if not (1 <= len(request.rid) <= MAX_RID_CHARS and request.rid.isprintable()):
+        raise InvalidRequest(
+            f"rid must have 1 to {MAX_RID_CHARS} characters, all of them printable", field="rid"
+        )
     for name in ("extra_key", "cache_salt"):
         value = getattr(request, name)
         if value is not None and len(value) > MAX_KEY_CHARS:
@@ -63,12 +65,16 @@ def check_fields(request: GenerateRequest) -> None:
         raise InvalidRequest("priority must fit in 32 bits", field="priority")
 
 
-def check_sampling(params: SamplingParams, limits: RequestLimits, tokenizer: object) -> None:
-    """Verify and normalise `params` in place; a `top_k` beyond the vocabulary is all of it.
+def check_sampling(request: GenerateRequest, limits: RequestLimits, tokenizer: object) -> None:
+    """Verify and normalise the parameters in place; a `top_k` beyond the vocabulary is all of it.
 
     Raises:
         InvalidRequest: Names the field.
     """
+    params = request.sampling_params
+    if request.default_max_new_tokens is not None:
+        # `fit_max_new_tokens` settles it: a wish for a least number of tokens raises a default.
+        params.max_new_tokens = max(params.max_new_tokens, params.min_new_tokens)
     try:
         params.verify(limits.vocab_size)
         params.normalize(tokenizer)
@@ -156,8 +162,15 @@ def fit_max_new_tokens(request: GenerateRequest, prompt_len: int, limits: Reques
     if request.default_max_new_tokens is not None:
         params.max_new_tokens = max(min(request.default_max_new_tokens or room, room), 1)
         # A wish for a least number of tokens is also a wish for at least that many.
-        if params.min_new_tokens > params.max_new_tokens and params.min_new_tokens <= room:
-            params.max_new_tokens = params.min_new_tokens
+        if params.min_new_tokens > room:
+            raise InvalidRequest(
+                f"min_new_tokens={params.min_new_tokens} and a prompt of {prompt_len} tokens "
+                f"exceed the context length of {limits.context_len}: ask for at most {room}, or "
+                "shorten the prompt",
+                field="min_new_tokens",
+                code="context_length_exceeded",
+            )
+        params.max_new_tokens = max(params.max_new_tokens, params.min_new_tokens)
     elif params.max_new_tokens > room:
         raise InvalidRequest(
             f"{request.max_tokens_field}={params.max_new_tokens} and a prompt of {prompt_len} "

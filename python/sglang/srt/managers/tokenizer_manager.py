@@ -211,7 +211,7 @@ class TokenizerManager:
         now = time.time()
         check_fields(request)
         self._check_rid(request.rid)
-        check_sampling(request.sampling_params, self.limits, self.tokenizer)
+        check_sampling(request, self.limits, self.tokenizer)
         input_ids = await self._prompt_ids(request)
         check_prompt(input_ids, self.limits, request.prompt_field)
         check_logprob_start(request, len(input_ids))

@@ -73,6 +73,11 @@ class ChatTemplate:
             raise bad_request(
                 f"messages: the chat template refuses them: {cause}", "messages"
             ) from error
+        except RecursionError:
+            raise bad_request(
+                "messages, tools or chat_template_kwargs are nested too deeply: flatten them",
+                "messages",
+            ) from None
         assert isinstance(text, str)
         return text
 

@@ -83,6 +83,10 @@ def _schema_of_format(body: CommonBody) -> str | None:
         schema = schema_of_response_format(msgspec.to_builtins(body.response_format))
     except ValueError as error:
         raise bad_request(str(error), "response_format") from None
+    except RecursionError:
+        raise bad_request(
+            "response_format.json_schema is nested too deeply: flatten it", "response_format"
+        ) from None
     if schema is not None and body.json_schema is not None:
         raise bad_request("json_schema contradicts response_format: keep one", "response_format")
     return schema

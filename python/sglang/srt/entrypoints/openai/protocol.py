@@ -75,6 +75,7 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_reasoning: bool | None = None
     # Refused by name, unless neutral.
     structural_tag: Any = None
+    stop_regex: Any = None
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
@@ -206,6 +207,7 @@ _TEXT: Final = "this engine serves text models"
 
 NOT_SERVED: Final = {
     "structural_tag": "use response_format, json_schema, regex or ebnf",
+    "stop_regex": "use stop",
     "lora_path": "SGLang has LoRA, this engine does not",
     "session_params": "send the whole conversation, its cached prefix is reused",
     "custom_logit_processor": "use logit_bias",

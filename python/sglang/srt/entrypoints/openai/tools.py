@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from sglang.srt.constrained.schema_check import prepare_json_schema
+from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool, ToolChoice
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -154,6 +156,12 @@ def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
             "write the schema out",
             "tools",
         )
+    try:
+        prepare_json_schema(msgspec.json.encode(parameters).decode())
+    except (GrammarError, RecursionError) as error:
+        problem = "nested too deeply: flatten it" if isinstance(error, RecursionError) else error
+        problem = str(problem).removeprefix("json_schema: ")
+        raise bad_request(f"{field}: {problem}", "tools") from None
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
