@@ -151,6 +151,8 @@ class ControlHandler:
 
     def _metrics(self, message: GetMetricsReq) -> None:
         state = self._state
+        if isinstance(state.tree, HiRadixCache):
+            state.tree.read_metrics()
         text = state.metrics.render(
             num_running=state.num_running,
             num_queued=len(state.waiting),

@@ -239,9 +239,13 @@ class PrefillScheduler:
             storage_backend=(tree.storage_backend_name if isinstance(tree, HiRadixCache) else None),
         )
         if not req.is_probe:
-            state.metrics.on_scheduled(
-                len(req.origin_input_ids), req.cached_tokens_details, req.queue_time
-            )
+            details = req.cached_tokens_details
+            state.metrics.on_scheduled(len(req.origin_input_ids), details, req.queue_time)
+            if isinstance(tree, HiRadixCache):
+                found = {"device": details.device, "host": details.host}
+                if details.storage_backend is not None:
+                    found["storage"] = details.storage
+                tree.metrics.count_lookup(len(req.origin_input_ids), found)
 
     def _give_up(self, req: Req) -> None:
         """Nothing runs, nothing is in flight, and still no room: slots have been lost."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+_QUEUES: Final = ("writes", "loads", "prefetches", "backups")
+"""What `is_busy` of the tiers counts."""
 
 
 class HiCacheMetrics:
@@ -24,7 +28,7 @@ class HiCacheMetrics:
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"sglang:{name}", text, labels, registry=registry, buckets=_SECONDS)
 
-        self.host_used = gauge("hicache_host_used_tokens", "Host (L2) tokens in use")
+        self._host_used = gauge("hicache_host_used_tokens", "Host (L2) tokens in use")
         self.host_total = gauge("hicache_host_total_tokens", "Host (L2) capacity in tokens")
         self.evicted = counter("evicted_tokens_total", "Tokens evicted, by tier", "tier")
         self.dropped = counter(
@@ -36,9 +40,11 @@ class HiCacheMetrics:
         self.backuped = counter("backuped_tokens_total", "Tokens written to L3")
         self.prefetch_bandwidth = gauge("prefetch_bandwidth", "Of the last L3 read, GB/s")
         self.backup_bandwidth = gauge("backup_bandwidth", "Of the last L3 write, GB/s")
-        self.hits = counter("hicache_hit_tokens_total", "Prompt tokens found, by tier", "tier")
-        self.misses = counter(
-            "hicache_miss_tokens_total", "Prompt tokens not found in a tier", "tier"
+        self._hits = counter("hicache_hit_tokens_total", "Prompt tokens found, by tier", "tier")
+        self._misses = counter(
+            "hicache_miss_tokens_total",
+            "Prompt tokens that neither a tier nor those above it had, by tier",
+            "tier",
         )
         self.prefetch_outcomes = counter(
             "hicache_prefetch_total",
@@ -51,8 +57,36 @@ class HiCacheMetrics:
         self.pages = counter(
             "hicache_storage_pages_total", "L3 pages, by call and outcome", "call", "outcome"
         )
-        self.queue_length = gauge("hicache_queue_length", "Operations under way, by queue", "queue")
+        self._queue_length = gauge(
+            "hicache_queue_length", "Operations that wait or are under way, by queue", "queue"
+        )
         self.transfer_seconds = seconds(
-            "hicache_transfer_seconds", "L3 operations, by kind", "kind"
+            "hicache_transfer_seconds",
+            "Transfers, by kind: write (L1 to L2), backup (L2 to L3), prefetch (L3 to L2)",
+            "kind",
         )
         self.breaker_open = gauge("hicache_breaker_open", "1 while L3 is left alone after failures")
+
+    def count_lookup(self, prompt_tokens: int, found: Mapping[str, int]) -> None:
+        """A prompt was looked up in every tier of `found`, in the order of the tiers.
+
+        Args:
+            prompt_tokens: Its length.
+            found: Tier to the tokens that it had and no tier above it.
+        """
+        missing = prompt_tokens
+        for tier, tokens in found.items():
+            missing -= tokens
+            self._hits.labels(tier).inc(tokens)
+            self._misses.labels(tier).inc(missing)
+
+    def set_state(self, host_used: int, under_way: Mapping[str, int]) -> None:
+        """What is true now, for a reading.
+
+        Args:
+            host_used: Tokens in L2.
+            under_way: Operations by queue; a queue that is not named is empty.
+        """
+        self._host_used.set(host_used)
+        for queue in _QUEUES:
+            self._queue_length.labels(queue).set(under_way.get(queue, 0))

@@ -99,6 +99,11 @@ class HostTierCache(RadixCache):
         counts["writes"] += len(self.cache_controller.ack_write_queue) if not self._writing else 0
         return {kind: count for kind, count in counts.items() if count}
 
+    def read_metrics(self) -> None:
+        """Bring up to date what is set when it is read."""
+        used = self.host_pool.size - self.host_pool.available_size()
+        self.metrics.set_state(used, self.is_busy())
+
     # ---- L1 to L2 --------------------------------------------------------------------------
 
     def _after_insert(self, path: list[TreeNode]) -> None:
@@ -334,7 +339,6 @@ class HostTierCache(RadixCache):
         self.cache_controller.start_writing()
         if self.is_busy():
             self._act_on(agree(self._progress(), self._reduce))
-            self.metrics.host_used.set(self.host_pool.size - self.host_pool.available_size())
 
     def _progress(self) -> Progress:
         controller = self.cache_controller
@@ -347,7 +351,9 @@ class HostTierCache(RadixCache):
     def _act_on(self, agreed: Progress) -> None:
         controller = self.cache_controller
         for _ in range(agreed.queues["write"].successes):
-            for operation_id in controller.ack_write_queue.popleft().operation_ids:
+            ack = controller.ack_write_queue.popleft()
+            self.metrics.transfer_seconds.labels("write").observe(time.monotonic() - ack.started)
+            for operation_id in ack.operation_ids:
                 # Absent: an eviction has waited for it and settled it.
                 if (copy := self._writing.pop(operation_id, None)) is not None:
                     self._settle_write(copy)

@@ -1,0 +1,85 @@
+"""What `/metrics` says of a server with all tiers, after requests that used each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from sglang.srt.environ import envs
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+
+register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+
+PAGE: Final = 64
+PROMPT: Final = [300 + i % 1000 for i in range(8 * PAGE)]
+REUSED: Final = 7 * PAGE
+"""Of `PROMPT` asked again: at least one token is computed, and pages are whole."""
+
+SERVING: Final = (
+    "num_running_reqs", "num_queue_reqs", "num_used_tokens", "token_usage", "gen_throughput",
+    "cache_hit_rate", "prompt_tokens_total", "generation_tokens_total", "cached_tokens_total",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "queue_time_seconds",
+)  # fmt: skip
+HICACHE: Final = (
+    "hicache_host_used_tokens", "hicache_host_total_tokens", "evicted_tokens_total",
+    "load_back_tokens_total", "load_back_duration_seconds", "prefetched_tokens_total",
+    "backuped_tokens_total", "prefetch_bandwidth", "backup_bandwidth", "hicache_hit_tokens_total",
+    "hicache_miss_tokens_total", "hicache_prefetch_total", "hicache_backup_total",
+    "hicache_storage_pages_total", "hicache_queue_length", "hicache_transfer_seconds",
+    "hicache_breaker_open",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    folder: Path = tmp_path_factory.mktemp("store")
+    with EngineServer(
+        "--enable-metrics", "--hicache-storage-backend", "file", "--page-size", str(PAGE),
+        "--max-total-tokens", str(16 * PAGE), "--hicache-ratio", "4",
+        env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(folder)},
+    ) as running:  # fmt: skip
+        yield running
+
+
+def test_every_metric_is_there_and_says_what_happened(server: EngineServer) -> None:
+    lookups = [server.generate(PROMPT, max_new_tokens=2).cached]
+    server.flush()
+    lookups.append(server.generate(PROMPT, max_new_tokens=2).cached)  # from the store
+    lookups.append(server.generate(PROMPT, max_new_tokens=2).cached)  # from the device
+    others = [[1300 + 40 * n + i % 700 for i in range(8 * PAGE)] for n in range(3)]
+    lookups += [server.generate(other, max_new_tokens=2).cached for other in others]
+    lookups.append(server.generate(PROMPT, max_new_tokens=2).cached)  # from the host
+    tiers = ("device", "host", "storage")
+    assert [[found[tier] for tier in tiers] for found in lookups] == [
+        [0, 0, 0], [0, 0, REUSED], [REUSED, 0, 0], *[[0, 0, 0]] * 3, [0, REUSED, 0],
+    ]  # fmt: skip
+
+    samples = server.metrics()
+    names = {re.sub(r"_(bucket|sum|count)$", "", name.partition("{")[0]) for name in samples}
+    assert {f"sglang:{name}" for name in (*SERVING, *HICACHE)} <= names
+
+    asked = len(PROMPT) * len(lookups)
+    hits = [samples[f'sglang:hicache_hit_tokens_total{{tier="{tier}"}}'] for tier in tiers]
+    misses = [samples[f'sglang:hicache_miss_tokens_total{{tier="{tier}"}}'] for tier in tiers]
+    assert hits == [REUSED] * 3
+    assert misses == [asked - REUSED, asked - 2 * REUSED, asked - 3 * REUSED]
+    for kind in ("write", "backup", "prefetch"):
+        assert samples[f'sglang:hicache_transfer_seconds_count{{kind="{kind}"}}'] > 0, kind
+    assert samples["sglang:load_back_duration_seconds_count"] == 2
+    assert samples["sglang:hicache_host_used_tokens"] >= 8 * PAGE
+
+    server.flush()
+    samples = server.metrics()
+    assert samples["sglang:hicache_host_used_tokens"] == 0
+    for queue in ("writes", "loads", "prefetches", "backups"):
+        assert samples[f'sglang:hicache_queue_length{{queue="{queue}"}}'] == 0, queue
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
