@@ -31,7 +31,7 @@ class IoBackend(StrEnum):
     """How bytes move between device and host pools."""
 
     DIRECT = "direct"
-    """Plain copies: by torch on a CPU, by copy engines on CUDA."""
+    """Plain copies: by the CPU on a CPU, by copy engines on CUDA."""
     KERNEL = "kernel"
     """As `direct` where pages are long; short ones by a kernel that accesses host memory."""
     KERNEL_ASCEND = "kernel_ascend"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TypeAlias
+
 import torch
 
-from sglang.srt.mem_cache.host_copy import PageIndex, copy_pages
-from sglang.srt.mem_cache.host_copy_cuda import CudaPageCopier, check_equally_many
+from sglang.srt.mem_cache.host_copy import CpuPageCopier, PagePair, PageView, page_view
+from sglang.srt.mem_cache.host_copy_cuda import CudaPageCopier
 from sglang.srt.mem_cache.host_layout import (
     HostLayout,
-    IoBackend,
     PageByteOrder,
     page_byte_order,
 )
@@ -17,12 +17,14 @@ from sglang.srt.mem_cache.host_page_list import whole_pages
 from sglang.srt.mem_cache.host_pool import DevicePool, HostKVCache
 from sglang.srt.mem_cache.host_rows import part_rows
 
+_PageCopier: TypeAlias = CpuPageCopier | CudaPageCopier
+
 
 class MHATokenToKVPoolHost(HostKVCache):
     """Host pool of keys and values per head, in any of the four layouts."""
 
     kv_buffer: list[torch.Tensor]
-    _cuda: tuple[DevicePool, CudaPageCopier] | None = None
+    _copier: tuple[DevicePool, _PageCopier] | None = None
 
     def get_size_per_token(self) -> int:
         pool = self.device_pool
@@ -63,13 +65,7 @@ class MHATokenToKVPoolHost(HostKVCache):
         device_indices: torch.Tensor,
         io_backend: str,
     ) -> None:
-        if device_pool.k_buffer[0].is_cuda:
-            self._cuda_copier(device_pool).backup(host_indices, device_indices, io_backend)
-            return
-        host, dev = self._page_indices(device_pool, host_indices, device_indices, io_backend)
-        for layer in range(self.layer_num):
-            for to, source in self._layer_pairs(device_pool, layer):
-                copy_pages(to, host, source, dev)
+        self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
 
     def load_to_device_per_layer(
         self,
@@ -79,37 +75,42 @@ class MHATokenToKVPoolHost(HostKVCache):
         layer_id: int,
         io_backend: str,
     ) -> None:
-        if device_pool.k_buffer[0].is_cuda:
-            copier = self._cuda_copier(device_pool)
-            copier.load_layer(host_indices, device_indices, layer_id, io_backend)
-            return
-        host, dev = self._page_indices(device_pool, host_indices, device_indices, io_backend)
-        for source, to in self._layer_pairs(device_pool, layer_id):
-            copy_pages(to, dev, source, host)
+        copier = self._copier_of(device_pool)
+        copier.load_layer(host_indices, device_indices, layer_id, io_backend)
+
+    def _copier_of(self, device_pool: DevicePool) -> _PageCopier:
+        """What copies between this pool and `device_pool`, made when first asked for."""
+        if self._copier is None or self._copier[0] is not device_pool:
+            make = self._cuda_copier if device_pool.k_buffer[0].is_cuda else self._cpu_copier
+            self._copier = (device_pool, make(device_pool))
+        return self._copier[1]
 
     def _cuda_copier(self, device_pool: DevicePool) -> CudaPageCopier:
-        if self._cuda is None or self._cuda[0] is not device_pool:
-            parts = [
-                part_rows([self._layer_pages(host, layer) for layer in range(self.layer_num)], dev)
-                for host, dev in ((self._k, device_pool.k_buffer), (self._v, device_pool.v_buffer))
-            ]
-            device_pages = device_pool.size // self.page_size + 1
-            device = device_pool.k_buffer[0].device
-            copier = CudaPageCopier(parts, self.page_size, self.page_num, device_pages, device)
-            self._cuda = (device_pool, copier)
-        return self._cuda[1]
+        parts = [
+            part_rows([self._layer_pages(host, layer) for layer in range(self.layer_num)], dev)
+            for host, dev in ((self._k, device_pool.k_buffer), (self._v, device_pool.v_buffer))
+        ]
+        device_pages = device_pool.size // self.page_size + 1
+        device = device_pool.k_buffer[0].device
+        return CudaPageCopier(parts, self.page_size, self.page_num, device_pages, device)
+
+    def _cpu_copier(self, device_pool: DevicePool) -> CpuPageCopier:
+        layers = [self._layer_pairs(device_pool, layer) for layer in range(self.layer_num)]
+        device_pages = device_pool.size // self.page_size + 1
+        return CpuPageCopier(layers, self.page_size, self.page_num, device_pages)
 
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
-        index = PageIndex(whole_pages(indices, self.page_size, self.page_num))
-        rows = PageIndex(np.arange(index.count))
-        for pool_view, flat_view in self._flat_pairs(out):
-            copy_pages(flat_view, rows, pool_view, index)
+        pages = whole_pages(indices, self.page_size, self.page_num).tolist()
+        for pool_view, rows in self._flat_pairs(out):
+            # Page by page: an index would copy them all twice.
+            for row, page in zip(rows, pages, strict=True):
+                row[...] = pool_view[page]
 
     def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
-        index = PageIndex(whole_pages(indices, self.page_size, self.page_num))
-        rows = PageIndex(np.arange(index.count))
-        for pool_view, flat_view in self._flat_pairs(pages):
-            copy_pages(pool_view, index, flat_view, rows)
+        slots = whole_pages(indices, self.page_size, self.page_num).tolist()
+        for pool_view, rows in self._flat_pairs(pages):
+            for row, page in zip(rows, slots, strict=True):
+                pool_view[page] = row
 
     def _part_shape(self, dim: int) -> tuple[int, ...]:
         heads, layers, size = self.device_pool.head_num, self.layer_num, self.page_size
@@ -124,31 +125,13 @@ class MHATokenToKVPoolHost(HostKVCache):
     def _allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
         return self.allocator.allocate(shape, self.dtype, self.device, pin=self.pin_memory)
 
-    def _page_indices(
-        self,
-        device_pool: DevicePool,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        io_backend: str,
-    ) -> tuple[PageIndex, PageIndex]:
-        if io_backend != IoBackend.DIRECT:
-            raise ValueError(f"io_backend {io_backend}: this host pool copies with direct only")
-        check_equally_many(host_indices, device_indices)
-        device_slots = device_pool.size + self.page_size
-        return (
-            PageIndex(whole_pages(host_indices, self.page_size, self.page_num)),
-            PageIndex(
-                whole_pages(device_indices.cpu(), self.page_size, device_slots // self.page_size),
-                device_pool.k_buffer[0].device,
-            ),
-        )
-
-    def _layer_pairs(
-        self, device_pool: DevicePool, layer: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(host, device) page views `[pages, page_size, heads * dim]` of one layer's K and V."""
+    def _layer_pairs(self, device_pool: DevicePool, layer: int) -> list[PagePair]:
+        """One layer's K and V, `[pages, page_size, bytes of a token]` each."""
         return [
-            (self._layer_pages(host, layer), self._device_pages(device[layer]))
+            (
+                page_view(self._layer_pages(host, layer)),
+                page_view(self._device_pages(device[layer])),
+            )
             for host, device in ((self._k, device_pool.k_buffer), (self._v, device_pool.v_buffer))
         ]
 
@@ -166,19 +149,17 @@ class MHATokenToKVPoolHost(HostKVCache):
                 pages = part[:, layer]
         return pages.view(self.page_num, self.page_size, -1)
 
-    def _flat_pairs(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Matching page views of the pool and of flat pages (uint8 `[n, page_bytes]`, rows)."""
+    def _flat_pairs(self, flat: torch.Tensor) -> list[tuple[PageView, PageView]]:
+        """The pool's K and V, and where they are in flat pages (uint8 `[n, page_bytes]`, rows)."""
         k_bytes = self.get_ksize_per_token() * self.page_size
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs: list[tuple[PageView, PageView]] = []
         for part, region in ((self._k, flat[:, :k_bytes]), (self._v, flat[:, k_bytes:])):
-            rows = region.view(self.dtype).unsqueeze(1)
             if self.is_zero_copy:
-                pairs.append((part.view(self.page_num, 1, -1), rows))
+                pairs.append((page_view(part.view(self.page_num, -1)), page_view(region)))
                 continue
-            layers = rows.view(len(flat), 1, self.layer_num, -1)
-            for layer in range(self.layer_num):
-                pool_view = self._layer_pages(part, layer).view(self.page_num, 1, -1)
-                pairs.append((pool_view, layers[:, :, layer]))
+            by_layer = part.view(self.layer_num, self.page_num, -1).transpose(0, 1)
+            layers = region.view(len(flat), self.layer_num, -1)
+            pairs.append((page_view(by_layer), page_view(layers)))
         return pairs
 
     def _page_parts(self) -> list[tuple[memoryview, int, int]]:
