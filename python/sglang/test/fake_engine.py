@@ -104,9 +104,9 @@ class FakeScheduler:
             while True:
                 idle = not self._steppable()
                 while source.poll(5 if idle else 0):
-                    message = decoder.decode(source.recv())
-                    self.received.append(message)
-                    self._handle(message, tokens, control)
+                    for message in decoder.decode(source.recv()):
+                        self.received.append(message)
+                        self._handle(message, tokens, control)
                 if ready := self._steppable():
                     outputs = [self._step(one) for one in ready]
                     self._send(tokens, [one for one in outputs if one is not None])

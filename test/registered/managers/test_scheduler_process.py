@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
     detokenizer_decoder,
     encode,
+    frame_of,
     server_decoder,
 )
 from sglang.srt.managers.ipc import IpcAddresses
@@ -53,7 +54,7 @@ class Peer:
         self._answers.bind(ipc.server_input)
 
     def send(self, message: ToScheduler) -> None:
-        self.sink.send(encode(message))
+        self.sink.send(frame_of([encode(message)]))
 
     def tokens(self) -> BatchTokenIDOutput:
         assert self._tokens.poll(_DEADLINE_MS), "no tokens"
@@ -111,8 +112,8 @@ def test_life_of_a_scheduler(tmp_path: Path) -> None:
         assert "--max-total-tokens 4096" in ready["tiers"][0]
         # Not a message, a message of another kind, a message with a wrong type.
         peer.sink.send(b"\x80\x04.hostile")
-        peer.sink.send(encode(ControlReqOutput(req_id="x", success=True)))
-        peer.sink.send(msgspec.msgpack.encode({"type": "ShutdownReq", "timeout": "soon"}))
+        peer.sink.send(frame_of([encode(ControlReqOutput(req_id="x", success=True))]))
+        peer.sink.send(msgspec.msgpack.encode([{"type": "ShutdownReq", "timeout": "soon"}]))
         os.kill(process.pid, signal.SIGTERM)
         os.kill(process.pid, signal.SIGINT)
         peer.send(generate("a", 5))

@@ -78,7 +78,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error_in_bounded_time(
 ) -> None:
     monkeypatch.setattr(control_client, "QUICK_TIMEOUT", 0.05)
 
-    async def silent(message: object) -> None:
+    def silent(message: object) -> None:
         """A socket whose other end is stuck."""
 
     async def run() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from sglang.srt.managers.generate_request import EngineUnavailable
@@ -31,7 +31,7 @@ _Build: TypeAlias = Callable[[str], Message]
 class ControlClient:
     """Sends control requests through `send` and waits for their answers."""
 
-    def __init__(self, send: Callable[[Message], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._waiting: dict[str, asyncio.Future[ControlReqOutput]] = {}
 
@@ -108,7 +108,7 @@ class ControlClient:
         future: asyncio.Future[ControlReqOutput] = asyncio.get_running_loop().create_future()
         self._waiting[req_id] = future
         try:
-            await self._send(message)
+            self._send(message)
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise EngineUnavailable(

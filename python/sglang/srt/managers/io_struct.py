@@ -1,11 +1,14 @@
 """Messages between the server process, the scheduler and the detokenizer.
 
-Every message is a tagged `msgspec.Struct`, encoded as msgpack (never pickle). `encode` and the
-decoders at the end are the only codec. Times are `time.time()` seconds, counts are tokens.
+Every message is a tagged `msgspec.Struct`, encoded as msgpack (never pickle). `encode`, `frame_of`
+and the decoders at the end are the only codec: what one turn of the server's event loop has for the
+scheduler goes in one frame, each other frame is one message. Times are `time.time()` seconds,
+counts are tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -205,9 +208,15 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def scheduler_decoder() -> msgspec.msgpack.Decoder[ToScheduler]:
-    """Decoder of what the scheduler receives. Raises `msgspec.DecodeError` on hostile bytes."""
-    return msgspec.msgpack.Decoder(ToScheduler)
+def frame_of(messages: Sequence[bytes]) -> bytes:
+    """Encoded messages in one frame, in order, which is what the scheduler receives."""
+    return _encoder.encode([msgspec.Raw(message) for message in messages])
+
+
+def scheduler_decoder() -> msgspec.msgpack.Decoder[list[ToScheduler]]:
+    """Decoder of the frames that the scheduler receives. Raises `msgspec.DecodeError` on hostile
+    bytes."""
+    return msgspec.msgpack.Decoder(list[ToScheduler])
 
 
 def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:

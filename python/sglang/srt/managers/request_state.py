@@ -36,7 +36,6 @@ class RequestState:
     input_logprobs: list[float] = field(default_factory=list)
     """Of all `logprob_ids` but the first, from the first output on."""
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
     text_parts: list[str] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -49,6 +48,7 @@ class RequestState:
     last_token_time: float | None = None
     finished_time: float | None = None
     failure: Exception | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _joined: str = ""
     _joined_parts: int = 0
 
@@ -114,7 +114,7 @@ class RequestState:
         self.finish_reason = reason
         if reason is not None:
             self.finished_time = time.time()
-        self.changed.set()
+        self._changed.set()
         return len(output.output_ids)
 
     def fail(self, error: Exception) -> None:
@@ -122,21 +122,27 @@ class RequestState:
         if not self.ended:
             self.failure = error
             self.finished_time = time.time()
-            self.changed.set()
+            self._changed.set()
 
-    def raise_failure(self) -> None:
-        """Raise what ended the request, if that was no regular end.
+    async def grown(self) -> bool:
+        """Wait for news since the last call. Whether the request has ended, regularly.
+
+        For one reader.
 
         Raises:
             EngineUnavailable: The engine died.
             RequestFailed: The scheduler refused the request or failed on it.
         """
+        await self._changed.wait()
+        self._changed.clear()
         if self.failure is not None:
             raise EngineUnavailable(str(self.failure)) from self.failure
         reason = self.finish_reason
-        refused = reason is not None and reason.status_code not in (None, CLIENT_ABORT_STATUS)
-        if refused and reason is not None and reason.status_code is not None:
+        if reason is None:
+            return False
+        if reason.status_code not in (None, CLIENT_ABORT_STATUS):
             raise RequestFailed(reason.message or "the engine aborted it", reason.status_code)
+        return True
 
 
 class OutputCursor:

@@ -54,7 +54,7 @@ class ZmqChannel:
             except zmq.Again:
                 break
             try:
-                messages.append(self._decoder.decode(payload))
+                messages += self._decoder.decode(payload)
             except MALFORMED as error:
                 self._bad.add(error)
         return messages

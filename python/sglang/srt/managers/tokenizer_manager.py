@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -33,6 +32,7 @@ from sglang.srt.managers.io_struct import (
     TextOutput,
     TokenizedGenerateReqInput,
     encode,
+    frame_of,
     server_decoder,
 )
 from sglang.srt.managers.prompt_encoder import PromptEncoder
@@ -87,6 +87,8 @@ class TokenizerManager:
         self._bad = BadMessages(logger, "message")
         self._context: zmq.asyncio.Context | None = None
         self._sink: zmq.Socket[bytes] | None = None
+        self._outbox: list[bytes] = []
+        """Encoded messages for the scheduler, until `_flush`."""
         self._reader: asyncio.Task[None] | None = None
         self._refusal: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,6 +116,7 @@ class TokenizerManager:
             await asyncio.wait([self._reader])
             self._reader = None
         self._encoder.close()
+        self._flush()
         if self._context is not None:
             # A little time for the last message; the peer may be gone already.
             if self._sink is not None:
@@ -142,7 +145,7 @@ class TokenizerManager:
 
     async def shut_down_scheduler(self, timeout: float) -> None:
         """Ask the scheduler to finish within `timeout` seconds and to exit."""
-        await self._send(ShutdownReq(timeout=timeout))
+        self._send(ShutdownReq(timeout=timeout))
 
     @property
     def num_requests(self) -> int:
@@ -169,27 +172,22 @@ class TokenizerManager:
         """
         state = await self._begin(request)
         try:
-            while True:
-                await state.changed.wait()
-                state.changed.clear()
-                ended = state.ended
-                if ended:
-                    state.raise_failure()
+            has_ended = False
+            while not has_ended:
+                has_ended = await state.grown()
                 yield state
-                if ended:
-                    return
         finally:
-            self._states.pop(request.rid, None)
-            self._no_stop_trim.discard(request.rid)
-            self._end(state)
+            self._leave(state)
 
     async def generate_whole(self, request: GenerateRequest) -> RequestState:
         """Run one request to its end; raises as `generate` does."""
-        async with aclosing(self.generate(request)) as states:
-            async for state in states:
-                if state.ended:
-                    return state
-        raise AssertionError("generate ends with an ended state or an exception")
+        state = await self._begin(request)
+        try:
+            while not await state.grown():
+                pass
+            return state
+        finally:
+            self._leave(state)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
@@ -199,11 +197,11 @@ class TokenizerManager:
         """End the request `rid`, all its samples; readers see the finish reason `abort`."""
         samples = [state.rid for state in self._states.values() if state.sample_of == rid]
         for one in (rid, *samples):
-            await self._send(AbortReq(rid=one))
+            self._send(AbortReq(rid=one))
 
     async def abort_all(self) -> None:
         """End every request."""
-        await self._send(AbortReq(abort_all=True))
+        self._send(AbortReq(abort_all=True))
 
     async def _begin(self, request: GenerateRequest) -> RequestState:
         if self._refusal is not None:
@@ -223,7 +221,7 @@ class TokenizerManager:
         if request.no_stop_trim:
             self._no_stop_trim.add(request.rid)
         try:
-            await self._send(_to_message(request, input_ids, now))
+            self._send(_to_message(request, input_ids, now))
         except BaseException:
             self._states.pop(request.rid, None)
             raise
@@ -248,11 +246,14 @@ class TokenizerManager:
             request.text, add_special_tokens=request.add_special_tokens
         )
 
-    def _end(self, state: RequestState) -> None:
-        """Book a request that its reader has left; one that still runs is aborted."""
+    def _leave(self, state: RequestState) -> None:
+        """Book a request that nobody reads any more; one that still runs is aborted."""
+        self._states.pop(state.rid, None)
+        self._no_stop_trim.discard(state.rid)
         if not state.ended:
             self._leaving.add(state.rid)
-            self._abort_soon(state.rid)
+            if self._sink is not None:
+                self._send(AbortReq(rid=state.rid))
         probe = state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
         if self.metrics is not None and not probe:
             self.metrics.observe_end(state)
@@ -268,17 +269,23 @@ class TokenizerManager:
                 reason,
             )
 
-    def _abort_soon(self, rid: str) -> None:
-        """Abort from where nothing can be awaited: a closing generator. The socket never blocks."""
-        if self._sink is not None:
-            self._sink.send(encode(AbortReq(rid=rid)), zmq.NOBLOCK)
-
     # ---- sockets ---------------------------------------------------------------------------
 
-    async def _send(self, message: Message) -> None:
-        if self._sink is None:
+    def _send(self, message: Message) -> None:
+        """Let `message` leave at the end of this turn of the event loop, with the others of it: one
+        wake-up of the scheduler, and one prefill batch for requests that came together."""
+        if self._loop is None or self._sink is None:
             raise EngineUnavailable("the engine has been shut down")
-        self._sink.send(encode(message), zmq.NOBLOCK)
+        encoded = encode(message)
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(encoded)
+
+    def _flush(self) -> None:
+        """Send what has collected. The socket never blocks."""
+        if self._outbox and self._sink is not None:
+            self._sink.send(frame_of(self._outbox), zmq.NOBLOCK)
+        self._outbox.clear()
 
     async def _read(self, source: zmq.asyncio.Socket) -> None:
         try:
