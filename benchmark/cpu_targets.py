@@ -18,7 +18,7 @@ from cpu import first_token, memory, micro, throughput
 from cpu.rows import Row
 from tqdm import tqdm
 
-from sglang.benchmark.report import emit, provenance
+from sglang.benchmark.report import emit, provenance, writable_file
 
 ROWS = (
     Row(
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", default=names, choices=names)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, no evidence")
-    parser.add_argument("--output-file", help="append the JSON lines here too")
+    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
     parser.add_argument("--disable-tqdm", action="store_true")
     args = parser.parse_args(argv)
     about = provenance()

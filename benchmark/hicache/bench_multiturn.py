@@ -10,17 +10,18 @@ and `--request-length` new tokens. Clients that may ask wait in a ready queue, o
 drawn by `--ready-queue-policy` while fewer than `--max-parallel` requests are under way; with as
 many slots as clients nobody waits there, and clients come in turn whatever the policy.
 
-One JSON line a round: TTFT, hit rate, cached tokens by tier. With `--flush-between-rounds` L1 and
-L2 are emptied before every round but the first, so that hits come from L3. With `--fixed-answers`
-conversations go on with drawn tokens in place of the model's answers, so that two runs with one
-seed ask the same. Exits with 1 where a request failed, with 2 where the server or the flags cannot
-work.
+One JSON line a round (TTFT, hit rate, cached tokens by tier), and on stderr a line to read. With
+`--flush-between-rounds` L1 and L2 are emptied before every round but the first, so that hits come
+from L3. With `--fixed-answers` conversations go on with drawn tokens in place of the model's
+answers, so that two runs with one seed ask the same. Exits with 1 where a request failed, with 2
+where the server or the flags cannot work.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 from tqdm import tqdm
 
 from sglang.benchmark.api_backends import RequestOptions
@@ -41,7 +42,7 @@ from sglang.benchmark.multiturn import (
     converse,
     round_figures,
 )
-from sglang.benchmark.report import emit, provenance
+from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.server_facts import fetch_model_info, flush_cache, load_tokens
 from sglang.benchmark.serving_metrics import error_counts
@@ -82,9 +83,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tag", help="kept in the JSON lines")
     parser.add_argument(
-        "--log-file", "--output-file", dest="output_file", help="append the JSON lines here too"
+        "--log-file",
+        "--output-file",
+        dest="output_file",
+        type=writable_file,
+        help="append the JSON lines here too",
     )
-    parser.add_argument("--plot", help="write a PNG here")
+    parser.add_argument("--plot", type=writable_file, help="write a PNG here")
     parser.add_argument("--disable-tqdm", action="store_true")
     args = parser.parse_args(argv)
     args.base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
@@ -129,12 +134,26 @@ async def run(args: argparse.Namespace) -> tuple[list[list[RequestResult]], floa
         return results, time.perf_counter() - started
 
 
+def summary(one: dict[str, Any]) -> str:
+    """A round's figures in one line."""
+    head = f"round {one['round']}: {one['completed']} completed, {one['failed']} failed"
+    if not one["completed"]:
+        return head
+    cached = ", ".join(f"{tier} {one['cached_tokens_details'][tier]}" for tier in TIERS)
+    return (
+        f"{head}; TTFT median {one['median_ttft_ms']:.1f} ms, p99 {one['p99_ttft_ms']:.1f} ms; "
+        f"{one['hit_rate']:.1%} of {one['prompt_tokens']} prompt tokens cached ({cached})"
+    )
+
+
 def draw(rounds: Sequence[dict[str, Any]], path: str) -> None:
     """TTFT over the rounds, and where the prompts' tokens came from."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
     numbers = [one["round"] for one in rounds]
-    left.plot(numbers, [one["median_ttft_ms"] for one in rounds], "o-", label="median")
-    left.plot(numbers, [one["p99_ttft_ms"] for one in rounds], "o--", label="p99")
+    for name, style in (("median", "o-"), ("p99", "o--")):
+        times = [one[f"{name}_ttft_ms"] for one in rounds]
+        # A round in which nothing succeeded is a gap.
+        left.plot(numbers, [math.nan if t is None else t for t in times], style, label=name)
     left.set_ylabel("TTFT (ms)")
     left.set_ylim(bottom=0)
     left.legend()
@@ -150,7 +169,7 @@ def draw(rounds: Sequence[dict[str, Any]], path: str) -> None:
     right.legend()
     for panel in (left, right):
         panel.set_xlabel("round")
-        panel.set_xticks(numbers)
+        panel.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
@@ -180,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = [round_figures(number, one) for number, one in enumerate(results, 1)]
     for one in rounds:
         emit(setting | one, args.output_file)
+    for one in rounds:
+        print(summary(one), file=sys.stderr)
     if args.plot:
         draw(rounds, args.plot)
     errors = error_counts([one for turn in results for one in turn])

@@ -27,7 +27,7 @@ import torch
 from storage_peers import BareFiles, BareMooncake, MemoryCopy, Peer, gb_per_second
 from tqdm import tqdm
 
-from sglang.benchmark.report import emit, provenance
+from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorage,
@@ -221,7 +221,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=256, help="data that is moved, each time")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--folder", help="for the file backend [the system's temporary folder]")
-    parser.add_argument("--output-file", help="append the JSON lines here too")
+    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
     parser.add_argument("--disable-tqdm", action="store_true")
     return parser.parse_args(argv)
 

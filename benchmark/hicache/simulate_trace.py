@@ -38,7 +38,7 @@ from sglang.benchmark.cache_simulation import (
 )
 from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale, read_trace
 from sglang.benchmark.page_trace import PageTrace, page_trace_of
-from sglang.benchmark.report import append, emit, provenance
+from sglang.benchmark.report import append, emit, provenance, writable_file
 
 _POLICIES = ("lru", "lfu", "fifo", "slru")
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -67,8 +67,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hicache-ratio", type=float, default=2.0, help="pages of L2 per page of L1"
     )
-    parser.add_argument("--output-file", help="append the JSON lines here too")
-    parser.add_argument("--plot", help="write a PNG here")
+    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
+    parser.add_argument("--plot", type=writable_file, help="write a PNG here")
     parser.add_argument("--max-seconds", type=float, default=600.0)
     parser.add_argument("--disable-tqdm", action="store_true")
     args = parser.parse_args(argv)

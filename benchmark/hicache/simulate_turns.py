@@ -28,7 +28,7 @@ from sglang.benchmark.belady import belady_hits, unlimited_hits
 from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
 from sglang.benchmark.multiturn import ReadyQueuePolicy
 from sglang.benchmark.page_trace import make_page_trace
-from sglang.benchmark.report import emit, provenance
+from sglang.benchmark.report import emit, provenance, writable_file
 
 _PER_TOKEN_S: Final = 2.10e-5
 _PER_TOKEN_PAIR_S: Final = 1.10e-9
@@ -54,7 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=["lru", "lfu", "slru", "fifo"])
     parser.add_argument("--enable-round-barrier", action="store_true")
     parser.add_argument("--ignore-queue", action="store_true", help="evict by the policy alone")
-    parser.add_argument("--output-file", help="append the JSON lines here too")
+    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
     args = parser.parse_args(argv)
     if args.l1 * args.num_clients < 1 or args.request_length % args.page_size:
         parser.error("--l1 must hold a whole conversation, --request-length be whole pages")

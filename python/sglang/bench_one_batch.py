@@ -15,6 +15,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -184,8 +185,10 @@ def run(own: argparse.Namespace, args: ServerArgs) -> None:
 
     Raises:
         ValueError: See `make_worker`.
-        OSError: The result file cannot be written.
+        OSError: The result file cannot be written; known before anything is timed.
     """
+    if own.result_filename:
+        Path(own.result_filename).open("ab").close()
     assert args.model_path is not None
     config = ModelConfig.from_path(args.model_path, dtype=args.dtype)
     limits = measure_limits(args.device, config.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from sglang.benchmark.api_backends import ApiBackend, RequestOptions, make_backend
 from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
 from sglang.benchmark.mooncake_trace import TraceScale, read_trace
-from sglang.benchmark.report import append, provenance
+from sglang.benchmark.report import append, provenance, writable_file
 from sglang.benchmark.server_facts import Tokens, fetch_model_info, flush_cache, load_tokens
 from sglang.benchmark.serving_metrics import details, error_counts, summarize, table
 from sglang.benchmark.workload import (
@@ -57,6 +58,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    value = None
+    with contextlib.suppress(orjson.JSONDecodeError):
+        value = orjson.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
@@ -86,9 +96,9 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disable-ignore-eos", action="store_true")
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument(
-        "--extra-request-body", type=orjson.loads, default={}, help="JSON, put on top of each body"
+        "--extra-request-body", type=_json_object, default={}, help="JSON, put on top of each body"
     )
-    group.add_argument("--output-file", help="append one JSON line here")
+    group.add_argument("--output-file", type=writable_file, help="append one JSON line here")
     group.add_argument("--output-details", action="store_true", help="with every request's numbers")
     group.add_argument("--disable-tqdm", action="store_true")
     group.add_argument("--tag", help="kept in the JSON line")

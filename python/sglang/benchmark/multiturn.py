@@ -173,12 +173,19 @@ async def converse(
 
 
 def round_figures(number: int, results: list[RequestResult]) -> dict[str, Any]:
-    """TTFT, latency (ms), hit rate and cached tokens by tier of one round (from 1)."""
+    """TTFT, latency (ms), hit rate and cached tokens by tier of one round (from 1).
+
+    Times and rates of a round in which nothing succeeded are None: nothing took 0 ms.
+    """
     good = [one for one in results if one.success]
     prompts = sum(one.prompt_tokens for one in good)
     cached = sum(one.cached_tokens for one in good)
-    ttft = np.asarray([one.ttft for one in good] or [0.0]) * 1000
-    latency = np.asarray([one.latency for one in good] or [0.0]) * 1000
+    ttft = np.asarray([one.ttft for one in good]) * 1000
+    latency = np.asarray([one.latency for one in good]) * 1000
+
+    def figure(of: Callable[..., Any], *args: Any) -> float | None:
+        return float(of(*args)) if good else None
+
     return {
         "round": number,
         "completed": len(good),
@@ -188,11 +195,11 @@ def round_figures(number: int, results: list[RequestResult]) -> dict[str, Any]:
         "cached_tokens_details": {
             tier: sum(one.cached_details.get(tier, 0) for one in good) for tier in TIERS
         },
-        "hit_rate": cached / prompts if prompts else 0.0,
-        "mean_ttft_ms": float(ttft.mean()),
-        "median_ttft_ms": float(np.median(ttft)),
-        "p90_ttft_ms": float(np.percentile(ttft, 90)),
-        "p99_ttft_ms": float(np.percentile(ttft, 99)),
-        "mean_latency_ms": float(latency.mean()),
-        "ttfts_ms": ttft.round(3).tolist() if good else [],
+        "hit_rate": cached / prompts if prompts else None,
+        "mean_ttft_ms": figure(np.mean, ttft),
+        "median_ttft_ms": figure(np.median, ttft),
+        "p90_ttft_ms": figure(np.percentile, ttft, 90),
+        "p99_ttft_ms": figure(np.percentile, ttft, 99),
+        "mean_latency_ms": figure(np.mean, latency),
+        "ttfts_ms": ttft.round(3).tolist(),
     }

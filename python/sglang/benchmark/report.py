@@ -6,6 +6,7 @@ can be read by one reader and appended to.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shlex
@@ -83,6 +84,19 @@ def emit(record: Mapping[str, Any], path: str | Path | None = None) -> None:
     sys.stdout.write(line.decode())
     sys.stdout.flush()
     append(record, path)
+
+
+def writable_file(path: str) -> str:
+    """`path`, for `argparse`: a file that cannot be written is found before anything is measured.
+
+    Raises:
+        argparse.ArgumentTypeError: It cannot be written.
+    """
+    try:
+        with Path(path).open("ab"):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def append(record: Mapping[str, Any], path: str | Path | None) -> None:

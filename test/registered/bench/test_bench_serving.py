@@ -221,6 +221,25 @@ def test_what_cannot_work_is_one_line(
     assert message in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--output-file", "/nowhere/out.jsonl"), "/nowhere/out.jsonl: cannot be written: No such"),
+        (("--extra-request-body", "{"), "'{' is no JSON object"),
+        (("--extra-request-body", "[1]"), "'[1]' is no JSON object"),
+    ],
+)
+def test_bad_flags_end_it_before_the_server_is_asked(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer(info={"tokenizer_path": MODEL}) as server:
+        with pytest.raises(SystemExit) as ended:
+            main(["--base-url", server.url, *flags])
+        assert not server.bodies
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_text_prompts_are_about_as_long_as_asked_for() -> None:
     tokens = load_tokens(MODEL)
     printable = tokens.printable()

@@ -172,7 +172,10 @@ def test_figures_of_a_round() -> None:
     assert got["hit_rate"] == pytest.approx(0.4)
     assert got["cached_tokens_details"] == tiers
     assert got["mean_ttft_ms"] == pytest.approx(200)
-    assert round_figures(1, [])["hit_rate"] == 0.0
+    for nothing in ([], results[2:]):
+        got = round_figures(1, nothing)
+        assert got["hit_rate"] is got["median_ttft_ms"] is got["mean_latency_ms"] is None
+        assert got["ttfts_ms"] == []
 
 
 @pytest.mark.parametrize(
