@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from sglang.srt.layers.input_logprobs import InputLogprobs, compute_input_logprobs
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.utils.device import on_device
 
 
 @dataclass(kw_only=True)
@@ -36,17 +34,14 @@ class LogitsProcessor(torch.nn.Module):
         self, hidden_states: torch.Tensor, head_weight: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         """Args:
-        hidden_states: `[num_tokens, hidden_size]`, after the final norm.
+        hidden_states: Of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`, after the final
+            norm.
         head_weight: `[vocab_size, hidden_size]`.
         """
         inputs: InputLogprobs | None = None
-        if forward_batch.forward_mode.is_extend():
-            assert forward_batch.extend_seq_lens_cpu is not None
-            if forward_batch.extend_logprob_start_lens_cpu is not None:
-                inputs = compute_input_logprobs(hidden_states, head_weight, forward_batch)
-            ends = itertools.accumulate(forward_batch.extend_seq_lens_cpu)
-            last = on_device([end - 1 for end in ends], hidden_states.device)
-            hidden_states = hidden_states.index_select(0, last)
+        if forward_batch.extend_logprob_start_lens_cpu is not None:
+            inputs = compute_input_logprobs(hidden_states, head_weight, forward_batch)
+            hidden_states = hidden_states.index_select(0, forward_batch.last_rows())
         logits = apply_linear(
             hidden_states, head_weight, out=forward_batch.logits_out, out_dtype=torch.float32
         )

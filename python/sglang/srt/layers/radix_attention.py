@@ -32,6 +32,7 @@ class RadixAttention(torch.nn.Module):
         v: torch.Tensor,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new keys and values, then attend.
 
@@ -39,9 +40,12 @@ class RadixAttention(torch.nn.Module):
             q: `[num_tokens, num_heads, head_dim]`, any strides with dense heads.
             k: `[num_tokens, num_kv_heads, head_dim]`; `v` likewise.
             save_kv_cache: False: `k` and `v` have been stored.
+            rows: Extend only: each request's last new token, int64 `[bs]`, where the others
+                need not attend.
 
         Returns:
-            `[num_tokens, num_heads * head_dim]`.
+            `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`.
         """
         assert forward_batch.attn_backend is not None, "the runner sets it before the model runs"
-        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch, save_kv_cache)
+        backend = forward_batch.attn_backend
+        return backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows)

@@ -6,11 +6,14 @@ number of requests in the batch, `num_tokens` the number of tokens computed in t
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
+
+from sglang.srt.utils.device import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -82,6 +85,23 @@ class ForwardBatch:
     def batch_size(self) -> int:
         """Requests in the batch."""
         return len(self.seq_lens_cpu)
+
+    def rows_for_logits(self) -> torch.Tensor | None:
+        """Which of the step's tokens the model has to bring to the end: each request's last.
+
+        Returns:
+            int64 `[bs]` on the model's device; None: all of them, as in a decode step or where
+            logprobs of prompt tokens are wanted.
+        """
+        if not self.forward_mode.is_extend() or self.extend_logprob_start_lens_cpu is not None:
+            return None
+        return self.last_rows()
+
+    def last_rows(self) -> torch.Tensor:
+        """Extend only: the place of each request's last token in the step, int64 `[bs]`."""
+        assert self.extend_seq_lens_cpu is not None
+        ends = itertools.accumulate(self.extend_seq_lens_cpu)
+        return on_device([end - 1 for end in ends], self.input_ids.device)
 
 
 def compute_extend_positions(

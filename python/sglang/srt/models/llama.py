@@ -105,11 +105,15 @@ class LlamaAttention(torch.nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
-        attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=False)
+        attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=False, rows=rows)
         return self.o_proj.forward(attended)
 
 
@@ -149,10 +153,18 @@ class LlamaDecoderLayer(torch.nn.Module):
         residual: torch.Tensor | None,
         rotation: Rotation,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is to be added to the residual, and the residual: whoever is next adds them."""
+        """What is to be added to the residual, and the residual: whoever is next adds them.
+
+        Args:
+            rows: int64: the tokens that go on from here, each request's last; None: all. The
+                others leave their keys and values.
+        """
         x, residual = self.input_layernorm.add_(x, residual)
-        x = self.self_attn.forward(x, rotation, forward_batch)
+        x = self.self_attn.forward(x, rotation, forward_batch, rows)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
         x, residual = self.post_attention_layernorm.add_(x, residual)
         return self.mlp.forward(x), residual
 
@@ -183,11 +195,16 @@ class LlamaModel(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
+        """Hidden states of `ForwardBatch.rows_for_logits`."""
         rotation = self.rotary_emb.forward(positions)
         x = self.embed_tokens.forward(input_ids)
         residual: torch.Tensor | None = None
-        for layer in self.decoder_layers:
+        *most, last = self.decoder_layers
+        for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)
+        # Nothing reads what other tokens than the last would say after it.
+        rows = forward_batch.rows_for_logits()
+        x, residual = last.forward(x, residual, rotation, forward_batch, rows)
         return self.norm.add_(x, residual)[0]
 
 

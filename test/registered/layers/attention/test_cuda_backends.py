@@ -80,11 +80,14 @@ def check_extend(
     q = queries(len(loc), shape[0], shape[2], BF16, "cuda")
     # Beside each other, as in the projection, so that strides are not dense.
     kv = torch.stack([made.k.to(BF16)[loc], made.v.to(BF16)[loc]], dim=1)
-    got = backend.forward(q, kv[:, 0], kv[:, 1], attention_layer(*shape), batch)
+    layer = attention_layer(*shape)
+    got = backend.forward(q, kv[:, 0], kv[:, 1], layer, batch)
+    last = backend.forward(q, kv[:, 0], kv[:, 1], layer, batch, rows=batch.rows_for_logits())
     begin = 0
     for i, (prefix, new) in enumerate(work):
         want = attend(q[begin : begin + new], *made.context(i, prefix + new), prefix=prefix)
         assert_close(got[begin : begin + new], want, BF16)
+        assert_close(last[i], want[-1], BF16)
         begin += new
 
 

@@ -90,6 +90,11 @@ class Bench:
             for rows, slots in zip(torch.split(q, new), self.contexts, strict=True)
         ]
         torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-5)
+        if mode is ForwardMode.EXTEND:
+            rows = batch.rows_for_logits()
+            last = backend.forward(q, k, v, self.layer, batch, rows=rows)
+            ends = torch.cat([rows[-1:] for rows in want])
+            torch.testing.assert_close(last, ends, rtol=1e-5, atol=1e-5)
 
 
 def contexts(kind: str) -> list[torch.Tensor]:

@@ -48,6 +48,21 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend from new tokens to their prefix and, causally, to each other."""
 
+    def forward_extend_last(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend from each request's last new token, `rows`, to its whole context.
+
+        The default is for backends that cannot spare the others: all attend.
+        """
+        return self.forward_extend(q, k, v, layer, forward_batch).index_select(0, rows)
+
     @abstractmethod
     def forward_decode(
         self,
@@ -67,6 +82,7 @@ class AttentionBackend(ABC):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store K and V, then attend; shapes as in `RadixAttention.forward`.
 
@@ -77,4 +93,6 @@ class AttentionBackend(ABC):
             forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         if forward_batch.forward_mode.is_decode():
             return self.forward_decode(q, k, v, layer, forward_batch)
+        if rows is not None:
+            return self.forward_extend_last(q, k, v, layer, forward_batch, rows)
         return self.forward_extend(q, k, v, layer, forward_batch)

@@ -79,22 +79,47 @@ class TorchNativeAttnBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
+        return self._extend(q, k, v, layer, forward_batch, last_only=False)
+
+    def forward_extend_last(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._extend(q, k, v, layer, forward_batch, last_only=True)
+
+    def _extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *,
+        last_only: bool,
+    ) -> torch.Tensor:
+        """Attend from all new tokens, or from the last one of each request, which sees all."""
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         outs = []
         for segment in self._extend_plan:
             rows = slice(segment.begin, segment.end)
+            queries = q[segment.end - 1 if last_only else segment.begin : segment.end]
             new = attend(
-                _heads_first(q[rows]),
+                _heads_first(queries),
                 _heads_first(k[rows]),
                 _heads_first(v[rows]),
                 scale=layer.scaling,
-                causal=True,
+                causal=not last_only,
             )
             out = new.out
             prefix = _read_prefix(pool_k, pool_v, segment)
             if prefix is not None:
-                out = merge_two(_attend_prefix(q[rows], *prefix, layer), new)
-            outs.append(out[0].transpose(0, 1).reshape(segment.end - segment.begin, -1))
+                out = merge_two(_attend_prefix(queries, *prefix, layer), new)
+            outs.append(out[0].transpose(0, 1).reshape(len(queries), -1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def forward_decode(

@@ -131,6 +131,17 @@ class TritonAttnBackend(AttentionBackend):
             out[rows] = got.flatten(1)
         return out
 
+    def forward_extend_last(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.forward_decode(q.index_select(0, rows), k, v, layer, forward_batch)
+
     def forward_decode(
         self,
         q: torch.Tensor,
