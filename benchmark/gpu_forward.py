@@ -220,7 +220,10 @@ def main() -> None:
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
         pairs = new * prefix + new * (new + 1) / 2
-        work = StepWork(new_tokens=new, pairs=pairs, read_kv_bytes=prefix * kv_bytes, logits=1)
+        work = StepWork(
+            new_tokens=new, pairs=pairs, last_pairs=prefix + new,
+            read_kv_bytes=prefix * kv_bytes, logits=1,
+        )  # fmt: skip
         least = least_seconds(model, work, limits)
         report(
             rows, f"prefill {new} after {prefix}", first_s=seconds[0], s=sorted(seconds[1:])[1],

@@ -42,8 +42,10 @@ class StepWork:
     """Of a query and a key that it sees, in all requests, for one layer and head."""
     read_kv_bytes: int
     """Keys and values read, in all layers."""
+    last_pairs: float
+    """The same in the last layer, where only tokens with logits need to see anything."""
     logits: int
-    """Tokens that go through the output head."""
+    """Tokens that go through the output head, hence through all of the last layer."""
 
 
 def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
@@ -62,18 +64,18 @@ def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
 def least_seconds(model: ModelConfig, work: StepWork, limits: Limits) -> float:
     """The larger of what arithmetic and what memory take at the limits.
 
-    Every weight but the embedding's is read once, in the model's dtype.
+    Every weight but the embedding's is read once, in the model's dtype. Of the last layer, tokens
+    without logits need their keys and values alone.
     """
     attention_width = model.num_attention_heads * model.head_dim
-    kv_width = model.num_key_value_heads * model.head_dim
-    layer_weights = (
-        model.hidden_size * (2 * attention_width + 2 * kv_width)
-        + 3 * model.hidden_size * model.intermediate_size
-    )
-    body = model.num_hidden_layers * layer_weights
+    kv_weights = 2 * model.hidden_size * model.num_key_value_heads * model.head_dim
+    other_weights = model.hidden_size * (2 * attention_width + 3 * model.intermediate_size)
+    layers = model.num_hidden_layers
+    body = layers * (kv_weights + other_weights)
     head = model.vocab_size * model.hidden_size
-    flops = 2.0 * body * work.new_tokens + 2.0 * head * work.logits
-    flops += 4.0 * model.num_hidden_layers * attention_width * work.pairs
+    flops = 2.0 * (body - other_weights) * work.new_tokens
+    flops += 2.0 * (other_weights + head) * work.logits
+    flops += 4.0 * attention_width * ((layers - 1) * work.pairs + work.last_pairs)
     moved = model.dtype.itemsize * (body + head) + work.read_kv_bytes
     return max(flops / limits.product_flop_per_s, moved / limits.copy_bytes_per_s)
 
@@ -83,6 +85,7 @@ def prefill_work(batch_size: int, input_len: int) -> StepWork:
     return StepWork(
         new_tokens=batch_size * input_len,
         pairs=batch_size * input_len * (input_len + 1) / 2,
+        last_pairs=batch_size * input_len,
         read_kv_bytes=0,
         logits=batch_size,
     )
@@ -94,6 +97,7 @@ def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: int) -> S
     return StepWork(
         new_tokens=batch_size,
         pairs=context,
+        last_pairs=context,
         read_kv_bytes=context * kv_bytes_per_token,
         logits=batch_size,
     )

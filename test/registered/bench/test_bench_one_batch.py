@@ -135,12 +135,14 @@ def test_figures_of_known_times() -> None:
 def test_limits() -> None:
     """By hand: 4 layers of 192 x (192 + 64) x 2 and 3 x 192 x 512 weights, head 2,176 x 192."""
     model = ModelConfig.from_path(str(BUILTIN_MODEL_DIR), dtype="float32")
-    body, head = 4 * (192 * 512 + 3 * 192 * 512), 2176 * 192
+    kv, other, head = 192 * 128, 192 * 384 + 3 * 192 * 512, 2176 * 192
+    body = 4 * (kv + other)
     slow_memory = Limits(copy_bytes_per_s=1e3, product_flop_per_s=1e15)
     read = least_seconds(model, decode_work(2, 100, 1024), slow_memory)
     assert read == pytest.approx((4 * (body + head) + 200 * 1024) / 1e3)
     slow_arithmetic = Limits(copy_bytes_per_s=1e15, product_flop_per_s=1e3)
-    flops = 2 * body * 20 + 2 * head * 2 + 4 * 4 * 192 * 2 * 55
+    # Of the last layer, 18 of the 20 tokens need keys and values alone.
+    flops = 2 * (body - other) * 20 + 2 * (other + head) * 2 + 4 * 192 * (3 * 2 * 55 + 2 * 10)
     computed = least_seconds(model, prefill_work(2, 10), slow_arithmetic)
     assert computed == pytest.approx(flops / 1e3)
 

@@ -70,6 +70,53 @@ def test_a_step_is_launched_before_the_one_before_it_is_taken_in(
     assert events == ["launch", "take in"] * 5
 
 
+def test_prompts_follow_each_other_without_a_gap(
+    model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """Parts of one prompt, then whole prompts that end at once: none waits for the one before."""
+    rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=16)
+    rig.run(rig.request("long", prompt(1, 40), greedy(1)))
+    behind = ["launch", *["launch", "take in"] * 2, "take in"]
+    assert events == behind
+    events.clear()
+    rig.run(*(rig.request(f"r{i}", prompt(i, 16), greedy(1)) for i in range(2, 5)))
+    assert events == behind
+
+
+def test_a_decode_step_comes_between_prompts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=16)
+    rig.step(*(rig.request(f"r{i}", prompt(i, 16), greedy(8)) for i in range(5)))
+    kinds = []
+    while rig.scheduler.state.in_flight is not None:
+        kinds.append("prompt" if rig.scheduler.state.in_flight.is_prefill else "step")
+        rig.step()
+    assert kinds[:8] == ["prompt", *["prompt", "step"] * 3, "prompt"]
+
+
+def test_what_a_step_in_flight_computes_is_in_the_cache(
+    model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    rig = make_rig(model, monkeypatch, overlap=True, page_size=4, chunked_prefill_size=16)
+    rig.step(*(rig.request(name, prompt(1, 16), greedy(1)) for name in "ab"))
+    rig.run(check_each_step=True)
+    assert events == ["launch", "launch", "take in", "take in"]
+    assert rig.results["b"].output_ids == rig.results["a"].output_ids
+    last = rig.results["b"].last
+    assert last is not None
+    assert last.cached_tokens == 12
+
+
+def test_running_requests_are_counted_while_their_prompts_are_in_flight(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=8, max_requests=2)
+    for i in range(5):
+        rig.step(rig.request(f"r{i}", prompt(i, 8), greedy(6)))
+        assert rig.scheduler.state.num_running <= 2
+    rig.run(check_each_step=True)
+    assert all(len(got.output_ids) == 6 for got in rig.results.values())
+
+
 def test_no_step_runs_for_a_request_that_ends_by_length(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,8 +76,8 @@ class Req:
     kv_committed_len: int = 0
     """Tokens whose keys and values are in the pool."""
     num_in_flight: int = 0
-    """Tokens after those that have slots and are being computed: the CPU has not seen the step's
-    end yet."""
+    """Tokens after those that have slots and that decode steps under way compute: whether they
+    are wanted, the CPU does not know yet."""
     finish_reason: FinishReason | None = None
     to_abort: FinishReason | None = None
     """Set when the request shall end before the next step."""
@@ -233,11 +233,11 @@ class PrefillWork:
     """Tokens after `req.kv_committed_len`."""
     out_slots: torch.Tensor
     """int64 `[extend_len]` on the device."""
+    is_last_chunk: bool = field(init=False)
+    """Whether the step samples this request's next token."""
 
-    @property
-    def is_last_chunk(self) -> bool:
-        """Whether the step samples this request's next token."""
-        return self.req.kv_committed_len + self.extend_len == self.req.num_tokens
+    def __post_init__(self) -> None:
+        self.is_last_chunk = self.req.kv_committed_len + self.extend_len == self.req.num_tokens
 
 
 @dataclass(slots=True, kw_only=True)

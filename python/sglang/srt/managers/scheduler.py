@@ -200,13 +200,16 @@ class Scheduler:
         """Launch a prefill batch or a decode step, and take in the one before it, which the
         device has been running meanwhile. False: there was nothing to do."""
         state = self._state
+        was_in_flight = state.in_flight is not None
         launched = self._launch()
+        # While the device computes: issuing copies takes the CPU milliseconds.
+        state.tree.start_writing_host_cache()
         before, state.in_flight = state.in_flight, launched
         if before is not None:
             self._take_in(before)
         if launched is not None and not self._parts.overlap:
             self._settle()
-        return launched is not None or before is not None
+        return launched is not None or was_in_flight
 
     def _settle(self) -> None:
         """Take in the step in flight, so that what every request has is known."""
@@ -227,18 +230,19 @@ class Scheduler:
     def _launch(self) -> LaunchedStep | None:
         """The next step, on its way; None: nothing can run."""
         state, decoding = self._state, self._state.decoding
-        if not len(decoding) and state.in_flight is not None and state.in_flight.is_prefill:
-            # All there is to decode, or a prompt whose next part comes now.
-            self._settle()
         is_prefill_turn = not (
             len(decoding) and (self._last_was_prefill or self._decode.is_stalled)
         )
         step = self._launch_prefill() if is_prefill_turn else None
         self._last_was_prefill = step is not None
+        if step is None and not len(decoding) and state.in_flight is not None:
+            self._settle()  # What comes of it is all there is to decode.
         return step or self._launch_decode()
 
     def _launch_prefill(self) -> LaunchedStep | None:
         state = self._state
+        if state.chunked is not None and state.chunked.logprob_start_len >= 0:
+            self._settle()  # The next part goes on where its logprobs end.
         scheduled = self._prefill.schedule()
         if scheduled is None:
             return None
@@ -247,12 +251,12 @@ class Scheduler:
             [work.req for work in works], [work.is_last_chunk for work in works]
         )
         batch = make_prefill_batch(works, state.pools, info, load)
-        for work in works:
-            work.req.num_in_flight = work.extend_len
         started = time.monotonic()
         with self._parts.forward_guard():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
-            return LaunchedStep(result=StepResult(output, token_ids), launched=started, works=works)
+            result = StepResult(output, token_ids)
+        self._prefill.on_launched(works)
+        return LaunchedStep(result=result, launched=started, works=works)
 
     def _launch_decode(self) -> LaunchedStep | None:
         decoding = self._state.decoding

@@ -58,11 +58,12 @@ class PrefillScheduler:
         """
         state = self._state
         if state.chunked is None:
-            is_full = len(state.decoding) >= state.limits.max_running_requests
+            is_full = state.num_running >= state.limits.max_running_requests
             if not state.waiting or is_full or self._is_blocked():
                 return None
-        reserved = sum(state.reserve_for(req) for req in state.decoding.reqs)
-        adder = PrefillAdder(state.limits, len(state.decoding), reserved)
+        decoding = state.decoding_or_about_to()
+        reserved = sum(state.reserve_for(req) for req in decoding)
+        adder = PrefillAdder(state.limits, len(decoding), reserved)
         works: list[PrefillWork] = []
         if state.chunked is not None:
             work = self._next_chunk(state.chunked, adder)
@@ -76,6 +77,16 @@ class PrefillScheduler:
         load = self._unawaited_load if load == -1 else load
         self._unawaited_load = -1 if works else load
         return (works, load) if works else None
+
+    def on_launched(self, works: list[PrefillWork]) -> None:
+        """The device has been given the step: whatever reads its keys and values from now on is
+        queued behind it, so the tree may have them, and their copies may be queued too."""
+        state = self._state
+        for work in works:
+            req = work.req
+            req.kv_committed_len += work.extend_len
+            if not req.is_probe:
+                state.tree.cache_unfinished_req(req, chunked=not work.is_last_chunk)
 
     def _is_blocked(self) -> bool:
         """Whether trying again is pointless: nothing has changed since memory did not suffice."""

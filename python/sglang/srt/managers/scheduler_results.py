@@ -44,20 +44,14 @@ class ResultProcessor:
         joined: list[Req] = []
         for row, work in enumerate(works):
             req = work.req
-            is_last = work.is_last_chunk
-            req.kv_committed_len += work.extend_len
-            req.num_in_flight = 0
             state.counters.prefill_tokens += work.extend_len
             if result.input_logprobs is not None:
                 req.input_logprobs += result.input_logprobs.values[row]
                 req.input_top_logprobs += result.input_logprobs.tops[row]
-            if is_last:
+            if work.is_last_chunk:
                 self._append(req, row, result)
-                if self._end_if_finished(req):
-                    continue
-                joined.append(req)
-            if not req.is_probe:
-                state.tree.cache_unfinished_req(req, chunked=not is_last)
+                if not self._end_if_finished(req):
+                    joined.append(req)
         state.decoding.add(joined)
         state.counters.prefill_batches += 1
 

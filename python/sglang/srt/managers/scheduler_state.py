@@ -63,21 +63,19 @@ class SchedulerState:
 
     def running(self) -> Iterator[Req]:
         """Requests that hold slots."""
-        yield from self.decoding.reqs
+        yield from self.decoding_or_about_to()
         if self.chunked is not None:
             yield self.chunked
-        yield from self._prompts_in_flight()
 
     @property
     def num_running(self) -> int:
         """Requests that hold slots."""
-        in_flight = sum(1 for _ in self._prompts_in_flight())
-        return len(self.decoding) + (self.chunked is not None) + in_flight
+        return len(self.decoding_or_about_to()) + (self.chunked is not None)
 
-    def _prompts_in_flight(self) -> Iterator[Req]:
-        """Requests whose last part of the prompt is being computed."""
+    def decoding_or_about_to(self) -> list[Req]:
+        """Requests that decode, and those whose last part of the prompt is being computed."""
         works = [] if self.in_flight is None else self.in_flight.works
-        yield from (work.req for work in works if work.req is not self.chunked)
+        return self.decoding.reqs + [work.req for work in works if work.is_last_chunk]
 
     def free_tokens(self) -> int:
         """Slots that are free or can be evicted."""

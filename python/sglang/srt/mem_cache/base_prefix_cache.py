@@ -198,6 +198,10 @@ class BasePrefixCache(ABC):
         passes to the pool's layer counter, or -1 where there is nothing to wait for."""
         return -1
 
+    def start_writing_host_cache(self) -> None:
+        """Start the queued copies to the host, in order behind what the device has been given.
+        Otherwise the next tick does."""
+
     def check_hicache_events(self) -> None:
         """One scheduler tick: act on finished copies and transfers."""
 

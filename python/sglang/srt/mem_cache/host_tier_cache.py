@@ -335,8 +335,11 @@ class HostTierCache(RadixCache):
 
     # ---- one tick --------------------------------------------------------------------------
 
-    def check_hicache_events(self) -> None:
+    def start_writing_host_cache(self) -> None:
         self.cache_controller.start_writing()
+
+    def check_hicache_events(self) -> None:
+        self.start_writing_host_cache()
         if self.is_busy():
             self._act_on(agree(self._progress(), self._reduce))
 

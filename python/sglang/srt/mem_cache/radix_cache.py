@@ -126,6 +126,16 @@ class RadixCache(BasePrefixCache):
             node = child
         return path
 
+    def _path_to(self, node: TreeNode) -> list[TreeNode]:
+        """From root's child down to `node`; every node on the way is touched."""
+        self._clock += 1
+        path: list[TreeNode] = []
+        while node.parent is not None:
+            node.last_access_time = self._clock
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
     def _insert(
         self, key: RadixKey, value: torch.Tensor, priority: int
     ) -> tuple[int, list[TreeNode]]:
@@ -222,12 +232,15 @@ class RadixCache(BasePrefixCache):
         kept = req.cache_protected_len
         if is_insert and not self.disable:
             aligned = key.page_aligned(self.page_size)
-            known, path = self._insert(aligned, slots, req.priority)
+            if len(aligned) > kept:
+                known, path = self._insert(aligned, slots, req.priority)
+                # Pages that somebody else inserted meanwhile: ours are doubles.
+                self._free_slots(slots[kept:known])
+                kept = len(aligned)
+            else:
+                path = self._path_to(req.last_node)
             self._count_hit(path)
             self._after_insert(path)
-            # Pages that somebody else inserted meanwhile: ours are doubles.
-            self._free_slots(slots[kept:known])
-            kept = len(aligned)
         self._free_slots(slots[kept:])
         self.dec_lock_ref(req.last_node)
         req.last_node = self.root_node
