@@ -306,6 +306,7 @@ def test_abort_ends_a_request_with_what_it_has(
 
 def test_information(server: FrontServer, client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
+    assert client.head("/health").status_code == 200
     assert client.get("/health_generate").status_code == 200
     for path in ("/model_info", "/get_model_info"):
         assert client.get(path).json()["model_path"] == "dummy"

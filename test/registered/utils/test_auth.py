@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from sglang.srt.utils.auth import (
     AuthDecision,
@@ -93,22 +96,23 @@ def test_preflights_need_no_key() -> None:
 
 
 @pytest.fixture
-def app() -> FastAPI:
-    app = FastAPI()
+def app() -> Starlette:
+    async def normal(request: Request) -> Response:
+        return Response()
 
-    @app.get("/open")
-    async def normal() -> str:
-        return "ok"
-
-    @app.post("/admin")
     @auth_level(OPTIONAL)
-    async def admin() -> str:
-        return "ok"
+    async def admin(request: Request) -> Response:
+        return Response()
 
-    return app
+    return Starlette(
+        routes=[
+            Route("/open", normal, methods=["GET"]),
+            Route("/admin", admin, methods=["POST"]),
+        ]
+    )
 
 
-def test_middleware_applies_the_level_of_the_route(app: FastAPI) -> None:
+def test_middleware_applies_the_level_of_the_route(app: Starlette) -> None:
     add_api_key_middleware(app, api_key="user", admin_api_key="admin")
     client = TestClient(app)
     user, admin = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
@@ -124,14 +128,14 @@ def test_middleware_applies_the_level_of_the_route(app: FastAPI) -> None:
     assert "Authorization: Bearer" in refused.json()["error"]["message"]
 
 
-def test_admin_force_endpoints_are_found(app: FastAPI) -> None:
+def test_admin_force_endpoints_are_found(app: Starlette) -> None:
     assert not app_has_admin_force_endpoints(app)
 
-    @app.post("/force")
     @auth_level(FORCE)
-    async def force() -> str:
-        return "ok"
+    async def force(request: Request) -> Response:
+        return Response()
 
+    app.routes.append(Route("/force", force, methods=["POST"]))
     assert app_has_admin_force_endpoints(app)
 
 

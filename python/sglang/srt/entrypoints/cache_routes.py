@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from sglang.srt.entrypoints.http_body import read_json
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
@@ -15,8 +15,6 @@ from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response
 from sglang.srt.managers.io_struct import ControlReqOutput
 from sglang.srt.utils.auth import AuthLevel, auth_level
-
-router = APIRouter()
 
 _PATH = "/hicache/storage-backend"
 
@@ -30,7 +28,6 @@ class AttachBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     hicache_write_policy: str | None = None
 
 
-@router.get(_PATH)
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def get_backend(request: Request) -> Response:
     """The attached backend and the policies; no secrets."""
@@ -38,7 +35,6 @@ async def get_backend(request: Request) -> Response:
     return json_response(_checked(answer).data)
 
 
-@router.put(_PATH)
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def attach_backend(request: Request) -> Response:
     """Attach a backend, or update the policies of the one that is attached."""
@@ -57,14 +53,12 @@ async def attach_backend(request: Request) -> Response:
     return _done(answer)
 
 
-@router.delete(_PATH)
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def detach_backend(request: Request) -> Response:
     """Detach the backend; its data stays. Idempotent."""
     return _done(await _administered(request).manager.control.detach_storage())
 
 
-@router.post(f"{_PATH}/clear")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def clear_backend(request: Request) -> Response:
     """Remove this namespace's objects from the backend."""
@@ -90,3 +84,11 @@ def _checked(answer: ControlReqOutput) -> ControlReqOutput:
 def _done(answer: ControlReqOutput) -> Response:
     body: dict[str, Any] = {**_checked(answer).data, "success": True, "message": answer.message}
     return json_response(body)
+
+
+ROUTES: Final = (
+    Route(_PATH, get_backend, methods=["GET"]),
+    Route(_PATH, attach_backend, methods=["PUT"]),
+    Route(_PATH, detach_backend, methods=["DELETE"]),
+    Route(f"{_PATH}/clear", clear_backend, methods=["POST"]),
+)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from sglang.srt.constrained.constraint import ConstraintKind
 from sglang.srt.managers.generate_request import EngineUnavailable, InvalidRequest, RequestFailed
@@ -76,7 +75,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JS
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Give every error that leaves an endpoint the one shape."""
 
     async def known(request: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
 from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
@@ -38,10 +38,11 @@ DEATH_GRACE_SECONDS: Final = 5.0
 
 def create_app(
     context: ServerContext, stop: Callable[[], AsyncIterator[None]] | None = None
-) -> FastAPI:
+) -> Starlette:
     """The application of one server. It starts `context.manager` on the loop that serves it.
 
-    Bodies are decoded by `http_body`, not by FastAPI, which generates no documentation here.
+    Bare Starlette: bodies are decoded by `http_body`, and what FastAPI would add to each request
+    (dependencies, validation, documentation) has no use here.
 
     Args:
         context: Shared by all endpoints.
@@ -50,7 +51,7 @@ def create_app(
     """
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await context.manager.start()
         if stop is None:
             yield
@@ -59,10 +60,13 @@ def create_app(
             async with contextlib.asynccontextmanager(stop)():
                 yield
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    routes = [
+        route
+        for module in (native_routes, info_routes, cache_routes, openai_routes)
+        for route in module.ROUTES
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
     app.state.context = context
-    for module in (native_routes, info_routes, cache_routes, openai_routes):
-        app.routes.extend(module.router.routes)
     install_error_handlers(app)
     add_api_key_middleware(
         app, api_key=context.args.api_key, admin_api_key=context.args.admin_api_key

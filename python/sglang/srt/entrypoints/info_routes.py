@@ -6,9 +6,9 @@ import asyncio
 import uuid
 from typing import Any, Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
 from sglang.srt.entrypoints.http_errors import ApiError
@@ -17,15 +17,12 @@ from sglang.srt.entrypoints.sse import json_response
 from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-router = APIRouter()
-
 HEALTH_TIMEOUT: Final = 20.0
 """Seconds in which a probe must generate its token."""
 METRICS_TIMEOUT: Final = 3.0
 """Seconds that a scrape waits for the scheduler, which may be in a long forward pass."""
 
 
-@router.get("/health")
 async def health(request: Request) -> Response:
     """200 while requests are taken: all processes live and no shutdown has begun."""
     refusal = context_of(request).manager.refusal
@@ -34,7 +31,6 @@ async def health(request: Request) -> Response:
     return Response()
 
 
-@router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """200 when a token could be generated."""
     probe = GenerateRequest(
@@ -49,15 +45,11 @@ async def health_generate(request: Request) -> Response:
     return Response()
 
 
-@router.get("/model_info")
-@router.get("/get_model_info")
 async def model_info(request: Request) -> Response:
     """What is served."""
     return json_response(context_of(request).model_info)
 
 
-@router.get("/server_info")
-@router.get("/get_server_info")
 async def server_info(request: Request) -> Response:
     """Arguments without secrets, what the engine said at the start, and its state now."""
     context = context_of(request)
@@ -72,7 +64,6 @@ async def server_info(request: Request) -> Response:
     return json_response(body)
 
 
-@router.get("/get_load")
 async def get_load(request: Request) -> Response:
     """Requests and tokens in the engine, as load balancers read it."""
     state = await _internal_state(context_of(request))
@@ -86,8 +77,6 @@ async def get_load(request: Request) -> Response:
     return json_response([load])
 
 
-@router.get("/metrics")
-@router.get("/metrics/")
 async def metrics(request: Request) -> Response:
     """Metrics of the server and, when it answers in time, of the scheduler."""
     manager = context_of(request).manager
@@ -103,3 +92,16 @@ async def metrics(request: Request) -> Response:
 
 async def _internal_state(context: ServerContext) -> dict[str, Any]:
     return (await context.manager.control.internal_state()).data
+
+
+ROUTES: Final = (
+    Route("/health", health, methods=["GET"]),
+    Route("/health_generate", health_generate, methods=["GET"]),
+    Route("/model_info", model_info, methods=["GET"]),
+    Route("/get_model_info", model_info, methods=["GET"]),
+    Route("/server_info", server_info, methods=["GET"]),
+    Route("/get_server_info", server_info, methods=["GET"]),
+    Route("/get_load", get_load, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+    Route("/metrics/", metrics, methods=["GET"]),
+)

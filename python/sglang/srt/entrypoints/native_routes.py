@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from sglang.srt.entrypoints.http_body import read_json
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
@@ -22,8 +22,6 @@ from sglang.srt.entrypoints.streams import gather_or_cancel, merge
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
-
-router = APIRouter()
 
 MAX_FLUSH_TIMEOUT = 3600.0
 
@@ -37,7 +35,6 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Taken from upstream's clients; the answer says `aborted by the client` in any case."""
 
 
-@router.api_route("/generate", methods=["POST", "PUT"])
 async def generate(request: Request) -> Response:
     """Complete one prompt or a batch, streaming or not."""
     context = context_of(request)
@@ -91,7 +88,6 @@ async def _stream_one(
             yield writer.answer(state)
 
 
-@router.post("/abort_request")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def abort_request(request: Request) -> Response:
     """End a request, or all of them; unknown ids are fine, they may have just ended."""
@@ -106,7 +102,6 @@ async def abort_request(request: Request) -> Response:
     return json_response({"success": True})
 
 
-@router.post("/flush_cache")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def flush_cache(request: Request) -> Response:
     """Empty L1 and L2, waiting up to `timeout` seconds for idle."""
@@ -132,3 +127,10 @@ def _flush_timeout(request: Request) -> float:
             f"timeout={text[:32]} must be seconds from 0 to {MAX_FLUSH_TIMEOUT:g}", "timeout"
         )
     return timeout
+
+
+ROUTES: Final = (
+    Route("/generate", generate, methods=["POST", "PUT"]),
+    Route("/abort_request", abort_request, methods=["POST"]),
+    Route("/flush_cache", flush_cache, methods=["POST"]),
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from sglang.srt.entrypoints.http_body import read_json
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
@@ -19,25 +19,19 @@ from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response
 from sglang.srt.managers.request_limits import RequestLimits
 
-router = APIRouter()
-
 MAX_DETOKENIZED_IDS: Final = 1 << 18
 """Of one request: more would hold up the event loop for longer than a moment."""
 
-router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
-router.add_api_route("/v1/completions", completions, methods=["POST"])
 
-
-@router.get("/v1/models")
 async def models(request: Request) -> Response:
     """The one model."""
     return json_response({"object": "list", "data": [_model_card(context_of(request))]})
 
 
-@router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> Response:
-    """The model called `name`, if it is the one."""
+async def model(request: Request) -> Response:
+    """The model of the path, if it is the one."""
     context = context_of(request)
+    name = str(request.path_params["name"])
     if name != context.model_name:
         raise ApiError(
             404,
@@ -48,8 +42,6 @@ async def model(request: Request, name: str) -> Response:
     return json_response(_model_card(context))
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of several."""
     context = context_of(request)
@@ -72,8 +64,6 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
 async def detokenize(request: Request) -> Response:
     """Text of token ids, of one list or of several."""
     context = context_of(request)
@@ -128,3 +118,15 @@ def _model_card(context: ServerContext) -> dict[str, Any]:
         "parent": None,
         "max_model_len": context.manager.limits.context_len,
     }
+
+
+ROUTES: Final = (
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{name:path}", model, methods=["GET"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/v1/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/v1/detokenize", detokenize, methods=["POST"]),
+)
