@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 from matplotlib.axes import Axes
 
 _TITLES = {
@@ -22,21 +22,22 @@ def draw(header: dict[str, Any], records: Sequence[dict[str, Any]], path: str) -
     """Write the plot to `path` (PNG)."""
     arrangements = list(dict.fromkeys(record["arrangement"] for record in records))
     figure, panels = pyplot.subplots(
-        1, len(arrangements), figsize=(4.2 * len(arrangements), 3.8), sharey=True, squeeze=False
-    )
+        1, len(arrangements), figsize=(4.2 * len(arrangements), 4.0), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     for panel, arrangement in zip(panels[0], arrangements, strict=True):
         mine = [record for record in records if record["arrangement"] == arrangement]
         _draw_panel(panel, mine, header["unlimited_hit_rate"])
         panel.set_title(_TITLES[arrangement], fontsize=10)
     panels[0][0].set_ylabel("hit rate (share of prompt pages)")
-    panels[0][-1].legend(fontsize=7, loc="upper left")
+    handles, labels = panels[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels))
     figure.suptitle(
         f"{header['trace']}: {header['requests']} requests, working set "
         f"{header['working_set_pages']} pages of {header['page_size']} tokens "
         f"(lengths / {header['scale']:g})",
         fontsize=9,
     )
-    figure.tight_layout()
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
@@ -65,5 +66,6 @@ def _draw_panel(panel: Axes, records: Sequence[dict[str, Any]], unlimited: float
             label = "of it from L1" if number == 0 else None
             panel.plot(sizes, on_device, linestyle="--", label=label, **style)
     panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(ticker.PercentFormatter(xmax=1, decimals=0))
     panel.set_xlabel("L1 + L2, share of the working set")
     panel.grid(alpha=0.3)

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if any(not 0 < fraction <= 1 for fraction in args.fractions):
         parser.error("--fractions: each must be in (0, 1]")
     return args
+
+
+def check_fractions(fractions: Sequence[float], pages: PageTrace) -> None:
+    """Raises ValueError where a cache cannot hold the longest request."""
+    least = pages.longest_pages / pages.num_pages
+    if min(fractions) < least:
+        raise ValueError(
+            f"--fractions {min(fractions):g}: of {pages.num_pages} pages that is less than the "
+            f"longest request's {pages.longest_pages}; begin at {math.ceil(least * 100) / 100:g}"
+        )
 
 
 def run_header(
@@ -174,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
                 '"priority" to its lines'
             )
         pages = page_trace_of(trace, scale, args.page_size)
+        check_fractions(args.fractions, pages)
         header = run_header(args, trace, pages)
         emit(header, args.output_file)
         records, complete = simulate(

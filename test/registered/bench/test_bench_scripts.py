@@ -70,6 +70,10 @@ def test_simulate_trace_stops_in_time() -> None:
     assert len(run("hicache/simulate_trace.py", "--max-seconds", "0", status=1)) == 1
 
 
+def test_simulate_trace_needs_tiers_that_hold_the_longest_request() -> None:
+    assert run("hicache/simulate_trace.py", "--fractions", "0.001", "1", status=2) == []
+
+
 def test_simulate_trace_has_no_priorities_to_go_by() -> None:
     assert run("hicache/simulate_trace.py", "--policies", "priority", status=2) == []
 
