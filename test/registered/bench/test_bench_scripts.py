@@ -67,7 +67,8 @@ def test_simulate_turns_knows_the_queue() -> None:
 
 
 def test_simulate_trace_stops_in_time() -> None:
-    assert len(run("hicache/simulate_trace.py", "--max-seconds", "0", status=1)) == 1
+    flags = ("--fractions", "0.5", "--max-seconds", "0")
+    assert len(run("hicache/simulate_trace.py", *flags, status=1)) == 1
 
 
 def test_simulate_trace_needs_tiers_that_hold_the_longest_request() -> None:
