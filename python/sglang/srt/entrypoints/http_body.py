@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from sglang.srt.constants import MIB
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
@@ -40,29 +40,32 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced[:20]) > limit:
         raise _too_large(limit)
+    now = asyncio.get_running_loop().time
+    end = now() + BODY_SECONDS
     body = bytearray()
     try:
-        await _receive_into(body, request, limit)
+        async with asyncio.timeout_at(now() + CHUNK_SECONDS) as bound:
+            # Most bodies are here already, and in one part.
+            while await _receive_part(request, body, limit):
+                bound.reschedule(min(now() + CHUNK_SECONDS, end))
     except TimeoutError:
         raise ApiError(
             408,
             f"the body did not come within {CHUNK_SECONDS:g} s for a part and {BODY_SECONDS:g} s "
             "in all: send it faster",
         ) from None
-    except ClientDisconnect:
-        raise ApiError(499, "the client left before the body was complete") from None
     return bytes(body)
 
 
-async def _receive_into(body: bytearray, request: Request, limit: int) -> None:
-    now = asyncio.get_running_loop().time
-    end = now() + BODY_SECONDS
-    async with asyncio.timeout_at(min(now() + CHUNK_SECONDS, end)) as bound:
-        async for chunk in request.stream():
-            bound.reschedule(min(now() + CHUNK_SECONDS, end))
-            body += chunk
-            if len(body) > limit:
-                raise _too_large(limit)
+async def _receive_part(request: Request, body: bytearray, limit: int) -> bool:
+    """Add the next part to `body`; whether there is more to come."""
+    part = await request.receive()
+    if part["type"] == "http.disconnect":
+        raise ApiError(499, "the client left before the body was complete")
+    body += part.get("body", b"")
+    if len(body) > limit:
+        raise _too_large(limit)
+    return bool(part.get("more_body"))
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
