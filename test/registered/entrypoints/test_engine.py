@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sglang
+from sglang.srt.environ import child_environment
 from sglang.srt.managers.generate_request import EngineUnavailable
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -88,6 +93,19 @@ def test_nothing_is_generated_after_shutdown() -> None:
     engine.shutdown()
     with pytest.raises(EngineUnavailable, match="shut down"):
         engine.generate("a", GREEDY)
+
+
+def test_the_readmes_example_runs_as_a_file(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(example, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True, text=True, check=False, timeout=120, env=child_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "7391\n"
 
 
 if __name__ == "__main__":
