@@ -38,7 +38,15 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.storage_io import StorageIO
-from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused, RigRequest
+from sglang.srt.utils.device import synchronize
+from sglang.test.cache_rig import (
+    RIG_DEVICE,
+    RIG_LAYOUTS,
+    CacheRig,
+    HiCacheSettings,
+    Reused,
+    RigRequest,
+)
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")
@@ -68,6 +76,7 @@ class HeldStream:
         chosen, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
         for work in chosen:
             work()
+        synchronize(RIG_DEVICE)
 
     def close(self) -> None:
         self.run()

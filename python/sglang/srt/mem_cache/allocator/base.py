@@ -153,7 +153,13 @@ class BaseTokenToKVPoolAllocator(ABC):
 
         Does not wait for the device.
         """
-        self.free(slots)
+        if slots.numel() == 0:
+            return
+        if self._grouped is not None:
+            self._grouped.append(slots)
+            return
+        # One slot a page, instead of sorting them all: that would wait for the device.
+        self._give_pages(slots[:: self.page_size] // self.page_size)
 
     def _take_pages(self, count: int) -> torch.Tensor | None:
         """The `count` first free pages."""

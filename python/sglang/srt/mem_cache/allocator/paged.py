@@ -70,15 +70,6 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             slots.index_copy_(0, on_device(openers, self.device), pages * self.page_size)
         return slots
 
-    def free_in_order(self, slots: torch.Tensor) -> None:
-        if slots.numel() == 0:
-            return
-        if self._grouped is not None:
-            self._grouped.append(slots)
-            return
-        # One slot a page, instead of sorting them all: that would wait for the device.
-        self._give_pages(slots[:: self.page_size] // self.page_size)
-
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:
             return
