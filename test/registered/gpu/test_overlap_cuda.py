@@ -1,4 +1,4 @@
-"""Launching a step waits for nothing that runs on the device."""
+"""A tick of the scheduler waits for nothing that runs on the device but the tokens it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler import Scheduler, Tick
 from sglang.srt.utils.device import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
@@ -30,25 +30,25 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_no_launch_waits_for_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int
+@pytest.mark.parametrize("tiers", [False, True])
+def test_no_tick_waits_for_the_device_but_for_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int, tiers: bool
 ) -> None:
+    """Launching, caching, copying, evicting: waiting for a step's end is an event's business."""
     monkeypatch.setattr(SchedulerRig, "overlap", True)
-    rig = SchedulerRig(tmp_path, page_size=page_size, chunked_prefill_size=32)
+    args: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_size": 1} if tiers else {}
+    rig = SchedulerRig(tmp_path, page_size=page_size, chunked_prefill_size=32, **args)
     rig.generate([prompt(0, 40)])  # compiles kernels
-    launches = 0
+    ticks = 0
+    step = Scheduler.step
 
-    def strict(launch: Any) -> Any:
-        def launching(scheduler: Scheduler) -> Any:
-            nonlocal launches
-            launches += 1
-            with waiting_is_an_error():
-                return launch(scheduler)
+    def strict(scheduler: Scheduler, tick: Tick) -> Any:
+        nonlocal ticks
+        ticks += 1
+        with waiting_is_an_error():
+            return step(scheduler, tick)
 
-        return launching
-
-    for name in ("_launch_prefill", "_launch_decode"):
-        monkeypatch.setattr(Scheduler, name, strict(getattr(Scheduler, name)))
+    monkeypatch.setattr(Scheduler, "step", strict)
     params = [
         greedy(20), greedy(20, frequency_penalty=0.5), greedy(9, logit_bias={"7": 3.0}),
         greedy(12, min_new_tokens=4), greedy(17),
@@ -59,7 +59,10 @@ def test_no_launch_waits_for_the_device(
         for i, p in enumerate(params)
     ]
     rig.run(*messages)
-    assert launches > 20
+    for seed in range(10, 25):  # until pages are evicted, then what comes back from L2
+        rig.generate([prompt(seed, 60)])
+    rig.generate([prompt(10, 60)])
+    assert ticks > 100
 
 
 if __name__ == "__main__":
