@@ -69,6 +69,12 @@ def huge_header(model: Path) -> None:
     (model / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
 
 
+def cut_short(model: Path) -> None:
+    """As a download that broke off leaves it."""
+    raw = (model / WEIGHTS).read_bytes()
+    (model / WEIGHTS).write_bytes(raw[: len(raw) // 2])
+
+
 def offsets_outside(model: Path) -> None:
     raw = (model / WEIGHTS).read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
@@ -114,6 +120,7 @@ class Case:
 
 CASES: Final = (
     Case("empty-directory", emptied, ("config.json",)),
+    Case("architecture", lambda m: change_config(m, architectures=["GPT2"]), ("GPT2", "Qwen3")),
     Case("config-missing", lambda m: (m / "config.json").unlink(), ("config.json",)),
     Case("config-torn", lambda m: (m / "config.json").write_text('{"a": '), ("config.json",)),
     Case("config-no-object", lambda m: (m / "config.json").write_text("[]"), ("config.json",)),
@@ -123,6 +130,7 @@ CASES: Final = (
     Case("config-more-layers", lambda m: change_config(m, num_hidden_layers=99), ("layers",)),
     Case("weights-missing", lambda m: (m / WEIGHTS).unlink(), ("safetensors", "missing")),
     Case("weights-empty", lambda m: (m / WEIGHTS).write_bytes(b""), (WEIGHTS,)),
+    Case("weights-cut-short", cut_short, (WEIGHTS,)),
     Case("weights-huge-header", huge_header, (WEIGHTS,)),
     Case("weights-offsets-outside", offsets_outside, (WEIGHTS,)),
     Case("weights-without-a-tensor", without_a_tensor, ("down_proj",)),

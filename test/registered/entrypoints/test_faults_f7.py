@@ -14,7 +14,10 @@ from sglang.test.spoiled_models import CASES, Case, pickled, start_refused
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
-QUICK = ("pickled", "booby-trapped", "weights-huge-header", "weights-without-a-tensor")
+QUICK = (
+    "pickled", "booby-trapped", "weights-cut-short", "weights-huge-header",
+    "weights-without-a-tensor", "architecture",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in QUICK], ids=lambda c: c.name)

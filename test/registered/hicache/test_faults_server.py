@@ -149,17 +149,23 @@ def test_c11_abort_storm_leaves_the_books_balanced(cluster: MooncakeCluster) -> 
             server.request("POST", "/generate", body)
 
         threads = [threading.Thread(target=ask, args=(n,)) for n in range(48)]
+
+        def abort(**whom: object) -> None:
+            assert server.request("POST", "/abort_request", whom, admin=True).status == 200
+
         with ExitStack() as stack:
             for number, thread in enumerate(threads):
                 thread.start()
                 stack.callback(thread.join)
                 if number >= 4:
-                    server.request("POST", "/abort_request", {"rid": f"storm-{number - 4}"})
+                    abort(rid=f"storm-{number - 4}")
                 if number % 16 == 15:
-                    server.request("POST", "/abort_request", {"abort_all": True})
+                    abort(abort_all=True)
         server.flush()
         state = server.request("GET", "/server_info").body
         assert _find(state, "used_tokens") == 0
+        aborted = _find(state, "aborted")
+        assert isinstance(aborted, int) and aborted >= 16, state
         for number, prompt in enumerate(prompts):
             assert server.generate(prompt).output_ids == cold[number]
 
