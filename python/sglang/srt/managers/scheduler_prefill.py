@@ -204,25 +204,13 @@ class PrefillScheduler:
         """
         state, pools = self._state, self._state.pools
         begin, end = req.kv_committed_len, req.kv_committed_len + extend_tokens
+        page_size = state.limits.page_size
+        assert begin % page_size == 0, "what is cached or was computed before is whole pages"
         state.make_room(extend_tokens)
-        # A tensor all the way: a number would have to wait for the device.
-        if begin == 0:
-            last = pools.int64([-1])
-        elif prefix is not None:
-            last = prefix[-1:]
-        else:
-            row = pools.req_to_token_pool.req_to_token[req.req_pool_idx]
-            last = row[begin - 1 : begin].to(torch.int64)
-        slots = pools.allocator.alloc_extend(
-            pools.int64([begin]),
-            [begin],
-            pools.int64([end]),
-            [end],
-            last,
-            end - begin,
-        )
-        if slots is None:
+        pages = pools.allocator.alloc(ceil_to_page(end, page_size) - begin)
+        if pages is None:
             return None
+        slots = pages[: end - begin]
         rows = pools.req_to_token_pool.alloc([req])
         assert rows is not None, "as many rows as running requests"
         if prefix is not None:

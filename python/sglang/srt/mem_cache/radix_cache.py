@@ -251,20 +251,21 @@ class RadixCache(BasePrefixCache):
         if self.disable:
             req.prefix_indices = slots
             return
-        known, path = self._insert(key.page_aligned(self.page_size), slots, req.priority)
+        begin, aligned = req.cache_protected_len, key.page_aligned(self.page_size)
+        known, path = self._insert(aligned, slots, req.priority)
         self._after_insert(path)
-        self._free_slots(slots[req.cache_protected_len : known])
-        in_tree = self._values_of(path)
-        assert req.req_pool_idx is not None
-        begin = req.cache_protected_len
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
-        row[begin : len(in_tree)] = in_tree[begin:].to(row.dtype)
+        if known > begin:
+            # Pages that somebody else inserted meanwhile: ours are doubles.
+            self._free_slots(slots[begin:known])
+            theirs = self._values_of(path)[begin:known]
+            self.req_to_token_pool.write((req.req_pool_idx, slice(begin, known)), theirs)
+            slots = torch.cat([slots[:begin], theirs, slots[known:]])
         last = path[-1] if path else self.root_node
         self.inc_lock_ref(last)
         self.dec_lock_ref(req.last_node)
         req.last_node = last
-        req.cache_protected_len = len(in_tree)
-        req.prefix_indices = torch.cat([in_tree, slots[len(in_tree) :]])
+        req.cache_protected_len = len(aligned)
+        req.prefix_indices = slots
 
     def _committed(self, req: CacheableRequest) -> tuple[RadixKey, torch.Tensor]:
         ids = req.kv_committed_ids

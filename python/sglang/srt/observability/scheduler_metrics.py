@@ -34,9 +34,9 @@ class SchedulerMetrics:
         self.num_generated = 0
         self._clock = clock
         self._window = (clock(), 0)
-        self._num_exported = 0
         self._num_prompt = 0
-        self._num_cached = 0
+        self._num_cached = dict.fromkeys(("device", "host", "storage"), 0)
+        self._num_exported: dict[Counter, int] = {}
         self._gauges = {
             name: Gauge(f"sglang:{name}", text, registry=self.registry)
             for name, text in (
@@ -77,30 +77,36 @@ class SchedulerMetrics:
             queue_time: Seconds since its arrival.
         """
         self._num_prompt += prompt_tokens
-        self._prompt_tokens.inc(prompt_tokens)
-        for source in ("device", "host", "storage"):
-            tokens = getattr(cached, source)
-            self._num_cached += tokens
-            self._cached_tokens.labels(source).inc(tokens)
+        self._num_cached["device"] += cached.device
+        self._num_cached["host"] += cached.host
+        self._num_cached["storage"] += cached.storage
         self._queue_time.observe(queue_time)
 
     def render(
         self, *, num_running: int, num_queued: int, used_tokens: int, pool_tokens: int
     ) -> str:
         """Everything in the registry, in Prometheus' text format."""
-        self._generation_tokens.inc(self.num_generated - self._num_exported)
-        self._num_exported = self.num_generated
+        self._export(self._generation_tokens, self.num_generated)
+        self._export(self._prompt_tokens, self._num_prompt)
+        for source, tokens in self._num_cached.items():
+            self._export(self._cached_tokens.labels(source), tokens)
+        num_cached = sum(self._num_cached.values())
         values = {
             "num_running_reqs": num_running,
             "num_queue_reqs": num_queued,
             "num_used_tokens": used_tokens,
             "token_usage": used_tokens / pool_tokens,
             "gen_throughput": self._throughput(),
-            "cache_hit_rate": self._num_cached / self._num_prompt if self._num_prompt else 0.0,
+            "cache_hit_rate": num_cached / self._num_prompt if self._num_prompt else 0.0,
         }
         for name, value in values.items():
             self._gauges[name].set(value)
         return generate_latest(self.registry).decode()
+
+    def _export(self, counter: Counter, total: int) -> None:
+        """Bring `counter` to what a plain number has reached."""
+        counter.inc(total - self._num_exported.get(counter, 0))
+        self._num_exported[counter] = total
 
     def _throughput(self) -> float:
         now = self._clock()

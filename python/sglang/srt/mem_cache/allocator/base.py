@@ -62,7 +62,7 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def available_size(self) -> int:
         """Token slots that can be allocated now."""
-        return (len(self.free_pages) + self._num_released) * self.page_size
+        return self._num_free * self.page_size
 
     def get_kvcache(self) -> KVCache:
         """The pool whose slots this hands out."""
@@ -73,7 +73,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Take everything back."""
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
         self._released: list[torch.Tensor] = []
-        self._num_released = 0
+        self._num_free = self.num_pages
         self._is_free = torch.ones(self.num_pages + 1, dtype=torch.bool, device=self.device)
         self._is_free[0] = False
         self._grouped = None
@@ -96,7 +96,6 @@ class BaseTokenToKVPoolAllocator(ABC):
             merged = torch.cat([self.free_pages, *self._released])
             self.free_pages = merged.sort().values if self.need_sort else merged
             self._released = []
-            self._num_released = 0
 
     def free_page_ids(self) -> torch.Tensor:
         """int64 `[n]`: every free page, by number; a slot divided by the page size. For the self
@@ -143,9 +142,14 @@ class BaseTokenToKVPoolAllocator(ABC):
             int64 `[bs]`, or None (and nothing changed) where not enough pages are free.
         """
 
-    @abstractmethod
     def free(self, free_index: torch.Tensor) -> None:
         """Take back the pages that the slots `free_index` (int64 `[n]`) lie in."""
+        if free_index.numel() == 0:
+            return
+        if self._grouped is not None:
+            self._grouped.append(free_index)
+        else:
+            self._give_pages(torch.unique(free_index // self.page_size))
 
     def free_in_order(self, slots: torch.Tensor) -> None:
         """Take back the pages of `slots` (int64 `[n]`), which are as one request or node has
@@ -157,16 +161,17 @@ class BaseTokenToKVPoolAllocator(ABC):
             return
         if self._grouped is not None:
             self._grouped.append(slots)
-            return
-        # One slot a page, instead of sorting them all: that would wait for the device.
-        self._give_pages(slots[:: self.page_size] // self.page_size)
+        else:
+            # One slot a page, instead of sorting them all: that would wait for the device.
+            self._give_pages(slots[:: self.page_size] // self.page_size)
 
     def _take_pages(self, count: int) -> torch.Tensor | None:
         """The `count` first free pages."""
-        if count > len(self.free_pages):
-            if count > len(self.free_pages) + self._num_released:
-                return None
+        if count > self._num_free:
+            return None
+        if count > self.free_pages.numel():
             self.merge_and_sort_free()
+        self._num_free -= count
         # A copy: a view would keep the whole list alive for as long as one page is held.
         pages = self.free_pages[:count].clone()
         self.free_pages = self.free_pages[count:]
@@ -183,4 +188,4 @@ class BaseTokenToKVPoolAllocator(ABC):
             torch._assert_async(~freed_twice.any())
         self._is_free.index_fill_(0, pages, True)
         self._released.append(pages)
-        self._num_released += len(pages)
+        self._num_free += pages.numel()

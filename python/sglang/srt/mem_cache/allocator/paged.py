@@ -69,11 +69,3 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 return None
             slots.index_copy_(0, on_device(openers, self.device), pages * self.page_size)
         return slots
-
-    def free(self, free_index: torch.Tensor) -> None:
-        if free_index.numel() == 0:
-            return
-        if self._grouped is not None:
-            self._grouped.append(free_index)
-            return
-        self._give_pages(torch.unique(free_index // self.page_size))

@@ -44,11 +44,3 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self, seq_lens: torch.Tensor, seq_lens_cpu: Lengths, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         return self._take_pages(len(seq_lens_cpu))
-
-    def free(self, free_index: torch.Tensor) -> None:
-        if free_index.numel() == 0:
-            return
-        if self._grouped is not None:
-            self._grouped.append(free_index)
-            return
-        self._give_pages(torch.unique(free_index))
