@@ -11,7 +11,12 @@ from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, uniform_from_seed
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import (
+    GREEDY_TEMPERATURE,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -188,6 +193,25 @@ def test_a_row_of_nan_gives_some_token_and_harms_no_other() -> None:
     got = sample(logits, [SamplingParams(), SamplingParams(top_p=0.5)] * 2, [1] * 4, [0] * 4)
     assert all(0 <= token < VOCAB for token in got)
     assert got[2:] == want[2:]
+
+
+@pytest.mark.parametrize("temperature", [2 * GREEDY_TEMPERATURE, 1.0, MAX_TEMPERATURE])
+@pytest.mark.parametrize("penalty", [MIN_REPETITION_PENALTY, 2.0])
+def test_what_is_masked_is_never_chosen_at_any_edge(temperature: float, penalty: float) -> None:
+    params = SamplingParams(
+        temperature=temperature, repetition_penalty=penalty, min_new_tokens=1,
+        logit_bias={"7": 1e6, "8": -1e6, "9": 1e6},
+    )  # fmt: skip
+    params.verify(VOCAB)
+    logits = random_logits(64, seed=3) * 100
+    info = SamplingBatchInfo.from_reqs(
+        [params] * 64, VOCAB, "cpu", eos_token_ids=(7,), prompt_ids=[range(VOCAB)] * 64
+    )
+    output = LogitsProcessorOutput(next_token_logits=logits)
+    ids = Sampler().forward(output, info, torch.arange(64), torch.zeros(64).long()).tolist()
+    assert 7 not in ids  # the end, before the least number of tokens
+    adjusted = info.adjusted(logits, torch.zeros(64).long())
+    assert not (adjusted / temperature).softmax(-1).isnan().any()
 
 
 def test_logits_are_left_alone_and_logprobs_are_of_the_original() -> None:

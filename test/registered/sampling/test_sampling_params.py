@@ -18,7 +18,8 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
     [
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": float("inf")}, "finite"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 1e39}, "temperature=1e.39 must be at least 0 and at most 1e.06"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"top_k": 0}, "top_k=0 must be -1"),
@@ -27,6 +28,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
         ({"frequency_penalty": 2.1}, "frequency_penalty=2.1"),
         ({"presence_penalty": -2.1}, "presence_penalty=-2.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty=1e-40 must be at least 0.001"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1"),

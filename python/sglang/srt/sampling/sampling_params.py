@@ -17,6 +17,9 @@ from sglang.srt.constrained.constraint import constraint_of
 GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this are greedy decoding: dividing by them would overflow fp32."""
 
+MAX_TEMPERATURE = 1e6
+MIN_REPETITION_PENALTY = 1e-3
+"""Both keep logits in fp32's range: infinite ones become NaN, and NaN masks nothing."""
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
@@ -97,12 +100,12 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n={self.n} must be from 1 to {MAX_SAMPLES}")
         constraint_of(self.json_schema, self.regex, self.ebnf)
-        _require_float("temperature", self.temperature, 0.0, math.inf)
+        _require_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_float("min_p", self.min_p, 0.0, 1.0)
         _require_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _require_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        _require_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be -1 (the whole vocabulary) or at least 1")
         if self.max_new_tokens < 1:
@@ -169,8 +172,7 @@ def _require_float(
     fits = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
     if not fits:
         bound = f"above {low:g}" if open_low else f"at least {low:g}"
-        upper = "finite" if math.isinf(high) else f"at most {high:g}"
-        raise ValueError(f"{name}={value} must be {bound} and {upper}")
+        raise ValueError(f"{name}={value} must be {bound} and at most {high:g}")
 
 
 def _require_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
