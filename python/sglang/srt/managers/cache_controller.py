@@ -120,7 +120,7 @@ class HiCacheController:
         device = self.mem_pool_device.device
         self.layer_done_counter = LayerDoneCounter(self.mem_pool_device.layer_num, device)
         self.mem_pool_device.register_layer_transfer_counter(self.layer_done_counter)
-        self._write_stream = CopyStream(device, "hicache-write")
+        self._write_stream = CopyStream(device, "hicache-write", is_urgent=False)
         self._load_stream = CopyStream(device, "hicache-load")
         self._next_id = 0
         self.write_queue: list[CacheOperation] = []

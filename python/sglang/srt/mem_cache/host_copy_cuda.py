@@ -116,8 +116,8 @@ class _StagedLoad(PageCopy):
         else:
             # A load goes from layer 0 on; one that starts elsewhere is of that layer alone.
             in_order = layers.start == self._issued_until
-            stop = layers.start + self._stage.layers_at_once if in_order else layers.stop
-            layers = range(layers.start, min(stop, self._num_layers))
+            step = self._stage.layers_at_once if in_order and layers.start else 1
+            layers = range(layers.start, min(layers.start + step, self._num_layers))
         self._stage.load(self._chunks, layers)
         if in_order:
             self._issued_until = layers.stop

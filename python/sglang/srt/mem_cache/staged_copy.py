@@ -23,12 +23,24 @@ from sglang.srt.constants import KIB, MIB
 from sglang.srt.mem_cache.copy_engine import CopyEngine
 from sglang.srt.mem_cache.copy_runs import BufferRuns, PageRuns, is_token_major, join_runs
 from sglang.srt.mem_cache.host_rows import PartRows, TokenCopyTuning
-from sglang.srt.utils.device import Event, SideStream, current_stream_handle, make_event
+from sglang.srt.utils.device import (
+    Event,
+    SideStream,
+    current_stream_handle,
+    device_memory,
+    make_event,
+)
 
-_BUFFER_BYTES: Final = 32 * MIB
+_BUFFER_SHARE: Final = 1 / 1024
+"""Of the device's memory, for one of four buffers. Long pieces, since each costs the CPU 0.1 ms and
+the kernels beside it a pause."""
+_MIN_BUFFER_BYTES: Final = 32 * MIB
+_MAX_BUFFER_BYTES: Final = 128 * MIB
 _BUFFERS: Final = 2
 _ALIGNMENT: Final = 512
-_TUNING: Final = TokenCopyTuning(programs=32, tile_bytes=16384, num_warps=8)
+_TUNING: Final = TokenCopyTuning(programs=264, tile_bytes=16384, num_warps=8)
+"""All of the device for as short as can be: a kernel that holds some multiprocessors makes a matrix
+product, whose blocks each want a whole one, wait as long as it lasts."""
 
 PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 """Parts with equal rows, and their table of device addresses."""
@@ -41,7 +53,8 @@ class StagedLoadTuning:
     run_bytes: int = 512 * KIB
 
     def layers_at_once(self, part: PartRows, page_size: int) -> int:
-        """As few layers as make runs that are long enough; equal steps through all of them."""
+        """As few layers as make runs that are long enough; equal steps through all of them, but
+        that the first layer comes alone, for a forward waits for it."""
         num_layers = len(part.device_addresses)
         if is_token_major(part, page_size):
             return num_layers
@@ -89,7 +102,7 @@ class _Stage:
         self._engine = engine
         parts = [part for group, _ in groups for part in group]
         token_bytes = sum(part.rows.row_bytes for part in parts) * layers
-        self.chunk_pages = max(1, _BUFFER_BYTES // (token_bytes * page_size))
+        self.chunk_pages = max(1, _buffer_bytes(device) // (token_bytes * page_size))
         self._parts = [PageRuns(part, page_size, layers, self.chunk_pages) for part in parts]
         self._offsets = [0]
         for part in self._parts:
@@ -222,3 +235,8 @@ class StagedLoad:
             stage.side.join()
             stage.run_kernel(buffer, chunk, layers, to_buffer=False)
             emptied.record()
+
+
+def _buffer_bytes(device: torch.device) -> int:
+    _, total = device_memory(device)
+    return min(max(int(_BUFFER_SHARE * total), _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)

@@ -89,16 +89,20 @@ class CopyStream:
     ends with the cause (`os._exit`), since nobody may go on reading those pages.
     """
 
-    def __init__(self, device: torch.device | str, name: str) -> None:
+    def __init__(self, device: torch.device | str, name: str, *, is_urgent: bool = True) -> None:
+        """Args:
+        device: Of the copies' device side.
+        name: Of the thread.
+        is_urgent: On CUDA its kernels go before those of the caller's stream: a forward waits.
+        """
         self._device = torch.device(device)
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            # Before other work: a copy takes few multiprocessors, and a forward waits for it.
             self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                self._device, priority=-1
+                self._device, priority=-1 if is_urgent else 0
             )
         else:
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
