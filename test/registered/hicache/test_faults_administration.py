@@ -164,6 +164,10 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
         assert administer(server, "POST", "/clear").status == 200
     assert not stored & set(cluster.master.keys())
     assert server.generate(prompt).meta_info["cached_tokens"] == 0
+    # Who reads the log knows what an operator did.
+    log = server.process.log_path.read_text(errors="replace")
+    for word in ("attached", "updated the policies", "detached", "cleared"):
+        assert f"administration of L3: {word}" in log, word
 
 
 def assert_from_storage(server: EngineServer, prompt: list[int], cold: list[int]) -> None:

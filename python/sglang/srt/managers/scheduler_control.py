@@ -197,6 +197,8 @@ class ControlHandler:
             self._answer(req_id, False, _busy_text(busy))
             return
         done, text = action(tree)
+        if done:
+            logger.info("administration of L3: %s", text)
         self._answer(req_id, done, text, tree.storage_state() if done else None)
 
     def _shutdown(self, message: ShutdownReq) -> None:
