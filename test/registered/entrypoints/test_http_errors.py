@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES
+from sglang.srt.entrypoints.http_body import DISCARDED_BYTES, MAX_BODY_BYTES
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
@@ -208,6 +209,20 @@ def test_large_bodies_are_refused_by_their_announced_length(client: httpx.Client
     body = b" " * (MAX_BODY_BYTES + 1)
     error = refused(client.post(GENERATE, content=body), 413)
     assert str(MAX_BODY_BYTES) in error["message"]
+
+
+@pytest.mark.parametrize("size", [MAX_BODY_BYTES + 1, DISCARDED_BYTES])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_before_it_reads_sees_why(
+    server: FrontServer, size: int, chunked: bool
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=20)) as connection:
+        body = iter([b" " * size]) if chunked else b" " * size
+        connection.request("POST", GENERATE, body, encode_chunked=chunked)
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert str(MAX_BODY_BYTES) in json.load(answer)["error"]["message"]
 
 
 def test_large_bodies_are_refused_while_they_come(client: httpx.Client) -> None:
