@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import (
     AbortReq,
     DetachHiCacheStorageReqInput,
@@ -16,7 +17,8 @@ from sglang.srt.managers.io_struct import (
     ShutdownReq,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
@@ -70,6 +72,37 @@ def test_the_second_time_all_but_the_last_page_is_cached(model: Path) -> None:
     assert warm.cached_tokens_details.device == 48
     assert warm.cached_tokens_details.storage_backend is None
     assert rig.results["warm"].output_ids == rig.results["cold"].output_ids
+
+
+def test_prompts_that_are_cached_but_for_a_token_are_a_decode_step(
+    model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = SchedulerRig(model)
+    assert rig.generate(PROMPTS) == alone
+    batches: list[ModelWorkerBatch] = []
+    run = TpModelWorker.forward_batch_generation
+
+    def watched(
+        worker: TpModelWorker, batch: ModelWorkerBatch
+    ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
+        batches.append(batch)
+        return run(worker, batch)
+
+    monkeypatch.setattr(TpModelWorker, "forward_batch_generation", watched)
+    rig.run(*(rig.request(f"r{i}", ids) for i, ids in enumerate(PROMPTS)))
+    assert [rig.results[f"r{i}"].output_ids for i in range(len(PROMPTS))] == alone
+    assert [batch.forward.batch_size for batch in batches] == [len(PROMPTS)] * 8
+    assert all(batch.forward.forward_mode.is_decode() for batch in batches)
+    # Two tokens to compute, or prompt logprobs: a prefill as ever.
+    new = alone[0][0] + 1
+    for fields in (
+        {"input_ids": [*PROMPTS[0], new, new]},
+        {"input_ids": PROMPTS[0], "return_logprob": True, "logprob_start_len": 0},
+    ):
+        batches.clear()
+        rig.run(rig.request("last", params=greedy(1), **fields))
+        assert [batch.forward.forward_mode.is_extend() for batch in batches] == [True], fields
+        del rig.results["last"]
 
 
 def test_decode_goes_on_beside_a_chunked_prefill(model: Path) -> None:

@@ -295,7 +295,12 @@ def make_prefill_batch(
     sampling_info: SamplingBatchInfo,
     hicache_consumer_index: int,
 ) -> ModelWorkerBatch:
-    """The tensors of a prefill step."""
+    """The tensors of a prefill step.
+
+    Where all but the last token of every prompt is cached, that is a decode step: attention takes
+    all requests at once, and on CUDA a captured graph is replayed (in which nothing can wait for a
+    load from L2).
+    """
     prefix_lens = [work.req.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]
     seq_lens = [p + e for p, e in zip(prefix_lens, extend_lens, strict=True)]
@@ -308,9 +313,10 @@ def make_prefill_batch(
     inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
     if not any(ids for _, ids in inputs):
         inputs = []
+    is_decode = max(extend_lens) == 1 and not inputs and hicache_consumer_index == -1
     return ModelWorkerBatch(
         forward=ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
+            forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
             input_ids=pools.int64(input_ids),
             positions=compute_extend_positions(prefix_lens, extend_lens, pools.device),
             req_pool_indices=pools.int64(rows),
