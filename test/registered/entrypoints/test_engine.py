@@ -38,6 +38,18 @@ def test_generate_one_many_and_by_ids(engine: sglang.Engine) -> None:
     assert len(ids["meta_info"]["output_token_logprobs"]) == 8
 
 
+def test_a_prompt_alone(engine: sglang.Engine) -> None:
+    nothing = {"max_new_tokens": 0}
+    scored = engine.generate(PROMPT, nothing, return_logprob=True, logprob_start_len=0)
+    assert (scored["text"], scored["output_ids"]) == ("", [])
+    meta = scored["meta_info"]
+    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
+    assert (meta["completion_tokens"], meta["output_token_logprobs"]) == (0, [])
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    [streamed] = engine.generate(PROMPT, nothing, stream=True)
+    assert streamed["output_ids"] == []
+
+
 def test_stream_ends_with_the_whole(engine: sglang.Engine) -> None:
     whole = engine.generate(PROMPT, GREEDY)
     answers = list(engine.generate(PROMPT, GREEDY, stream=True))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.managers.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
@@ -93,6 +94,27 @@ def test_the_cache_is_used_before_the_first_of_them_alone(oracle: Oracle, page_s
         assert last is not None
         assert last.cached_tokens == cached
         assert rig.results[rid].output_ids == rig.results["cold"].output_ids[:4]
+
+
+def test_a_prompt_is_computed_without_any_output(oracle: Oracle) -> None:
+    """To score it, or to have it in the cache; beside requests that go on."""
+    rig = SchedulerRig(oracle.path, page_size=4, chunked_prefill_size=16)
+    ids = prompt(6, 41)
+    score = rig.request(
+        "score", ids, greedy(0), return_logprob=True, logprob_start_len=0, top_logprobs_num=1
+    )
+    others = [rig.request(f"r{i}", prompt(i, 20), greedy(6)) for i in range(2)]
+    rig.run(score, *others, check_each_step=True)
+    check(oracle, rig, "score", ids, 0, 1)
+    done = rig.results["score"]
+    assert done.output_ids == done.logprobs == []
+    assert done.finish_reason == FinishReason(type="length", length=0)
+    assert [len(rig.results[f"r{i}"].output_ids) for i in range(2)] == [6, 6]
+    rig.run(rig.request("warm", ids, greedy(0)), rig.request("next", ids, greedy(3)))
+    for rid, count in (("warm", 0), ("next", 3)):
+        last = rig.results[rid].last
+        assert last is not None and last.cached_tokens == 40
+        assert len(rig.results[rid].output_ids) == count
 
 
 def test_a_retracted_request_tells_them_once(oracle: Oracle) -> None:

@@ -29,7 +29,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
         ({"presence_penalty": -2.1}, "presence_penalty=-2.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty=1e-40 must be at least 0.001"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1"),
         ({"n": 129}, "n=129 must be from 1 to 128"),

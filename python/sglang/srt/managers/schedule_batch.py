@@ -117,6 +117,8 @@ class Req:
     ) -> Req:
         """A request that has just arrived; its prompt is shorter than `max_request_tokens`."""
         params = message.sampling_params
+        # A prefill brings a token in any case; a request that wants none does not get it.
+        most = max(1, min(params.max_new_tokens, max_request_tokens - len(message.input_ids)))
         stops = () if params.ignore_eos else (*eos_token_ids, *(params.stop_token_ids or ()))
         return cls(
             rid=message.rid,
@@ -124,7 +126,7 @@ class Req:
             sampling_params=params,
             seed=message.seed,
             arrival_number=arrival_number,
-            max_new_tokens=min(params.max_new_tokens, max_request_tokens - len(message.input_ids)),
+            max_new_tokens=most,
             stop_token_ids=frozenset(stops),
             stream=message.stream,
             return_logprob=message.return_logprob,

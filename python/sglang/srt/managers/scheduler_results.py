@@ -81,6 +81,8 @@ class ResultProcessor:
             state.counters.finished += 1
 
     def _append(self, req: Req, row: int, result: StepResult) -> None:
+        if req.sampling_params.max_new_tokens == 0:
+            return
         token = result.token_ids[row]
         req.output_ids.append(token)
         if req.matcher is not None and not req.matcher.accept_token(token):

@@ -32,6 +32,8 @@ class StopChecker:
         """Why `req` ends with its last output token, or None."""
         num_output = len(req.output_ids)
         params = req.sampling_params
+        if params.max_new_tokens == 0:
+            return FinishReason(type="length", length=0)
         if req.matcher is not None:
             failure = req.matcher.failure
             if failure is not None:

@@ -35,6 +35,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     """
 
     max_new_tokens: int = 128
+    """0: only the prompt is computed, for its logprobs or for the cache."""
     min_new_tokens: int = 0
     """End-of-sequence and stop tokens are masked until this many tokens were generated."""
     temperature: float = 1.0
@@ -108,8 +109,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         _require_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be -1 (the whole vocabulary) or at least 1")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens={self.min_new_tokens} must be between 0 and "

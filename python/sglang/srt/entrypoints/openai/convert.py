@@ -44,20 +44,23 @@ def check_common(body: CommonBody) -> None:
             raise bad_request(f"{name}={seed} must be a signed 64-bit integer", name)
 
 
-def sampling_params(body: CommonBody, max_tokens: int | None, field: str) -> SamplingParams:
+def sampling_params(
+    body: CommonBody, max_tokens: int | None, field: str, *, least: int = 1
+) -> SamplingParams:
     """The engine's parameters for `body`.
 
     Args:
         max_tokens: What the client asked for, None where it named no number.
         field: The field that it was in.
+        least: What it may be.
 
     Raises:
         ApiError: 400 that names the field.
     """
     values = {name: getattr(body, name) for name in _SAME_NAME}
     if max_tokens is not None:
-        if max_tokens < 1:
-            raise bad_request(f"{field}={max_tokens} must be at least 1", field)
+        if max_tokens < least:
+            raise bad_request(f"{field}={max_tokens} must be at least {least}", field)
         values["max_new_tokens"] = max_tokens
     if body.min_tokens is not None:
         if body.min_tokens < 0 or (max_tokens is not None and body.min_tokens > max_tokens):

@@ -75,7 +75,7 @@ def _request(
     request = GenerateRequest(
         text=prompt if isinstance(prompt, str) else None,
         input_ids=None if isinstance(prompt, str) else prompt,
-        sampling_params=sampling_params(body, body.max_tokens, "max_tokens"),
+        sampling_params=sampling_params(body, body.max_tokens, "max_tokens", least=0),
         default_max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else None,
         max_tokens_field="max_tokens",
         prompt_field="prompt" if count == 1 else f"prompt[{index}]",
