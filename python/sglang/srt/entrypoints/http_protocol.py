@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 connections, with a bound on how long a request may take to arrive.
 
 uvicorn bounds the time between requests, not that of a request's head: a client that sends a byte
-a minute would keep its connection for ever. `http_body` bounds the body.
+a minute would keep its connection for ever. `http_body` bounds the body. And a response's head goes
+out with the body, not before it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import h11
@@ -22,10 +24,28 @@ HEAD_SECONDS: Final = 10.0
 """From the first byte (or the connection) to the end of a request's head."""
 
 
+class OnePieceConnection(h11.Connection):
+    """Holds a response's head back until its body begins: one write, and one wake-up of the
+    client, instead of two. Every answer here has the begin of its body when it starts."""
+
+    _head: Sequence[bytes] = ()
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        """What to write now, in pieces; `send` joins them."""
+        data = super().send_with_data_passthrough(event)
+        if isinstance(event, h11.Response):
+            self._head = data or ()
+            return []
+        if data is None:
+            return None
+        head, self._head = self._head, ()
+        return [*head, *data]
+
+
 class BoundedH11Protocol(H11Protocol):
     """One connection. Event loop thread only.
 
-    h11 itself bounds the head's size (64 KiB). Make a subclass for each server: `bad_requests`
+    h11 itself bounds the head's size (16 KiB). Make a subclass for each server: `bad_requests`
     is shared by its connections.
     """
 
@@ -36,6 +56,7 @@ class BoundedH11Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = OnePieceConnection(h11.SERVER)
         # It would warn of every bad request; ours are counted.
         self.logger = self.quiet_logger
         self._await_head()
