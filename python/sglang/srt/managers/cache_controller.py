@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
 from sglang.srt.mem_cache.storage_io import AgreeHit, StorageIO
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.utils.device import CopyStream, Event, make_event
+from sglang.srt.utils.threads import give_way
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,10 @@ class HiCacheController:
         self.storage_io: StorageIO | None = None
         if device.type == "cuda":
             self._warm_up()
+        else:
+            # Writes have time: their pages stay where they are meanwhile, and the forward, which
+            # the rest of its team would wait for, keeps its cores.
+            self._write_stream.submit(give_way)
 
     def _warm_up(self) -> None:
         """Copy the padding page to the host and back, while nothing owns a page.
@@ -214,8 +219,8 @@ class HiCacheController:
         stream: CopyStream,
         copy: Callable[[torch.Tensor, torch.Tensor, Event], None],
     ) -> HiCacheAck:
-        host = torch.cat([operation.host_indices for operation in operations])
-        device = torch.cat([operation.device_indices for operation in operations])
+        host = _joined([operation.host_indices for operation in operations])
+        device = _joined([operation.device_indices for operation in operations])
         finish = make_event(self.mem_pool_device.device)
         ids = [operation.operation_id for operation in operations]
         ack = HiCacheAck(finish, ids, len(host), time.monotonic())
@@ -281,6 +286,10 @@ class HiCacheController:
         self.detach_storage_backend()
         self._write_stream.close()
         self._load_stream.close()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _first_waiting(connect: Callable[[], HiCacheStorage]) -> Callable[[], HiCacheStorage]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -34,8 +34,7 @@ class RanksDiverged(RuntimeError):
     """The ranks' books differ: going on would corrupt somebody's cache."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class QueueProgress:
+class QueueProgress(NamedTuple):
     """Of a FIFO queue of operations, counted from its head."""
 
     done: int = 0
@@ -54,8 +53,7 @@ class QueueProgress:
         return self.first_failed < self.done
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefetchProgress:
+class PrefetchProgress(NamedTuple):
     """Of one prefetch, in pages."""
 
     hit: int = -1
@@ -68,9 +66,12 @@ class PrefetchProgress:
     """Its time is up."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_NO_PROGRESS: Final = QueueProgress()
+
+
+@dataclasses.dataclass(slots=True)
 class Progress:
-    """What one rank has seen, or what all agree on."""
+    """What one rank has seen, or what all agree on. Made at every tick."""
 
     books_digest: int = 0
     """Of free counts and tree; must be equal on all ranks. At most 62 bits."""
@@ -85,6 +86,10 @@ class Progress:
     prefetches: Sequence[PrefetchProgress] = ()
     """In order of start."""
 
+    def of_queue(self, name: str) -> QueueProgress:
+        """That of one of `QUEUES`."""
+        return self.queues.get(name, _NO_PROGRESS)
+
 
 def to_vector(progress: Progress) -> torch.Tensor:
     """int64 `[fixed]`, so that an element-wise MIN over ranks is the agreement."""
@@ -92,8 +97,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     values = [progress.books_digest, -progress.books_digest]
     values += [int(progress.available), int(progress.worth), progress.reconnects]
     for name in QUEUES:
-        queue = progress.queues.get(name, QueueProgress())
-        values += [queue.done, queue.first_failed]
+        values += progress.of_queue(name)
     for one in progress.prefetches:
         values += [one.hit, one.landed, int(one.ended), -int(one.expired)]
     values += [0] * (_VECTOR_SIZE - len(values))

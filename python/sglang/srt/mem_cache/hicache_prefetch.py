@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
-from sglang.srt.mem_cache.ballot import MAX_PREFETCHES, PrefetchProgress, QueueProgress
+from sglang.srt.mem_cache.ballot import MAX_PREFETCHES, PrefetchProgress
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation
 
 _ANSWER_S: Final = 0.001
@@ -71,13 +71,20 @@ class PrefetchBoard:
     def await_answers(self) -> None:
         """Give the store a moment to say what it has of the prompts that have just come, so that
         one of which it has nothing need not wait for the next tick."""
-        until = time.monotonic() + _ANSWER_S
-        for operation in self._unanswered:
-            operation.wait_for_answer(until)
-        self._unanswered.clear()
+        if self._unanswered:
+            until = time.monotonic() + _ANSWER_S
+            for operation in self._unanswered:
+                operation.wait_for_answer(until)
+            self._unanswered.clear()
 
-    def progress(self) -> tuple[list[PrefetchProgress], QueueProgress]:
-        """What this rank sees: of each prefetch under way, and of the release queue."""
+    def progress(self) -> tuple[Sequence[PrefetchProgress], int]:
+        """What this rank sees: of each prefetch under way, and how many of the release queue have
+        ended."""
+        released = 0
+        while released < len(self._releasing) and self._releasing[released].ended:
+            released += 1
+        if not self._under_way:
+            return (), released
         now = time.monotonic()
         seen = []
         for operation in self._under_way.values():
@@ -87,15 +94,11 @@ class PrefetchBoard:
             seen.append(
                 PrefetchProgress(operation.hit_pages, operation.landed_pages, ended, expired)
             )
-        done = 0
-        while done < len(self._releasing) and self._releasing[done].ended:
-            done += 1
-        return seen, QueueProgress(done=done)
+        return seen, released
 
     def agree(self, agreed: Sequence[PrefetchProgress], released: int) -> list[PrefetchOperation]:
         """Take the tick's agreement; returns the operations whose pages may be freed now."""
-        for request_id, progress in zip(self._under_way, agreed, strict=True):
-            self._agreed[request_id] = progress
+        self._agreed.update(zip(self._under_way, agreed, strict=True))
         return [self._releasing.popleft() for _ in range(released)]
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
@@ -113,6 +116,6 @@ class PrefetchBoard:
         operation = self._under_way.pop(request_id, None)
         if operation is None:
             return None
-        operation.mark_terminate()
+        operation.is_terminated = True
         self._releasing.append(operation)
         return operation, self._agreed.pop(request_id).landed

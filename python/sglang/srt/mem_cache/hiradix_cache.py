@@ -130,6 +130,11 @@ class HiRadixCache(HostTierCache):
             counts["backups"] = len(self._backups) + len(self._postponed)
         return counts
 
+    def _has_operations(self) -> bool:
+        return bool(
+            len(self._board) or self._backups or self._postponed or super()._has_operations()
+        )
+
     def reset(self) -> None:
         super().reset()
         self._loaded_from_storage.clear()
@@ -383,11 +388,12 @@ class HiRadixCache(HostTierCache):
     # ---- one tick --------------------------------------------------------------------------
 
     def _progress(self) -> Progress:
-        storage_io = self.cache_controller.storage_io
         progress = super()._progress()
         if self._attachment.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
             self._board.await_answers()
-        prefetches, release = self._board.progress()
+        progress.prefetches, released = self._board.progress()
+        if released:
+            progress.queues["release"] = QueueProgress(released)
         done, failed = 0, NONE_FAILED
         for operation in self._backups:
             outcome = operation.outcome
@@ -396,18 +402,19 @@ class HiRadixCache(HostTierCache):
             if not outcome and failed == NONE_FAILED:
                 failed = done
             done += 1
-        return Progress(
-            available=storage_io.available if storage_io is not None else True,
-            worth=storage_io.worth.is_worth() if storage_io is not None else True,
-            reconnects=storage_io.reconnects if storage_io is not None else 0,
-            queues={**progress.queues, "backup": QueueProgress(done, failed), "release": release},
-            prefetches=prefetches,
-        )
+        if done:
+            progress.queues["backup"] = QueueProgress(done, failed)
+        storage_io = self.cache_controller.storage_io
+        if storage_io is not None:
+            progress.available = storage_io.available
+            progress.worth = storage_io.worth.is_worth()
+            progress.reconnects = storage_io.reconnects
+        return progress
 
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
         self._available, self._worth = agreed.available, agreed.worth
-        backup = agreed.queues["backup"]
+        backup = agreed.of_queue("backup")
         for _ in range(backup.successes):
             self._settle_backup(success=True)
         if backup.failure_follows:
@@ -416,7 +423,8 @@ class HiRadixCache(HostTierCache):
         if agreed.reconnects != self._reconnects:
             self._reconnects = agreed.reconnects
             self._storage_epoch += 1
-        for operation in self._board.agree(agreed.prefetches, agreed.queues["release"].successes):
+        released = agreed.of_queue("release").successes
+        for operation in self._board.agree(agreed.prefetches, released):
             assert operation.to_release is not None
             if len(operation.to_release):
                 self.host_pool.free(operation.to_release)

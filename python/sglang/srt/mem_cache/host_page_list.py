@@ -59,15 +59,15 @@ class HostPageList:
             AssertionError: A page is free already, or named twice. Names the pages.
         """
         pages = whole_pages(indices, self.page_size, self.page_num)
-        unique = np.unique(pages)
-        twice = unique[~self._owned[unique]]
-        if len(unique) != len(pages) or len(twice):
-            named = twice.tolist() or sorted(pages.tolist())
+        ascending = np.sort(pages)
+        is_twice = ascending[1:] == ascending[:-1]
+        if is_twice.any() or not self._owned[pages].all():
+            named = ascending[1:][is_twice].tolist() or pages[~self._owned[pages]].tolist()
             raise AssertionError(f"double free of host pages {named[:16]}")
         self._owned[pages] = False
         self._stack[self._num_free : self._num_free + len(pages)] = pages[::-1]
         self._num_free += len(pages)
-        return len(indices)
+        return pages.size * self.page_size
 
     def free_page_ids(self) -> torch.Tensor:
         """int64 `[n]`: every free page, by number. For the self check."""
@@ -106,13 +106,12 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
             f"host_indices: {len(indices)} slots are no multiple of page_size={page_size}"
         )
     slots: npt.NDArray[np.int64] = indices.numpy().reshape(-1, page_size)
-    first = slots[:, 0]
-    pages = first // page_size
-    if len(pages) and (pages.min() < 0 or pages.max() >= page_num):
+    pages = slots[:, 0] // page_size
+    if not np.array_equal(slots, pages[:, None] * page_size + np.arange(page_size)):
+        raise ValueError(f"host_indices: slots are not whole pages aligned to {page_size}")
+    if slots.size and (slots[:, 0].min() < 0 or pages.max() >= page_num):
         raise ValueError(
             f"host_indices: slots {slots.min()} to {slots.max()} leave the pool of "
             f"{page_num * page_size} slots"
         )
-    if (slots != pages[:, None] * page_size + np.arange(page_size)).any():
-        raise ValueError(f"host_indices: slots are not whole pages aligned to {page_size}")
     return pages

@@ -99,6 +99,10 @@ class HostTierCache(RadixCache):
         counts["writes"] += len(self.cache_controller.ack_write_queue) if not self._writing else 0
         return {kind: count for kind, count in counts.items() if count}
 
+    def _has_operations(self) -> bool:
+        """Whether anything is unacknowledged: `is_busy`, asked at every tick."""
+        return bool(self._writing or self._loading or self.cache_controller.ack_write_queue)
+
     def read_metrics(self) -> None:
         """Bring up to date what is set when it is read."""
         used = self.host_pool.size - self.host_pool.available_size()
@@ -146,7 +150,7 @@ class HostTierCache(RadixCache):
         landed = []
         for node, begin, end in parts_of(copy.node, copy.length):
             node.write_id = None
-            node.set_host_value(copy.host_indices[begin:end].clone())
+            node.set_host_value(_part(copy.host_indices, begin, end))
             landed.append(node)
         for node in landed:
             self._host_heap.offer(node)
@@ -309,16 +313,20 @@ class HostTierCache(RadixCache):
 
     def evict_host(self, num_tokens: int) -> int:
         """Free host pages that nothing pins, at least `num_tokens` if there are; tokens freed."""
+        slots: list[torch.Tensor] = []
         freed = 0
         while freed < num_tokens and (node := self._host_heap.pop()) is not None:
             assert node.host_value is not None and node.parent is not None
             parent = node.parent
-            freed += self.host_pool.free(node.host_value)
+            slots.append(node.host_value)
+            freed += len(node.key)
             node.set_host_value(None)
             if node.value is None:
                 self._delete_node(node)
             self._host_heap.offer(parent)
-        self.metrics.evicted.labels("host").inc(freed)
+        if slots:
+            self.host_pool.free(torch.cat(slots))
+            self.metrics.evicted.labels("host").inc(freed)
         return freed
 
     def _refresh(self, node: TreeNode) -> None:
@@ -340,27 +348,28 @@ class HostTierCache(RadixCache):
 
     def check_hicache_events(self) -> None:
         self.start_writing_host_cache()
-        if self.is_busy():
+        if self._has_operations():
             self._act_on(agree(self._progress(), self._reduce))
 
     def _progress(self) -> Progress:
         controller = self.cache_controller
-        queues = {
-            "write": QueueProgress(done=_reached(controller.ack_write_queue)),
-            "load": QueueProgress(done=_reached(controller.ack_load_queue)),
-        }
-        return Progress(queues=queues)
+        progress = Progress()
+        if done := _reached(controller.ack_write_queue):
+            progress.queues["write"] = QueueProgress(done)
+        if done := _reached(controller.ack_load_queue):
+            progress.queues["load"] = QueueProgress(done)
+        return progress
 
     def _act_on(self, agreed: Progress) -> None:
         controller = self.cache_controller
-        for _ in range(agreed.queues["write"].successes):
+        for _ in range(agreed.of_queue("write").successes):
             ack = controller.ack_write_queue.popleft()
             self.metrics.transfer_seconds.labels("write").observe(time.monotonic() - ack.started)
             for operation_id in ack.operation_ids:
                 # Absent: an eviction has waited for it and settled it.
                 if (copy := self._writing.pop(operation_id, None)) is not None:
                     self._settle_write(copy)
-        for _ in range(agreed.queues["load"].successes):
+        for _ in range(agreed.of_queue("load").successes):
             ack = controller.ack_load_queue.popleft()
             self.metrics.load_back_seconds.observe(time.monotonic() - ack.started)
             for operation_id in ack.operation_ids:
@@ -398,6 +407,12 @@ def parts_of(node: TreeNode, length: int) -> Iterator[tuple[TreeNode, int, int]]
         assert begin >= 0 and node.parent is not None, "an operation starts inside a node"
         yield node, begin, end
         node, end = node.parent, begin
+
+
+def _part(slots: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """A range of `slots` that keeps nothing else of them alive."""
+    whole = begin == 0 and end == len(slots)
+    return slots if whole else slots[begin:end].clone()
 
 
 def _reached(acks: Sequence[HiCacheAck]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NewType, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ TokenArray: TypeAlias = npt.NDArray[np.uint32]
 ChildKey: TypeAlias = tuple[str | None, bytes]
 """What tells the children of a node apart: the extra key and the tokens of the first page."""
 
+_TOKEN_BYTES: Final = 4
 _SEED_DOMAIN = b"sglang-extra-key\0"
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.uint32)
 
@@ -116,9 +117,11 @@ class RadixKey:
 
     def page_hashes(self, page_size: int, prior_hash: PageHash | None = None) -> list[PageHash]:
         """Hashes of every whole page, chained to `prior_hash` (or the extra key's seed)."""
-        prior = prior_hash or chain_seed(self.extra_key)
+        digest = bytes.fromhex(prior_hash or chain_seed(self.extra_key) or "")
+        raw = self.ids.astype("<u4", copy=False).tobytes()
+        size = page_size * _TOKEN_BYTES
         hashes: list[PageHash] = []
-        for start in range(0, len(self) - page_size + 1, page_size):
-            prior = page_hash(self.ids[start : start + page_size], prior)
-            hashes.append(prior)
+        for start in range(0, len(raw) - size + 1, size):
+            digest = hashlib.sha256(digest + raw[start : start + size]).digest()
+            hashes.append(PageHash(digest.hex()))
         return hashes

@@ -290,7 +290,7 @@ class StorageIO:
 
     def _prefetch(self, operation: PrefetchOperation) -> CacheOutcome:
         reach = self._timeouts["get"].leading_allowed(operation.hashes)
-        allowed = reach > 0 and not operation.is_terminated() and self._allowed()
+        allowed = reach > 0 and not operation.is_terminated and self._allowed()
         hit = 0
         try:
             if allowed:
@@ -305,7 +305,7 @@ class StorageIO:
             agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
             operation.hit_pages = agreed
         if not allowed:
-            cut = operation.is_terminated()
+            cut = operation.is_terminated
             return CacheOutcome.LATE if cut else CacheOutcome.UNAVAILABLE
         if agreed < self._threshold_pages or agreed == 0:
             return CacheOutcome.REVOKED if agreed else CacheOutcome.MISS
@@ -315,7 +315,7 @@ class StorageIO:
     def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:
         assert self.storage is not None
         for begin in range(0, pages, PAGES_PER_CALL):
-            if operation.is_terminated():
+            if operation.is_terminated:
                 return CacheOutcome.LATE
             end = min(begin + PAGES_PER_CALL, pages)
             landed, why = self._transfer(
@@ -353,40 +353,41 @@ class StorageIO:
         # Mooncake waits for the end of a transfer by asking over and over.
         give_way()
         while (first := self._backups.get()) is not None:
-            queued = self._with_followers(first)
-            for operation in queued[self._write_together(queued) :]:
-                self._write_alone(operation)
+            # Asleep, so that what comes meanwhile does not wake this thread one by one.
+            time.sleep(_GATHER_S)
+            queued = [first, *self._queued_backups()]
+            while queued:
+                group = self._next_group(queued)
+                for operation in group[self._write_together(group) :]:
+                    self._write_alone(operation)
+                del queued[: len(group)]
 
-    def _with_followers(self, first: StorageOperation) -> list[StorageOperation]:
-        """`first` and what comes within a moment, about as much as one call takes."""
-        taken, pages = [first], len(first.hashes)
-        until = time.monotonic() + _GATHER_S
-        while pages < PAGES_PER_CALL:
-            try:
-                operation = self._backups.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
+    def _queued_backups(self) -> Iterator[StorageOperation]:
+        """What is in the queue now."""
+        while not self._backups.empty():
+            operation = self._backups.get()
             if operation is None:
                 self._backups.put(None)  # the end: for the loop to see
                 break
-            taken.append(operation)
-            pages += len(operation.hashes)
-        return taken
+            yield operation
 
-    def _write_together(self, queued: Sequence[StorageOperation]) -> int:
-        """Write the first operations in one call, as many as fit; returns how many that settled.
+    def _next_group(self, queued: Sequence[StorageOperation]) -> list[StorageOperation]:
+        """The first operations that can go in one call; at least one."""
+        group: list[StorageOperation] = []
+        pages = 0
+        for operation in queued:
+            pages += len(operation.hashes)
+            if pages > PAGES_PER_CALL or not _may_join(operation, group):
+                break
+            group.append(operation)
+        return group or list(queued[:1])
+
+    def _write_together(self, group: Sequence[StorageOperation]) -> int:
+        """Write several operations in one call; returns how many of the first that settled.
 
         Whatever is not plain success is left for each operation's own write to find out.
         """
-        group: list[StorageOperation] = []
-        hashes: list[PageHash] = []
-        for operation in queued:
-            if len(hashes) + len(operation.hashes) > PAGES_PER_CALL:
-                break
-            if operation.after not in group and _waits_in_vain(operation):
-                break
-            group.append(operation)
-            hashes += operation.hashes
+        hashes = [page for operation in group for page in operation.hashes]
         allowed = self._timeouts["set"].leading_allowed(hashes) == len(hashes)
         if len(group) < 2 or self._pass_prefix_keys or not allowed or not self._allowed():
             return 0
@@ -447,6 +448,11 @@ class StorageIO:
             self._metrics.backuped.inc(landed * self._page_size)
             rate = landed * self._page_bytes / max(seconds, 1e-9)
             self._metrics.backup_bandwidth.set(rate / 1e9)
+
+
+def _may_join(operation: StorageOperation, group: Sequence[StorageOperation]) -> bool:
+    """Whether the pages before these are in the store, or are written before these in `group`."""
+    return operation.after in group or not _waits_in_vain(operation)
 
 
 def _waits_in_vain(operation: StorageOperation) -> bool:

@@ -50,7 +50,8 @@ class PrefetchOperation:
     """Transfer thread: pages got and verified, from the first on."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
-    _cut: threading.Event = field(default_factory=threading.Event)
+    is_terminated: bool = False
+    """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
     _answered: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -69,13 +70,6 @@ class PrefetchOperation:
     def wait_for_answer(self, until: float) -> None:
         """Scheduler: wait until it is known what will be read, or `until` (`time.monotonic()`)."""
         self._answered.wait(max(0.0, until - time.monotonic()))
-
-    def mark_terminate(self) -> None:
-        """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
-        self._cut.set()
-
-    def is_terminated(self) -> bool:
-        return self._cut.is_set()
 
 
 @dataclass(eq=False, slots=True)

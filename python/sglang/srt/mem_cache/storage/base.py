@@ -76,7 +76,7 @@ class HiCacheStorage(ABC):
         """How many pages of the prefix `keys` all pools have. Raises StorageUnavailable."""
 
         def exists(pool: str, asked: Sequence[str]) -> list[bool]:
-            object_keys = [self.object_key(key, pool) for key in asked]
+            object_keys = self.object_keys(asked, pool)
             if pool == PoolName.KV:
                 run = self.batch_exists(object_keys, extra_info)
                 return [index < run for index in range(len(object_keys))]
@@ -95,7 +95,7 @@ class HiCacheStorage(ABC):
         results: dict[str, Sequence[PageResult]] = {}
         for transfer in transfers:
             keys, indices = checked_transfer(transfer, self.pool(transfer.name))
-            object_keys = [self.object_key(key, transfer.name) for key in keys]
+            object_keys = self.object_keys(keys, transfer.name)
             if transfer.name == PoolName.KV:
                 results[transfer.name] = self.batch_get_v1(object_keys, indices, extra_info)
             else:
@@ -113,7 +113,7 @@ class HiCacheStorage(ABC):
         results: dict[str, Sequence[PageResult]] = {}
         for transfer in transfers:
             keys, indices = checked_transfer(transfer, self.pool(transfer.name))
-            object_keys = [self.object_key(key, transfer.name) for key in keys]
+            object_keys = self.object_keys(keys, transfer.name)
             if transfer.name == PoolName.KV:
                 results[transfer.name] = self.batch_set_v1(object_keys, indices, extra_info)
             else:
@@ -225,6 +225,12 @@ class HiCacheStorage(ABC):
         if self.storage_config is None:
             raise ValueError(f"{type(self).__name__}.storage_config is not set")
         return self.storage_config.object_key(key, pool)
+
+    def object_keys(self, keys: Sequence[str], pool: str) -> list[str]:
+        """`object_key` of each of `keys`."""
+        # What follows a page's key is the same for all of them.
+        rest = self.object_key("", pool)
+        return [key + rest for key in keys]
 
     def _plain_get(
         self, pool_name: str, keys: list[str], host_indices: torch.Tensor

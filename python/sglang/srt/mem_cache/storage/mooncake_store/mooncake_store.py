@@ -136,7 +136,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         def exists(pool: str, asked: Sequence[str]) -> list[bool]:
-            return self._exist([self.object_key(key, pool) for key in asked])
+            return self._exist(self.object_keys(asked, pool))
 
         return combine_hits(keys, pool_transfers, exists, PoolName.KV)
 
@@ -160,7 +160,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     ) -> list[CacheOutcome]:
         pool = self.pool(transfer.name)
         keys, indices = checked_transfer(transfer, pool)
-        object_keys = [self.object_key(key, transfer.name) for key in keys]
+        object_keys = self.object_keys(keys, transfer.name)
         is_prefix = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
         outcomes = run(self._rows[transfer.name], object_keys, indices, is_prefix)
         outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
@@ -247,13 +247,12 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         chosen = slots.view(len(keys), -1)[torch.tensor(absent)].reshape(-1)
         written: list[CacheOutcome] = []
         pieces = list(rows.cut([keys[index] for index in absent], chosen))
-        ready: Future[tuple[PageBatch, ExitStack]] | None = self._seal(rows, *pieces[0])
+        batch, held = self._seal(rows, *pieces[0])
         for following in [*pieces[1:], None]:
-            assert ready is not None
-            (batch, held), ready = ready.result(), None
+            ready: Future[tuple[PageBatch, ExitStack]] | None = None
             with held:
                 if following is not None:
-                    ready = self._seal(rows, *following)
+                    ready = self._hasher.submit(self._seal, rows, *following)
                 try:
                     codes = self._transfer(client, batch, is_get=False)
                 except BaseException:
@@ -263,27 +262,21 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             if is_prefix and not all(written):
                 _give_back(ready)
                 break
+            if ready is not None:
+                batch, held = ready.result()
         for index, outcome in zip(absent, written, strict=False):
             outcomes[index] = outcome
         return outcomes
 
     def _seal(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor
-    ) -> Future[tuple[PageBatch, ExitStack]]:
-        """Borrow rows here, where waiting cannot hold up the helper, and seal there."""
+    ) -> tuple[PageBatch, ExitStack]:
+        """A batch that is ready to be put, and the borrowed rows to give back."""
         with ExitStack() as borrowed:
             memory = borrowed.enter_context(rows.borrow(is_get=False))
             batch = rows.lay_out(keys, slots, memory)
-            held = borrowed.pop_all()
-
-        def work() -> tuple[PageBatch, ExitStack]:
-            with ExitStack() as on_error:
-                on_error.push(held)
-                rows.seal(batch)
-                on_error.pop_all()
-            return batch, held
-
-        return self._hasher.submit(work)
+            rows.seal(batch)
+            return batch, borrowed.pop_all()
 
     # -- calls into Mooncake -----------------------------------------------------------------------
 
