@@ -179,6 +179,23 @@ def test_secrets_are_not_shown() -> None:
     assert "hunter2" not in repr(ServerArgs(model_path="dummy", api_key="hunter2"))
 
 
+def test_secrets_of_a_storage_backend_are_not_shown() -> None:
+    config = {
+        "backend_name": "mine", "Password": "hunter2", "prefetch_timeout_per_ki_token": 0.5,
+        "options": {"access_key": "hunter2", "nodes": ["redis://me:hunter2@host:1/0"]},
+    }  # fmt: skip
+    args = ServerArgs(model_path="dummy", hicache_storage_backend_extra_config=json.dumps(config))
+    shown = json.loads(args.to_public_dict()["hicache_storage_backend_extra_config"])
+    assert shown == {
+        "backend_name": "mine", "Password": "***", "prefetch_timeout_per_ki_token": 0.5,
+        "options": {"access_key": "***", "nodes": ["redis://***@host:1/0"]},
+    }  # fmt: skip
+    assert "hunter2" not in repr(args)
+    for text in (None, "@settings.json"):
+        public = ServerArgs(model_path="dummy", hicache_storage_backend_extra_config=text)
+        assert public.to_public_dict()["hicache_storage_backend_extra_config"] == text
+
+
 CONFIG = {"prefetch_threshold": 128, "protocol": "tcp", "check_server": True}
 SPELLINGS = {
     "c.json": json.dumps(CONFIG),

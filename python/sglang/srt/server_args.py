@@ -22,7 +22,11 @@ from sglang.srt.arg_groups.cli import (
     flag_name,
     parse_flags,
 )
-from sglang.srt.arg_groups.extra_config import check_extra_config_keys, parse_extra_config
+from sglang.srt.arg_groups.extra_config import (
+    check_extra_config_keys,
+    parse_extra_config,
+    public_text,
+)
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
     BUILTIN_MODEL_NAME,
@@ -189,7 +193,7 @@ class ServerArgs:
         choices=("timeout", "best_effort", "wait_complete"),
     )
     hicache_storage_backend_extra_config: str | None = flag(
-        None, "Settings of L3: JSON, or @file with JSON, YAML or TOML."
+        None, "Settings of L3: JSON, or @file with JSON, YAML or TOML.", secret=True
     )
 
     @classmethod
@@ -265,6 +269,8 @@ class ServerArgs:
         for field in dataclasses.fields(self):
             if field.metadata["secret"] and values[field.name] is not None:
                 values[field.name] = "***"
+        name = "hicache_storage_backend_extra_config"
+        values[name] = public_text(self.hicache_storage_backend_extra_config)
         return values
 
 

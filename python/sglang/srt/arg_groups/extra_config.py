@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,10 @@ BACKEND_KEYS: Final[Mapping[str, frozenset[str]]] = {
 }
 """Further keys by backend. Absent: `dynamic`, whose class reads what it likes."""
 
+_PUBLIC_KEYS: Final = CONTROLLER_KEYS.union(*BACKEND_KEYS.values())
+_SECRET: Final = re.compile("key|token|secret|password|credential", re.IGNORECASE)
+_USER_INFO: Final = re.compile(r"(://)[^/@\s]*@")
+
 
 def parse_extra_config(text: str | None) -> dict[str, Any]:
     """The object that `text` holds; empty for None.
@@ -71,6 +76,32 @@ def parse_extra_config(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{FLAG}: expected an object of named settings, got {value!r}")
     return value
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` to be shown: what is named like a secret is hidden, and credentials in addresses.
+
+    The settings that are listed above hold no secret, whatever their names.
+    """
+    return {
+        key: "***" if key not in _PUBLIC_KEYS and _SECRET.search(key) else _shown(value)
+        for key, value in config.items()
+    }
+
+
+def public_text(text: str | None) -> str | None:
+    """The flag's value to be shown: a path as it is, JSON `without_secrets`."""
+    if text is None or not text.strip() or text.startswith("@"):
+        return text
+    return json.dumps(without_secrets(parse_extra_config(text)))
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets({str(key): one for key, one in value.items()})
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    return _USER_INFO.sub(r"\1***@", value) if isinstance(value, str) else value
 
 
 def _read_file(path: Path) -> Any:

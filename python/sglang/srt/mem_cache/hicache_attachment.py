@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from sglang.srt.arg_groups.extra_config import check_extra_config_keys, parse_extra_config
+from sglang.srt.arg_groups.extra_config import (
+    check_extra_config_keys,
+    parse_extra_config,
+    without_secrets,
+)
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_prefetch import PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import (
@@ -22,8 +25,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConf
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 
 logger = logging.getLogger(__name__)
-
-_SECRET: Final = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 
 
 class StorageAttachment:
@@ -123,10 +124,10 @@ class StorageAttachment:
 
     def state(self) -> dict[str, Any]:
         """Backend, configuration without secrets, prefetch policy."""
-        shown = {key: "***" if _SECRET.search(key) else v for key, v in self._config.items()}
+        shown = without_secrets(self._config) if self.backend else None
         return {
             "hicache_storage_backend": self.backend,
-            "hicache_storage_backend_extra_config": shown if self.backend else None,
+            "hicache_storage_backend_extra_config": shown,
             "hicache_storage_prefetch_policy": self.prefetch_policy.value,
         }
 
