@@ -43,8 +43,9 @@ def configure_logger(level: str, prefix: str = "") -> None:
     )
     root.addHandler(handler)
     root.setLevel(level.upper())
-    # One line per HTTP request of our own clients is noise at any level but debug.
-    for name in ("httpx", "httpcore"):
+    # One line per HTTP request of our own clients is noise at any level but debug, and so is what
+    # torch says of its caches when a process ends early.
+    for name in ("httpx", "httpcore", "torch"):
         logging.getLogger(name).setLevel(
             logging.DEBUG if level.lower() == "debug" else logging.WARNING
         )
