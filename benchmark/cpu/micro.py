@@ -43,7 +43,7 @@ def http_path(quick: bool) -> Outcome:
     """Requests a second beside the echo's."""
     flags = ("--repeat", "2", "--seconds", "2") if quick else ("--repeat", "5")
     (record,) = run_benchmark("micro/bench_http_path.py", *flags)
-    keys = ("echo_req_s", "engine_req_s", "concurrency", "raw")
+    keys = ("echo_req_s", "engine_req_s", "concurrency", "cpu_us_per_request", "raw")
     figure = Figure("requests a second over the echo's", record["ratio"], 0.25, "at least")
     return Outcome([figure], {key: record[key] for key in keys})
 

@@ -5,8 +5,9 @@
 The server is the real one with a dummy model of one layer of 16, so that nothing is computed to
 speak of; each request is a prompt of about `--words` tokens and one token of answer. The echo
 parses the same body and gives it back. Both get the same client, in turn, in every round. One JSON
-line: medians and the ratio, whose target is 0.25. The client's own share of a core is in it: it
-competes with the servers for the machine in both cases.
+line: medians, the ratio, whose target is 0.25, and what each process spends on a request, which
+says more than the speed on a machine that others use. The client competes with the servers for the
+machine in both cases.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+import psutil
 
 import sglang
 from sglang.benchmark.load_generator import open_session
@@ -58,8 +61,8 @@ def write_dummy_model(folder: Path) -> None:
 
 
 @contextmanager
-def echo_server() -> Iterator[str]:
-    """The bare application in a process of its own; its URL."""
+def echo_server() -> Iterator[tuple[str, int]]:
+    """The bare application in a process of its own; its URL and process id."""
     port = get_free_port()
     script = str(Path(__file__).with_name("echo_server.py"))
     process = subprocess.Popen([sys.executable, script, str(port)])
@@ -67,7 +70,7 @@ def echo_server() -> Iterator[str]:
     try:
         if not wait_until(lambda: _accepts(port), _START_S):
             raise RuntimeError("the echo server did not start")
-        yield url
+        yield url, process.pid
     finally:
         process.kill()
         process.wait()
@@ -81,10 +84,24 @@ def _accepts(port: int) -> bool:
         return False
 
 
-async def requests_per_second(url: str, body: bytes, concurrency: int, seconds: float) -> float:
-    """Of `concurrency` clients that ask again as soon as they have an answer."""
-    begin = time.perf_counter()
-    end = begin + seconds
+def engine_processes(server_pid: int) -> dict[str, psutil.Process]:
+    """The processes of an engine. The server starts the scheduler first, then the detokenizer."""
+    server = psutil.Process(server_pid)
+    spawned = [one for one in server.children() if "resource_tracker" not in str(one.cmdline())]
+    scheduler, detokenizer = sorted(spawned, key=psutil.Process.create_time)
+    return {"server": server, "scheduler": scheduler, "detokenizer": detokenizer}
+
+
+def cpu_seconds(processes: dict[str, psutil.Process]) -> dict[str, float]:
+    """User and system time of each process so far, all its threads."""
+    times = {name: process.cpu_times() for name, process in processes.items()}
+    return {name: spent.user + spent.system for name, spent in times.items()}
+
+
+async def send_requests(url: str, body: bytes, concurrency: int, seconds: float) -> int:
+    """How many get their answers, of `concurrency` clients that ask again as soon as they have
+    one."""
+    end = time.perf_counter() + seconds
 
     async def client(session: aiohttp.ClientSession) -> int:
         count = 0
@@ -98,33 +115,61 @@ async def requests_per_second(url: str, body: bytes, concurrency: int, seconds: 
 
     async with open_session() as session:
         counts = await asyncio.gather(*(client(session) for _ in range(concurrency)))
-    return sum(counts) / (time.perf_counter() - begin)
+    return sum(counts)
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Requests a second of every round, after one that is not kept; the client's CPU share."""
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One measurement of one of the two."""
+
+    speed: float
+    """Requests a second."""
+    cpu_us: dict[str, float]
+    """Microseconds that each process spent on a request."""
+
+
+def measure_round(
+    url: str, body: bytes, processes: dict[str, psutil.Process], args: argparse.Namespace
+) -> Round:
+    """Requests for `args.seconds`."""
+    processes = {**processes, "client": psutil.Process()}
+    before, begin = cpu_seconds(processes), time.perf_counter()
+    count = asyncio.run(send_requests(url, body, args.concurrency, args.seconds))
+    seconds, after = time.perf_counter() - begin, cpu_seconds(processes)
+    cpu_us = {name: round((after[name] - before[name]) / count * 1e6, 1) for name in processes}
+    return Round(round(count / seconds, 1), cpu_us)
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
+    """Every round of echo and engine, after one that is not kept."""
     body = orjson.dumps(
         {
             "text": "the code of heron is " * (args.words // 5),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         }
     )
-    raw: dict[str, list[float]] = {"echo": [], "engine": [], "client_cpu_share": []}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_dummy_model(folder)
         flags = ["--load-format", "dummy", "--log-level", "warning", *args.server_flag]
         engine = stack.enter_context(EngineServer(*flags, model=str(folder)))
-        urls = {"echo": stack.enter_context(echo_server()), "engine": engine.url}
-        for turn in range(args.repeat + 1):
-            for name, url in urls.items():
-                cpu, begin = time.process_time(), time.perf_counter()
-                speed = asyncio.run(requests_per_second(url, body, args.concurrency, args.seconds))
-                share = (time.process_time() - cpu) / (time.perf_counter() - begin)
-                if turn:
-                    raw[name].append(round(speed, 1))
-                    raw["client_cpu_share"].append(round(share, 3))
-    return raw
+        echo_url, echo_pid = stack.enter_context(echo_server())
+        sides = {
+            "echo": (echo_url, {"echo": psutil.Process(echo_pid)}),
+            "engine": (engine.url, engine_processes(engine.process.pid)),
+        }
+        rounds: dict[str, list[Round]] = {name: [] for name in sides}
+        for _ in range(args.repeat + 1):
+            for name, (url, processes) in sides.items():
+                rounds[name].append(measure_round(url, body, processes, args))
+    return {name: kept for name, (_, *kept) in rounds.items()}
+
+
+def medians(rounds: list[Round]) -> dict[str, float]:
+    """Of what each process spent on a request."""
+    return {
+        name: statistics.median(one.cpu_us[name] for one in rounds) for name in rounds[0].cpu_us
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -138,7 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--server-flag", action="append", default=[], help="one more flag")
     parser.add_argument("--output-file", help="append the JSON line here too")
     args = parser.parse_args(argv)
-    raw = measure(args)
+    rounds = measure(args)
+    raw = {name: [one.speed for one in kept] for name, kept in rounds.items()}
     ratios = [ours / echo for ours, echo in zip(raw["engine"], raw["echo"], strict=True)]
     record: dict[str, Any] = {
         "benchmark": "http_path",
@@ -148,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         "engine_req_s": statistics.median(raw["engine"]),
         "ratio": round(statistics.median(ratios), 3),
         "target_ratio": 0.25,
+        "cpu_us_per_request": {name: medians(kept) for name, kept in rounds.items()},
         "raw": raw,
     }
     emit(record, args.output_file)

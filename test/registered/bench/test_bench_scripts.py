@@ -138,6 +138,9 @@ def test_micro_benchmarks(script: str) -> None:
 def test_http_path() -> None:
     (record,) = run("micro/bench_http_path.py", "--seconds", "0.5", "--repeat", "1")
     assert record["echo_req_s"] > 0 and record["engine_req_s"] > 0
+    spent = record["cpu_us_per_request"]
+    assert spent["engine"].keys() == {"server", "scheduler", "detokenizer", "client"}
+    assert min(spent["engine"].values()) > 0 and spent["echo"]["echo"] > 0
 
 
 if __name__ == "__main__":
