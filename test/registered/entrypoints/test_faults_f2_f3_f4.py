@@ -416,7 +416,8 @@ async def _abort(port: int, rid: str) -> None:
     body = json.dumps({"rid": rid}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(_head("/abort_request", ADMIN_KEY, len(body)) + body)
-    await asyncio.wait_for(reader.readuntil(b"\r\n"), 60)
+    status = await asyncio.wait_for(reader.readuntil(b"\r\n"), 60)
+    assert status.startswith(b"HTTP/1.1 200"), status
     writer.close()
 
 
