@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import xgrammar
 
+from sglang.srt.utils.device import stage_to_device
+
 _BITS = 32
 
 
@@ -46,6 +48,5 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
             f"bitmask of shape {tuple(bitmask.shape)} does not belong to logits of shape "
             f"{(batch, vocab)}: allocate it with allocate_bitmask({batch}, {vocab})"
         )
-    if bitmask.device != logits.device:
-        bitmask = bitmask.to(logits.device, non_blocking=True)
+    bitmask = stage_to_device(bitmask, logits.device)
     xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=vocab, indices=list(rows))

@@ -47,5 +47,6 @@ class RadixAttention(torch.nn.Module):
             `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`.
         """
         assert forward_batch.attn_backend is not None, "the runner sets it before the model runs"
+        forward_batch.begin_layer(self.layer_id)
         backend = forward_batch.attn_backend
         return backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows)

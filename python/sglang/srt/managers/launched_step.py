@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang.srt.utils.device import HostCopies
+from sglang.srt.utils.device import Event, HostCopies
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,8 @@ class LaunchedStep:
     """`time.monotonic()` seconds."""
     works: list[PrefillWork] = field(default_factory=list)
     """Row by row, of a prefill batch."""
+    mostly_done: Event | None = None
+    """Of a prefill batch: the device has little left to do. See `Scheduler._launch_prefill`."""
     reqs: list[Req] = field(default_factory=list)
     """Row by row, of a decode step."""
 

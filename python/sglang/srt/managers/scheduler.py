@@ -35,6 +35,7 @@ from sglang.srt.managers.scheduler_prefill import PrefillScheduler
 from sglang.srt.managers.scheduler_results import ResultProcessor
 from sglang.srt.managers.scheduler_state import SchedulerState
 from sglang.srt.managers.scheduler_stop import StopChecker, TextDecoder
+from sglang.srt.utils.device import make_event
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -243,6 +244,12 @@ class Scheduler:
         state = self._state
         if state.chunked is not None and state.chunked.logprob_start_len >= 0:
             self._settle()  # The next part goes on where its logprobs end.
+        before = state.in_flight
+        if before is not None and before.mostly_done is not None:
+            # Else launching would block half way, where the driver's queue is full, and hold the
+            # interpreter while it does: the threads of L3 got nothing done in long prefills.
+            with self._parts.forward_guard():
+                before.mostly_done.synchronize()
         scheduled = self._prefill.schedule()
         if scheduled is None:
             return None
@@ -251,12 +258,16 @@ class Scheduler:
             [work.req for work in works], [work.is_last_chunk for work in works]
         )
         batch = make_prefill_batch(works, state.pools, info, load)
+        if self._parts.overlap:
+            batch.forward.mostly_done = make_event(state.pools.device)
         started = time.monotonic()
         with self._parts.forward_guard():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
             result = StepResult(output, token_ids)
         self._prefill.on_launched(works)
-        return LaunchedStep(result=result, launched=started, works=works)
+        return LaunchedStep(
+            result=result, launched=started, works=works, mostly_done=batch.forward.mostly_done
+        )
 
     def _launch_decode(self) -> LaunchedStep | None:
         decoding = self._state.decoding

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.utils.device import on_device
+from sglang.srt.utils.device import Event, on_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -80,11 +80,19 @@ class ForwardBatch:
     """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
+    mostly_done: Event | None = None
+    """Recorded when three quarters of the layers are done, where somebody wants to know."""
 
     @property
     def batch_size(self) -> int:
         """Requests in the batch."""
         return len(self.seq_lens_cpu)
+
+    def begin_layer(self, layer_id: int) -> None:
+        """Attention of a layer is about to be launched."""
+        pool = self.token_to_kv_pool
+        if self.mostly_done is not None and layer_id == pool.start_layer + 3 * pool.layer_num // 4:
+            self.mostly_done.record()
 
     def rows_for_logits(self) -> torch.Tensor | None:
         """Which of the step's tokens the model has to bring to the end: each request's last.

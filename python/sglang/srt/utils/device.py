@@ -216,12 +216,17 @@ def keep_for_current_stream(tensor: torch.Tensor) -> None:
 def stage_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A copy of a CPU tensor on `device`, in order with the current stream and without waiting.
 
-    A tensor that is there already is returned as it is. The page-locked copy in between belongs
-    to torch's cache, which reuses it only after the transfer.
+    A tensor that is there already is returned as it is.
     """
     device = torch.device(device)
     if tensor.device.type == device.type:
         return tensor
+    if device.type == "cuda":
+        from sglang.srt.utils import small_copies
+
+        if small_copies.suits(tensor):
+            return small_copies.upload(tensor, device)
+    # The page-locked copy belongs to torch's cache, which reuses it only after the transfer.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -248,9 +253,7 @@ class HostCopies:
             if tensor is None or not tensor.is_cuda:
                 self._copies.append(tensor)
                 continue
-            # Page-locked; torch's cache takes it back when the reference goes.
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._copies.append(copy.copy_(tensor, non_blocking=True))
+            self._copies.append(_to_pinned(tensor))
             self._event = self._event or _CudaEvent()
         if self._event is not None:
             self._event.record()
@@ -260,6 +263,16 @@ class HostCopies:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A page-locked copy of a CUDA tensor, made in order with the current stream."""
+    from sglang.srt.utils import small_copies
+
+    if small_copies.suits(tensor):
+        return small_copies.download(tensor)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def current_stream_handle(device: torch.device | str) -> int:

@@ -11,8 +11,19 @@ from typing import Final
 import torch
 from threadpoolctl import threadpool_limits
 
+_SWITCH_S: Final = 0.0005
 _NICENESS: Final = 10
 """A tenth of a core's time where everybody wants it, all that is left where nobody does."""
+
+
+def share_interpreter() -> None:
+    """Let threads that need the interpreter for moments only, between calls that release it, have
+    it sooner; for the whole process.
+
+    By default each such moment waits 5 ms while another thread computes in Python: reads from a
+    store in shared memory, 6.0 GB/s alone, were 0.6 GB/s beside one, and are 3.8 so.
+    """
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def leave_cores_to_model() -> None:

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.constants import MIB
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.triton_ops.pages import page_indices
-from sglang.srt.utils.device import make_event
+from sglang.srt.utils.device import make_event, stage_to_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -219,7 +219,7 @@ class FlashInferAttnBackend(AttentionBackend):
         indices = page_indices(
             batch.req_to_token_pool.req_to_token,
             batch.req_pool_indices,
-            indptr.to(self._device, non_blocking=True),
+            stage_to_device(indptr, self._device),
             total=sum(counts),
             longest=max(counts),
             page_size=page,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.combine import combine_splits
 from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
+from sglang.srt.utils.device import stage_to_device
 
 PROGRAMS = 264
 MAX_SPLITS = 64
@@ -152,7 +153,7 @@ def plan_blocks(
         WORKSPACE_BYTES // ((last - first) * group * num_kv_heads * head_dim * 4),
     )
     return ExtendWork(
-        torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True),
+        stage_to_device(torch.tensor(blocks, dtype=torch.int32), device),
         rows,
         1 << max(0, wanted.bit_length() - 1),
         first,
