@@ -7,7 +7,6 @@ import torch
 
 from sglang.srt.utils.device import (
     CopyStream,
-    Event,
     HostCopies,
     detect_device,
     make_event,
@@ -74,26 +73,33 @@ def test_a_later_write_does_not_reach_the_copy() -> None:
     assert second is None
 
 
-def test_neither_way_waits_for_a_long_copy() -> None:
-    size = 1 << 30
+@pytest.mark.parametrize("to_host", [True, False])
+def test_neither_way_waits_for_a_long_copy(to_host: bool) -> None:
+    size = 2 << 30
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    HostCopies([on_device([1], "cuda")]).wait()
+    stream, end = CopyStream("cuda", "long"), make_event("cuda")
+    # Compiles, and leaves page-locked memory to torch's cache: taking more waits for the device.
+    HostCopies([on_device([1], "cuda") + 1]).wait()
     synchronize("cuda")
-    for to_host in (True, False):
-        stream, end = CopyStream("cuda", "long"), make_event("cuda")
 
-        def work(to_host: bool = to_host, end: Event = end) -> None:
-            target, source = (host, device) if to_host else (device, host)
-            target.copy_(source, non_blocking=True)
-            end.record()
+    def work() -> None:
+        target, source = (host, device) if to_host else (device, host)
+        target.copy_(source, non_blocking=True)
+        end.record()
 
-        stream.submit(work)
-        (back,) = HostCopies([on_device([5], "cuda") + 1]).wait()
-        assert back is not None
-        assert back.tolist() == [6]
-        assert not end.query(), "20 ms of copying ended before a few microseconds"
-        end.synchronize()
+    stream.submit(work)
+    (back,) = HostCopies([on_device([5], "cuda") + 1]).wait()
+    assert not end.query(), "40 ms of copying ended before a few microseconds"
+    assert back is not None
+    assert back.tolist() == [6]
+    end.synchronize()
+
+
+def test_in_inference_mode_and_out_of_it() -> None:
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            assert on_device([1, 2], "cuda").tolist() == [1, 2]
 
 
 if __name__ == "__main__":

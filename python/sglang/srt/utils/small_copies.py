@@ -45,6 +45,8 @@ class _PinnedRing:
 
     def __init__(self) -> None:
         self._memory = torch.empty(2 * _HALF_BYTES, dtype=torch.uint8, pin_memory=True)
+        # Some callers are in inference mode, others not: torch would not let both write.
+        self._bytes = self._memory.numpy()
         self._half = 0
         self._used = 0
         self._streams: set[torch.cuda.Stream] = set()
@@ -55,11 +57,10 @@ class _PinnedRing:
         if self._used + len(data) > _HALF_BYTES:
             self._turn()
         begin = self._half * _HALF_BYTES + self._used
-        place = self._memory[begin : begin + len(data)]
-        place.copy_(data)
+        self._bytes[begin : begin + len(data)] = data.numpy()
         self._used += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
         self._streams.add(reader)
-        return place.data_ptr()
+        return self._memory.data_ptr() + begin
 
     def _turn(self) -> None:
         self._read[self._half] = [stream.record_event() for stream in self._streams]
@@ -102,7 +103,8 @@ def download(tensor: torch.Tensor) -> torch.Tensor:
     It holds the values once the stream has come so far; the caller keeps it until then.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    _launch(tensor.contiguous().data_ptr(), copy.data_ptr(), tensor.nbytes)
+    source = tensor.contiguous()
+    _launch(source.data_ptr(), copy.data_ptr(), source.nbytes)
     return copy
 
 
