@@ -21,7 +21,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=28, suite="base-b-test-cpu")
 
 GIB: Final = 1 << 30
 GROWTH_BYTES: Final = 256 * MIB

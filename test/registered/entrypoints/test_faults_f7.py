@@ -12,7 +12,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.spoiled_models import CASES, Case, pickled, start_refused
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
 QUICK = (
     "pickled", "booby-trapped", "weights-cut-short", "weights-huge-header",
