@@ -89,6 +89,8 @@ class FakeScheduler:
     """What every new request ends with."""
     control_success: bool = True
     received: list[Message] = field(default_factory=list)
+    frame_sizes: list[int] = field(default_factory=list)
+    """Messages that came together, frame by frame."""
     running: dict[str, _Running] = field(default_factory=dict)
 
     def run(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -104,7 +106,9 @@ class FakeScheduler:
             while True:
                 idle = not self._steppable()
                 while source.poll(5 if idle else 0):
-                    for message in decoder.decode(source.recv()):
+                    messages = decoder.decode(source.recv())
+                    self.frame_sizes.append(len(messages))
+                    for message in messages:
                         self.received.append(message)
                         self._handle(message, tokens, control)
                 if ready := self._steppable():

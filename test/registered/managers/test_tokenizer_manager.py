@@ -51,6 +51,22 @@ def test_hostile_bytes_are_dropped_and_the_next_request_served() -> None:
     assert asyncio.run(run()) == "abab"
 
 
+def test_what_one_turn_of_the_loop_asks_for_comes_in_one_frame_and_in_order() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            states = await asyncio.gather(*(manager.generate_whole(ask(rid=r)) for r in "abc"))
+            assert [state.text for state in states] == ["abab"] * 3
+            await manager.generate_whole(ask(rid="d"))
+            await manager.close()
+            assert engine.scheduler.frame_sizes == [3, 1]
+            rids = [getattr(message, "rid", None) for message in engine.scheduler.received]
+            assert rids == ["a", "b", "c", "d"]
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_leaving_early_aborts_and_keeps_the_id_until_the_end_has_come() -> None:
     async def run() -> None:
         with fake_engine() as engine:
