@@ -335,9 +335,9 @@ class FlakyStorage:
 
         def wrapped(*args: object, **kwargs: object) -> object:
             self.calls.append(name)
-            if self.mode == "down" and name.startswith(("batch", "probe")):
+            if self.mode == "down" and name.startswith(("batch", "probe", "prompts")):
                 raise StorageUnavailable("the store is down")
-            if self.mode == "hangs" and name.startswith(("batch_exists", "batch_set")):
+            if self.mode == "hangs" and name.startswith(("prompts_exist", "batch_set")):
                 assert self.goes_on.wait(30)
             result = call(*args, **kwargs)
             if self.mode == "hole" and name.startswith("batch_get"):
@@ -366,6 +366,17 @@ def test_a_prompt_of_which_the_store_has_nothing_waits_for_no_tick(
     rig.arrive("new", list(range(17)))
     rig.tree.check_hicache_events()
     assert rig.tree.check_prefetch_progress("new")
+    rig.settle()
+    rig.close()
+
+
+def test_prompts_that_come_in_one_tick_are_one_question() -> None:
+    rig = three_tiers()
+    flaky = FlakyStorage(rig)
+    for number in range(3):
+        rig.arrive(f"new-{number}", list(range(20 * number, 20 * number + 17)))
+    rig.until(lambda: all(rig.tree.check_prefetch_progress(f"new-{n}") for n in range(3)))
+    assert flaky.calls.count("prompts_exist") == 1
     rig.settle()
     rig.close()
 
@@ -439,7 +450,7 @@ def test_a_store_that_is_down_costs_no_request_and_is_left_alone() -> None:
     for _ in range(5):
         assert rig.run(range(16)) == Reused()
         rig.flush()
-    asked = [name for name in flaky.calls if name.startswith("batch")]
+    asked = [name for name in flaky.calls if name.startswith(("batch", "prompts"))]
     assert len(asked) == 1, "the breaker lets one failure through"
     flaky.mode = "ok"
     rig.close()

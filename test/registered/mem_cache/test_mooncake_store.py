@@ -186,6 +186,18 @@ def test_short_pages_are_staged_and_make_the_same_objects(
     assert peaks == ([3, 9] if writer_stages else [9, 3])
 
 
+def test_one_question_about_several_prompts(cluster: MooncakeCluster) -> None:
+    store = connect(cluster)
+    store.clear()
+    bench = Bench(store, "page_first_direct")
+    assert bench.put() == [LANDED] * 3
+    absent = page_keys(2, "absent")
+    prompts = [bench.keys, absent, [], bench.keys[:1] + absent]
+    found = store.prompts_exist(prompts, [None] * len(prompts))
+    assert [one.kv_hit_pages for one in found] == [3, 0, 0, 1]
+    store.close()
+
+
 @pytest.mark.parametrize("layout", ["page_first_kv_split", "layer_first"])
 def test_more_pages_than_the_budget_and_the_batches_hold(
     cluster: MooncakeCluster, layout: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -38,18 +38,24 @@ class HangingStore(HiCacheStorage):
 
     def __init__(self) -> None:
         self.hangs: set[str] = set()
-        self.raises = False
+        self.raises = self.is_mute = False
         self.asked: list[list[str]] = []
+        self.absent: set[str] = set()
+        self.questions: list[int] = []
+        """Of how many prompts each."""
         self.probe_gate = threading.Event()
         self.probe_gate.set()
 
-    def batch_exists_v2(
+    def prompts_exist(
         self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        return PoolTransferResult(len(keys), {})
+        prompts: Sequence[list[str]],
+        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+    ) -> list[PoolTransferResult]:
+        self.questions.append(len(prompts))
+        if self.is_mute:
+            raise StorageUnavailable("no answer")
+        absent = {f"ns/{page}" for page in self.absent}
+        return [PoolTransferResult(0 if absent & set(keys) else len(keys)) for keys in prompts]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -96,13 +102,16 @@ class Bench:
         return operation.outcome
 
     def submit(self, *pages: str) -> PrefetchOperation:
-        operation = PrefetchOperation(
+        operation = self.operation(*pages)
+        self.io.submit_prefetches([operation])
+        return operation
+
+    def operation(self, *pages: str) -> PrefetchOperation:
+        return PrefetchOperation(
             request_id="r", key=RadixKey([]), start=0,
             host_indices=torch.arange(len(pages)), hashes=[PageHash(page) for page in pages],
             prefix_hashes=[], deadline=0.0, epoch=0,
         )  # fmt: skip
-        self.io.submit_prefetch(operation)
-        return operation
 
     def write(self, *pages: str) -> CacheOutcome | None:
         operation = StorageOperation(
@@ -196,6 +205,45 @@ def test_pages_are_left_alone_for_a_period() -> None:
     assert timeouts.leading_allowed([first, second, third]) == 2
     now = 2 * PERIOD_S
     assert timeouts.leading_allowed([first, second, third]) == 3
+
+
+def test_prompts_of_one_tick_are_one_question(bench: Bench) -> None:
+    bench.store.absent = {"b"}
+    here, absent, cut = (bench.operation(page) for page in ("a", "b", "c"))
+    cut.is_terminated = True
+    bench.io.submit_prefetches([here, absent, cut])
+    wait_for(lambda: here.ended)
+    assert [one.outcome for one in (here, absent, cut)] == ["landed", "miss", "late"]
+    assert (here.landed_pages, absent.landed_pages) == (1, 0)
+    assert bench.store.questions == [2]
+
+
+def test_who_misses_does_not_wait_for_who_reads(bench: Bench) -> None:
+    bench.store.absent, bench.store.hangs = {"b"}, {"a"}
+    reads, misses = bench.operation("a"), bench.operation("b")
+    bench.io.submit_prefetches([reads, misses])
+    wait_for(lambda: misses.ended)
+    assert not reads.ended
+    wait_for(lambda: reads.ended)
+
+
+def test_a_question_that_fails_fails_all_it_was_about(bench: Bench) -> None:
+    bench.store.is_mute = True
+    operations = [bench.operation(page) for page in "ab"]
+    bench.io.submit_prefetches(operations)
+    wait_for(lambda: all(one.ended for one in operations))
+    assert [one.outcome for one in operations] == ["failed", "failed"]
+    assert [one.hit_pages for one in operations] == [0, 0]
+    assert bench.io.is_open
+
+
+def test_questions_have_a_size(bench: Bench) -> None:
+    long = [str(number) for number in range(600)]
+    operations = [bench.operation(*long), bench.operation(*long)]
+    operations += [bench.operation(str(number)) for number in range(20)]
+    bench.io.submit_prefetches(operations)
+    wait_for(lambda: all(one.ended for one in operations))
+    assert bench.store.questions == [1, 16, 5]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from hypothesis.stateful import (
 )
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache import storage_io as storage_io_module
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -134,6 +136,9 @@ class SteppedRig(CacheRig):
     def prefetches(self, count: int | None) -> None:
         """Do the first `count` reads from L3."""
         if (storage_io := self.hi.cache_controller.storage_io) is not None:
+            self.hi._submit_prefetches()
+            if count is not None:
+                _ungroup(storage_io._prefetches)
             _serve(storage_io._prefetches, storage_io._prefetch_thread, count)
 
 
@@ -144,6 +149,13 @@ def _stop_threads(storage_io: StorageIO) -> None:
         thread.join()
 
 
+def _ungroup(waiting: queue.SimpleQueue[Any]) -> None:
+    """Make a question of its own of each prompt."""
+    for _ in range(waiting.qsize()):
+        for operation in waiting.get():
+            waiting.put([operation])
+
+
 def _serve(waiting: queue.SimpleQueue[Any], serve: Callable[[], None], count: int | None) -> None:
     """Let the work of a transfer thread be done here, for the first `count` operations."""
     operations = []
@@ -152,7 +164,8 @@ def _serve(waiting: queue.SimpleQueue[Any], serve: Callable[[], None], count: in
     count = len(operations) if count is None else count
     for operation in [*operations[:count], None]:
         waiting.put(operation)
-    serve()
+    with patch.object(storage_io_module, "_GATHER_S", 0.0):
+        serve()
     for operation in operations[count:]:
         waiting.put(operation)
 

@@ -41,6 +41,7 @@ class PrefetchBoard:
         self._under_way: dict[str, PrefetchOperation] = {}
         self._agreed: dict[str, PrefetchProgress] = {}
         self._releasing: deque[PrefetchOperation] = deque()
+        self._new: list[PrefetchOperation] = []
         self._unanswered: list[PrefetchOperation] = []
 
     def __len__(self) -> int:
@@ -63,10 +64,15 @@ class PrefetchBoard:
         return [*self._under_way.values(), *self._releasing]
 
     def start(self, operation: PrefetchOperation) -> None:
-        """Take up an operation that has just been submitted."""
+        """Take up an operation, which is to be submitted with what comes in the same tick."""
         self._under_way[operation.request_id] = operation
         self._agreed[operation.request_id] = PrefetchProgress()
-        self._unanswered.append(operation)
+        self._new.append(operation)
+
+    def take_new(self) -> list[PrefetchOperation]:
+        """What has been started since this was called last; to be submitted now."""
+        self._unanswered, self._new = self._new, []
+        return self._unanswered
 
     def await_answers(self) -> None:
         """Give the store a moment to say what it has of the prompts that have just come, so that
@@ -75,7 +81,7 @@ class PrefetchBoard:
             until = time.monotonic() + _ANSWER_S
             for operation in self._unanswered:
                 operation.wait_for_answer(until)
-            self._unanswered.clear()
+            self._unanswered = []
 
     def progress(self) -> tuple[Sequence[PrefetchProgress], int]:
         """What this rank sees: of each prefetch under way, and how many of the release queue have

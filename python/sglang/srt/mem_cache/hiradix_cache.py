@@ -151,7 +151,8 @@ class HiRadixCache(HostTierCache):
         *,
         extra_key: str | None = None,
     ) -> None:
-        """Start reading the pages that follow `last_host_node` in the prompt of `req_id`.
+        """Read the pages that follow `last_host_node` in the prompt of `req_id`, which begins at
+        the next tick.
 
         Args:
             last_host_node: As matched on arrival.
@@ -194,7 +195,6 @@ class HiRadixCache(HostTierCache):
             epoch=self._storage_epoch,
         )
         self._board.start(operation)
-        storage_io.submit_prefetch(operation)
 
     def _room_for_prefetch(
         self, req_id: str, wanted: int, least: int
@@ -386,6 +386,17 @@ class HiRadixCache(HostTierCache):
             self._unpin(node)
 
     # ---- one tick --------------------------------------------------------------------------
+
+    def check_hicache_events(self) -> None:
+        self._submit_prefetches()
+        super().check_hicache_events()
+
+    def _submit_prefetches(self) -> None:
+        """Hand on the reads of the prompts that have come since the last tick, as one question."""
+        if started := self._board.take_new():
+            storage_io = self.cache_controller.storage_io
+            assert storage_io is not None, "L3 is detached when nothing is under way"
+            storage_io.submit_prefetches(started)
 
     def _progress(self) -> Progress:
         progress = super()._progress()

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -46,10 +46,14 @@ PAGES_PER_CALL: Final = 64
 _GATHER_S: Final = 0.1
 """How long a write waits for others to go in the same call. Nobody waits for writes, and a call
 costs as much CPU time as ten pages of 64 KB: measured, 64 pages in one halve it."""
+_PROMPTS_PER_QUESTION: Final = 16
+_PAGES_PER_QUESTION: Final = 1024
+"""Of the prompts that one call asks about; those of one prompt may be more."""
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLOSE_TIMEOUT_S: Final = 5.0
 
+_Prefetches: TypeAlias = Sequence[PrefetchOperation]
 AgreeHit = Callable[[int], int]
 """MIN over the ranks of a prefetch's hit, in pages. Called once per prefetch, in queue order."""
 
@@ -111,7 +115,7 @@ class StorageIO:
                 raise
             logger.warning("L3 is unavailable, running without it until it answers: %s", error)
             self._trip()
-        self._prefetches: queue.SimpleQueue[PrefetchOperation | None] = queue.SimpleQueue()
+        self._prefetches: queue.SimpleQueue[_Prefetches | None] = queue.SimpleQueue()
         self._backups: queue.SimpleQueue[StorageOperation | None] = queue.SimpleQueue()
         share_interpreter()
         self._threads = [
@@ -142,9 +146,10 @@ class StorageIO:
         """True while the store is left alone after failures."""
         return self._breaker.is_open
 
-    def submit_prefetch(self, operation: PrefetchOperation) -> None:
-        """Queue a read. It ends in any case; watch `operation.ended`."""
-        self._prefetches.put(operation)
+    def submit_prefetches(self, operations: Sequence[PrefetchOperation]) -> None:
+        """Queue reads, which the store is asked about together. Each ends in any case; watch its
+        `ended`."""
+        self._prefetches.put(operations)
 
     def submit_backup(self, operation: StorageOperation) -> None:
         """Queue a write. It ends in any case; watch `operation.ended`."""
@@ -281,37 +286,71 @@ class StorageIO:
 
     def _prefetch_thread(self) -> None:
         leave_cores_to_model()
-        while (operation := self._prefetches.get()) is not None:
-            started = time.monotonic()
-            outcome = CacheOutcome.FAILED
-            with self._reporting_failures("read"):
-                outcome = self._prefetch(operation)
-            self._report_prefetch(operation, outcome, time.monotonic() - started)
-            operation.finish(outcome)
+        while (operations := self._prefetches.get()) is not None:
+            for group in _questions(operations):
+                self._prefetch_group(group)
 
-    def _prefetch(self, operation: PrefetchOperation) -> CacheOutcome:
-        reach = self._timeouts["get"].leading_allowed(operation.hashes)
-        allowed = reach > 0 and not operation.is_terminated and self._allowed()
-        hit = 0
-        try:
-            if allowed:
-                assert self.storage is not None
-                with self._calling("exists"):
-                    hit = self.storage.batch_exists_v2(
-                        self._keys(operation.hashes[:reach]),
-                        extra_info=self._extra_info(operation.prefix_hashes),
-                    ).kv_hit_pages
-        finally:
-            # Exactly one vote per operation, whatever happened: the other ranks wait for it.
-            agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
-            operation.hit_pages = agreed
-        if not allowed:
-            cut = operation.is_terminated
-            return CacheOutcome.LATE if cut else CacheOutcome.UNAVAILABLE
+    def _prefetch_group(self, group: Sequence[PrefetchOperation]) -> None:
+        """Ask about several prompts, tell those that have nothing to read, read for the others."""
+        started = time.monotonic()
+        to_read: list[PrefetchOperation] = []
+        for operation, answer in zip(group, self._ask(group), strict=True):
+            outcome: CacheOutcome | None = CacheOutcome.FAILED
+            with self._reporting_failures("read"):
+                outcome = self._decide(operation, answer)
+            if outcome is None:
+                operation.note_answer()
+                to_read.append(operation)
+            else:
+                self._end_prefetch(operation, outcome, time.monotonic() - started)
+        for operation in to_read:
+            started = time.monotonic()
+            ended = CacheOutcome.FAILED
+            with self._reporting_failures("read"):
+                ended = self._read_pages(operation, operation.hit_pages)
+            self._end_prefetch(operation, ended, time.monotonic() - started)
+
+    def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
+        """Pages that the store has of each prompt, or why that is not known."""
+        answers: list[int | CacheOutcome] = [
+            CacheOutcome.LATE if operation.is_terminated else CacheOutcome.UNAVAILABLE
+            for operation in group
+        ]
+        reaches = [self._timeouts["get"].leading_allowed(operation.hashes) for operation in group]
+        asked = [i for i, one in enumerate(group) if reaches[i] and not one.is_terminated]
+        if not asked or not self._allowed():
+            return answers
+        for index in asked:
+            answers[index] = CacheOutcome.FAILED
+        assert self.storage is not None
+        with self._reporting_failures("read"), self._calling("exists"):
+            results = self.storage.prompts_exist(
+                [self._keys(group[i].hashes[: reaches[i]]) for i in asked],
+                [self._extra_info(group[i].prefix_hashes) for i in asked],
+            )
+            for index, result in zip(asked, results, strict=True):
+                answers[index] = result.kv_hit_pages
+        return answers
+
+    def _decide(
+        self, operation: PrefetchOperation, answer: int | CacheOutcome
+    ) -> CacheOutcome | None:
+        """How `operation` ends without a read; None: `hit_pages` are to be read."""
+        hit = answer if isinstance(answer, int) else 0
+        # Exactly one vote per operation, whatever happened: the other ranks wait for it.
+        agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
+        operation.hit_pages = agreed
+        if not isinstance(answer, int):
+            return answer
         if agreed < self._threshold_pages or agreed == 0:
             return CacheOutcome.REVOKED if agreed else CacheOutcome.MISS
-        operation.note_answer()
-        return self._read_pages(operation, agreed)
+        return None
+
+    def _end_prefetch(
+        self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float
+    ) -> None:
+        self._report_prefetch(operation, outcome, seconds)
+        operation.finish(outcome)
 
     def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:
         assert self.storage is not None
@@ -449,6 +488,20 @@ class StorageIO:
             self._metrics.backuped.inc(landed * self._page_size)
             rate = landed * self._page_bytes / max(seconds, 1e-9)
             self._metrics.backup_bandwidth.set(rate / 1e9)
+
+
+def _questions(operations: Sequence[PrefetchOperation]) -> Iterator[list[PrefetchOperation]]:
+    """The operations in groups that one call asks about; the same on all ranks."""
+    group: list[PrefetchOperation] = []
+    pages = 0
+    for operation in operations:
+        pages_then = pages + len(operation.hashes)
+        if group and (len(group) == _PROMPTS_PER_QUESTION or pages_then > _PAGES_PER_QUESTION):
+            yield group
+            group, pages = [], 0
+        group.append(operation)
+        pages += len(operation.hashes)
+    yield group
 
 
 def _may_join(operation: StorageOperation, group: Sequence[StorageOperation]) -> bool:

@@ -1,6 +1,6 @@
 """The interface of an L3 storage backend, with the v2 calls implemented over the older ones.
 
-The engine calls `batch_exists_v2`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`, `get_stats`,
+The engine calls `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`, `get_stats`,
 `probe` and `rebuild` only. A third-party backend may implement just `get`, `set` and `exists`
 (values are then flat uint8 tensors: page bytes, then the trailer of `page_trailer`), or the v1
 calls for the anchor pool.
@@ -83,6 +83,17 @@ class HiCacheStorage(ABC):
             return [self.exists(key) for key in object_keys]
 
         return combine_hits(keys, pool_transfers, exists, PoolName.KV)
+
+    def prompts_exist(
+        self,
+        prompts: Sequence[list[str]],
+        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+    ) -> list[PoolTransferResult]:
+        """`batch_exists_v2` of several prompts, for backends that can ask for all in one call."""
+        return [
+            self.batch_exists_v2(keys, extra_info=extra_info)
+            for keys, extra_info in zip(prompts, extra_infos, strict=True)
+        ]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
