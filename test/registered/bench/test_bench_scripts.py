@@ -135,6 +135,13 @@ def test_micro_benchmarks(script: str) -> None:
     assert len(records) == 3 and all(one.keys() >= EVIDENCE for one in records)
 
 
+def test_unused_tiers() -> None:
+    (record,) = run("micro/bench_unused_tiers.py", "--rounds", "1", "--disable-tqdm")
+    with_tiers, without = (record["cpu_us_a_request"][name] for name in ("with", "without"))
+    assert with_tiers["hicache-write"] > 0 and "hicache-write" not in without
+    assert with_tiers["scheduler in the forward"] > 0
+
+
 def test_http_path() -> None:
     (record,) = run("micro/bench_http_path.py", "--seconds", "0.5", "--repeat", "1")
     assert record["echo_req_s"] > 0 and record["engine_req_s"] > 0

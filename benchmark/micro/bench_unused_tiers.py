@@ -1,0 +1,209 @@
+"""CPU time of a request by thread, with HiCache and L3 where nothing hits, and without.
+
+    GOMP_SPINCOUNT=1000 python benchmark/micro/bench_unused_tiers.py [--rounds 20]
+
+Two schedulers in this process, one on L1 alone and one with L2 and a Mooncake store over TCP,
+compute the same kind of random prompts in turn. The clocks are those of the threads, so that other
+work on the machine makes them noisy (caches) but not meaningless. What waits by asking over and
+over shows as well: Mooncake's caller (`hicache-backup`), the model's threads for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from sglang.benchmark.report import emit, provenance
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.scheduler_rig import SchedulerRig, greedy
+
+PROMPT_TOKENS: Final = 1000
+NEW_TOKENS: Final = 32
+AT_ONCE: Final = 8
+REQUESTS_A_ROUND: Final = 12
+PAGE_SIZE: Final = 64
+POOL_TOKENS: Final = 16384
+_WARM_ROUNDS: Final = 6
+_BUSY_POLL_S: Final = 0.001
+
+
+def thread_seconds(tid: int) -> float:
+    """CPU time of a thread of this process (Linux: how its clock is numbered)."""
+    return time.clock_gettime((~tid << 3) | 6)
+
+
+def process_seconds(pid: int) -> float:
+    """CPU time of any process."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+class CpuClocks:
+    """CPU seconds by what they are spent on.
+
+    Args:
+        processes: Other processes, by name.
+    """
+
+    def __init__(self, processes: dict[str, int]) -> None:
+        self._processes = processes
+        self._own = threading.get_native_id()
+        self._forward = self._ignored = 0.0
+
+    def read(self) -> Counter[str]:
+        """Since each began; threads that are not Python's are the libraries'."""
+        python = {thread.native_id: thread.name for thread in threading.enumerate()}
+        now: Counter[str] = Counter()
+        for tid in (int(name) for name in os.listdir("/proc/self/task")):
+            if tid != self._own:
+                name = python.get(tid, "threads of libraries (model, Mooncake)")
+                now[name.split("_")[0]] += thread_seconds(tid)
+        for name, pid in self._processes.items():
+            now[name] = process_seconds(pid)
+        beside = time.thread_time() - self._forward - self._ignored
+        now["scheduler beside the forward"] = beside
+        now["scheduler in the forward"] = self._forward
+        return now
+
+    @contextmanager
+    def ignoring_caller(self) -> Iterator[None]:
+        """What the calling thread does inside does not count."""
+        started = time.thread_time()
+        yield
+        self._ignored += time.thread_time() - started
+
+    def watch(self, rig: SchedulerRig) -> None:
+        """Count the forwards of `rig`."""
+        worker: Any = rig.scheduler._parts.worker
+        forward = worker.forward_batch_generation
+
+        def timed(batch: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return forward(batch)
+            finally:
+                self._forward += time.thread_time() - started
+
+        worker.forward_batch_generation = timed
+
+
+def run_round(rig: SchedulerRig, seed: int) -> None:
+    """`REQUESTS_A_ROUND` prompts that nobody has seen, `AT_ONCE` at a time."""
+    drawn = np.random.default_rng(seed).integers(64, 2048, (REQUESTS_A_ROUND, PROMPT_TOKENS))
+    waiting = deque(enumerate(drawn.tolist()))
+    running: set[str] = set()
+    while waiting or running:
+        messages = []
+        while waiting and len(running) < AT_ONCE:
+            number, prompt = waiting.popleft()
+            rid = f"{seed}-{number}"
+            running.add(rid)
+            messages.append(rig.request(rid, prompt, greedy(NEW_TOKENS)))
+        rig.step(*messages)
+        if not rig.scheduler._did_forward:
+            time.sleep(_BUSY_POLL_S)
+        running = {rid for rid in running if not is_done(rig, rid)}
+
+
+def is_done(rig: SchedulerRig, rid: str) -> bool:
+    """Whether the answer is whole; it is forgotten then."""
+    result = rig.results.get(rid)
+    if result is None or result.finish_reason is None:
+        return False
+    del rig.results[rid]
+    return True
+
+
+def settle(rig: SchedulerRig) -> None:
+    """Until every write has ended."""
+    while not rig.scheduler.is_idle():
+        rig.step()
+        time.sleep(_BUSY_POLL_S)
+
+
+def measure(rounds: int, *, show_progress: bool) -> dict[str, dict[str, float]]:
+    """Median CPU microseconds a request, by arrangement and by thread or process."""
+    with ExitStack() as stack:
+        cluster = stack.enter_context(MooncakeCluster(segment_size="512mb"))
+        store = {
+            "master_server_address": cluster.master.address,
+            "local_hostname": "127.0.0.1",
+            "metadata_server": "P2PHANDSHAKE",
+            "global_segment_size": 0,
+            "protocol": "tcp",
+        }
+        pools = {"pool_tokens": POOL_TOKENS, "max_requests": 64, "page_size": PAGE_SIZE}
+        rigs = {
+            "without": SchedulerRig(Path(BUILTIN_MODEL_DIR), **pools),
+            "with": SchedulerRig(
+                Path(BUILTIN_MODEL_DIR),
+                **pools,
+                enable_hierarchical_cache=True,
+                hicache_storage_backend="mooncake",
+                hicache_storage_backend_extra_config=json.dumps(store),
+            ),
+        }
+        clocks = CpuClocks({"store node": cluster.nodes[0].pid, "master": cluster.master.pid})
+        for rig in rigs.values():
+            stack.callback(rig.close)
+            clocks.watch(rig)
+        spent: dict[str, list[Counter[str]]] = {name: [] for name in rigs}
+        bar = tqdm(range(_WARM_ROUNDS + rounds), unit="round", disable=not show_progress)
+        for turn in bar:
+            for number, name in enumerate(rigs if turn % 2 else reversed(rigs)):
+                before = clocks.read()
+                run_round(rigs[name], seed=2 * turn + number)
+                with clocks.ignoring_caller():
+                    settle(rigs[name])
+                after = clocks.read()
+                if turn >= _WARM_ROUNDS:
+                    spent[name].append(Counter({k: after[k] - before[k] for k in after}))
+    return {name: medians(samples) for name, samples in spent.items()}
+
+
+def medians(samples: list[Counter[str]]) -> dict[str, float]:
+    """Microseconds a request; what takes less than one is left out."""
+    names = sorted({name for sample in samples for name in sample})
+    a_request = 1e6 / REQUESTS_A_ROUND
+    middle = {n: statistics.median(sample[n] for sample in samples) * a_request for n in names}
+    return {name: round(value, 1) for name, value in middle.items() if value >= 1}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output-file", help="append the JSON line here too")
+    parser.add_argument("--disable-tqdm", action="store_true")
+    args = parser.parse_args(argv)
+    medians_us = measure(args.rounds, show_progress=not args.disable_tqdm)
+    emit(
+        {
+            "benchmark": "unused_tiers",
+            **provenance(),
+            "rounds": args.rounds,
+            "model_threads": torch.get_num_threads(),
+            "cpu_us_a_request": medians_us,
+        },
+        args.output_file,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
