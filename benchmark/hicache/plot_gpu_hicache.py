@@ -42,6 +42,7 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
     names = list(records)
     bars = left.bar(names, [one["input_tokens_per_s"] / 1e3 for one in records.values()])
     left.bar_label(bars, fmt="%.0f")
+    left.margins(y=0.1)
     left.set_ylabel("input throughput (thousand token/s)")
     for name, one in records.items():
         rounds = one["rounds"]
