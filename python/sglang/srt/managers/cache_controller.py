@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
 from sglang.srt.mem_cache.storage_io import AgreeHit, StorageIO
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.utils.device import CopyStream, Event, make_event
-from sglang.srt.utils.threads import give_way
+from sglang.srt.utils.threads import give_way, share_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -252,6 +252,8 @@ class HiCacheController:
         """
         if self.storage_io is not None:
             raise ValueError("a storage backend is attached already; detach it first")
+        if self.mem_pool_device.device.type != "cpu":
+            share_interpreter()
         if settings.on_unreachable is OnUnreachable.WAIT:
             connect = _first_waiting(connect)
         self.storage_io = StorageIO(

@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.radix_key import PageHash
 from sglang.srt.mem_cache.recent_timeouts import RecentTimeouts
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.utils.logging_utils import RateLimitedLogger
-from sglang.srt.utils.threads import give_way, leave_cores_to_model, share_interpreter
+from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,6 @@ class StorageIO:
             self._trip()
         self._prefetches: queue.SimpleQueue[_Prefetches | None] = queue.SimpleQueue()
         self._backups: queue.SimpleQueue[StorageOperation | None] = queue.SimpleQueue()
-        share_interpreter()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in (
