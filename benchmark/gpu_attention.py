@@ -22,7 +22,7 @@ import torch
 from triton.testing import do_bench
 
 from sglang.benchmark.device_limits import Limits, measure_limits
-from sglang.srt.layers.attention import attention_registry, flashinfer_backend
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.attention_cases import PagedContexts, attention_layer, queries
@@ -85,6 +85,9 @@ def variants(names: list[str], batch: ForwardBatch) -> list[tuple[str, Attention
     found = [(name, make(name)) for name in names]
     if "flashinfer" not in names:
         return found
+    # Not installed everywhere; `make` has said so by now where it is missing.
+    from sglang.srt.layers.attention import flashinfer_backend
+
     if batch.forward_mode.is_decode():
         group, flashinfer_backend.TENSOR_CORE_GROUP = flashinfer_backend.TENSOR_CORE_GROUP, 99
         found.append(("flashinfer, no matrix units", make("flashinfer")))

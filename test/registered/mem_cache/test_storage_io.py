@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.recent_timeouts import PERIOD_S, RecentTimeouts
+from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage_io import StorageIO
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.tree_node import TreeNode
@@ -312,10 +313,10 @@ def test_a_call_takes_no_more_pages_than_it_may(
     recording: tuple[RecordingStore, StorageIO],
 ) -> None:
     store, io = recording
-    whole = [f"b{i}" for i in range(storage_io_module.PAGES_PER_CALL)]
+    whole = [f"b{i}" for i in range(PAGES_PER_CALL)]
     operations = write_at_once(io, [["a1"], whole, ["a2"]])
     assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
-    assert max(map(len, store.calls)) == storage_io_module.PAGES_PER_CALL
+    assert max(map(len, store.calls)) == PAGES_PER_CALL
     assert sorted(key for call in store.calls for key in call) == sorted([*whole, "a1", "a2"])
 
 

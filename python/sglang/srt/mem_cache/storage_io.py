@@ -35,20 +35,20 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.radix_key import PageHash
 from sglang.srt.mem_cache.recent_timeouts import RecentTimeouts
+from sglang.srt.mem_cache.storage_groups import (
+    PAGES_PER_CALL,
+    next_group,
+    questions,
+    waits_in_vain,
+)
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
 logger = logging.getLogger(__name__)
 
-PAGES_PER_CALL: Final = 64
-"""Pages of one get or put: enough to hide the round trip, few enough that a cut comes soon."""
 _GATHER_S: Final = 0.1
-"""How long a write waits for others to go in the same call. Nobody waits for writes, and a call
-costs as much CPU time as ten pages of 64 KB: measured, 64 pages in one halve it."""
-_PROMPTS_PER_QUESTION: Final = 16
-_PAGES_PER_QUESTION: Final = 1024
-"""Of the prompts that one call asks about; those of one prompt may be more."""
+"""How long a write waits for others to go in the same call. Nobody waits for writes."""
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -286,7 +286,7 @@ class StorageIO:
     def _prefetch_thread(self) -> None:
         leave_cores_to_model()
         while (operations := self._prefetches.get()) is not None:
-            for group in _questions(operations):
+            for group in questions(operations):
                 self._prefetch_group(group)
 
     def _prefetch_group(self, group: Sequence[PrefetchOperation]) -> None:
@@ -396,7 +396,7 @@ class StorageIO:
             time.sleep(_GATHER_S)
             queued = [first, *self._queued_backups()]
             while queued:
-                group = self._next_group(queued)
+                group = next_group(queued)
                 for operation in group[self._write_together(group) :]:
                     self._write_alone(operation)
                 del queued[: len(group)]
@@ -409,17 +409,6 @@ class StorageIO:
                 self._backups.put(None)  # the end: for the loop to see
                 break
             yield operation
-
-    def _next_group(self, queued: Sequence[StorageOperation]) -> list[StorageOperation]:
-        """The first operations that can go in one call; at least one."""
-        group: list[StorageOperation] = []
-        pages = 0
-        for operation in queued:
-            pages += len(operation.hashes)
-            if pages > PAGES_PER_CALL or not _may_join(operation, group):
-                break
-            group.append(operation)
-        return group or list(queued[:1])
 
     def _write_together(self, group: Sequence[StorageOperation]) -> int:
         """Write several operations in one call; returns how many of the first that settled.
@@ -454,7 +443,7 @@ class StorageIO:
         operation.finish(outcome)
 
     def _backup(self, operation: StorageOperation) -> tuple[int, CacheOutcome]:
-        if _waits_in_vain(operation):
+        if waits_in_vain(operation):
             return 0, CacheOutcome.SHORT
         reach = self._timeouts["set"].leading_allowed(operation.hashes)
         if reach < len(operation.hashes) or not self._allowed():
@@ -487,30 +476,6 @@ class StorageIO:
             self._metrics.backuped.inc(landed * self._page_size)
             rate = landed * self._page_bytes / max(seconds, 1e-9)
             self._metrics.backup_bandwidth.set(rate / 1e9)
-
-
-def _questions(operations: Sequence[PrefetchOperation]) -> Iterator[list[PrefetchOperation]]:
-    """The operations in groups that one call asks about; the same on all ranks."""
-    group: list[PrefetchOperation] = []
-    pages = 0
-    for operation in operations:
-        pages_then = pages + len(operation.hashes)
-        if group and (len(group) == _PROMPTS_PER_QUESTION or pages_then > _PAGES_PER_QUESTION):
-            yield group
-            group, pages = [], 0
-        group.append(operation)
-        pages += len(operation.hashes)
-    yield group
-
-
-def _may_join(operation: StorageOperation, group: Sequence[StorageOperation]) -> bool:
-    """Whether the pages before these are in the store, or are written before these in `group`."""
-    return operation.after in group or not _waits_in_vain(operation)
-
-
-def _waits_in_vain(operation: StorageOperation) -> bool:
-    """Whether the pages before these are not in the store, so that nobody could use these."""
-    return operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED
 
 
 def _is_stuck(started: float) -> bool:
