@@ -112,6 +112,11 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (GENERATE, {"text": "a", "lora_path": "x"}, ["lora_path", "SGLang has LoRA"]),
         (GENERATE, sampling(max_new_tokens=-1), ["max_new_tokens"]),
         (GENERATE, sampling(max_new_tokens="8"), ["sampling_params.max_new_tokens", "int"]),
+        (
+            GENERATE,
+            {"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": -1}]},
+            ["sampling_params[1].max_new_tokens=-1 must"],
+        ),
         (GENERATE, sampling(max_new_tokens=200), ["sampling_params.max_new_tokens", "199"]),
         (GENERATE, sampling(max_new_tokens=10**40), ["max_new_tokens"]),
         (GENERATE, sampling(min_new_tokens=-1), ["min_new_tokens"]),

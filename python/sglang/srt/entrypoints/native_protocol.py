@@ -140,6 +140,9 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 sampling_params=params,
                 default_max_new_tokens=default,
                 prompt_field=field + place,
+                sampling_place=(
+                    f"sampling_params[{index}]." if isinstance(body.sampling_params, list) else ""
+                ),
                 stream=bool(body.stream),
                 return_logprob=return_logprob,
                 top_logprobs_num=(columns["top_logprobs_num"][index] or 0) * return_logprob,

@@ -52,6 +52,9 @@ class GenerateRequest:
     """What the client calls that number, for errors."""
     prompt_field: str = "text"
     """What the client calls the prompt, for errors."""
+    sampling_place: str = ""
+    """What errors put before the name of a sampling parameter: where a batch has several lists of
+    them, that of this prompt."""
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0

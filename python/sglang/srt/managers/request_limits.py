@@ -79,7 +79,9 @@ def check_sampling(request: GenerateRequest, limits: RequestLimits, tokenizer: o
         params.verify(limits.vocab_size)
         params.normalize(tokenizer)
     except ValueError as error:
-        raise InvalidRequest(str(error), field=_leading_name(str(error))) from error
+        name, place = _leading_name(str(error)), request.sampling_place
+        field = name and f"{place}{name}"
+        raise InvalidRequest(f"{place}{error}", field=field) from error
     if params.top_k > limits.vocab_size:
         params.top_k = -1
 
