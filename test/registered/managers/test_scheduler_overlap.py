@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.scheduler_results import ResultProcessor
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.grammar_rig import HandBackend
@@ -81,6 +83,40 @@ def test_prompts_follow_each_other_without_a_gap(
     events.clear()
     rig.run(*(rig.request(f"r{i}", prompt(i, 16), greedy(1)) for i in range(2, 5)))
     assert events == behind
+
+
+def test_a_prompt_behind_another_waits_until_that_is_mostly_done(
+    model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """Else launching it fills the driver's queue, and holds the interpreter meanwhile."""
+
+    class Milestone:
+        def record(self) -> None:
+            events.append("mostly done")
+
+        def synchronize(self) -> None:
+            events.append("wait")
+
+    monkeypatch.setattr(scheduler_module, "make_event", lambda device: Milestone())
+    rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=16)
+    rig.run(rig.request("long", prompt(1, 30), greedy(1)))
+    first, second = ["launch", "mostly done"], ["wait", "launch", "mostly done"]
+    assert events == [*first, *second, "take in", "wait", "take in"]
+
+
+def test_copies_to_the_host_start_in_the_tick_that_launches(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"page_size": 4, "enable_hierarchical_cache": True, "hicache_size": 1}
+    rig = make_rig(model, monkeypatch, overlap=True, **args)
+    rig.step(rig.request("one", prompt(1, 16), greedy(4)))
+    tree = rig.scheduler.state.tree
+    assert isinstance(tree, HiRadixCache)
+    assert rig.scheduler.state.in_flight is not None
+    assert tree.cache_controller.ack_write_queue
+    assert not tree.cache_controller.write_queue
+    rig.run(check_each_step=True)
+    rig.close()
 
 
 def test_a_decode_step_comes_between_prompts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,13 +124,13 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     }  # fmt: skip
     if is_batch and isinstance(body.rid, str):
         columns["rid"] = [f"{body.rid}-{index}" for index in range(count)]
+    has_own_sampling = isinstance(body.sampling_params, list)
     requests = []
     for index, prompt in enumerate(prompts):
         field = "text" if isinstance(prompt, str) else "input_ids"
         place = f"[{index}]" if is_batch else ""
-        params, default, keeps_stop = _sampling(
-            columns["sampling_params"][index], body.sampling_params, index
-        )
+        sampling_field = f"sampling_params[{index}]" if has_own_sampling else "sampling_params"
+        params, default, keeps_stop = _sampling(columns["sampling_params"][index], sampling_field)
         return_logprob = bool(columns["return_logprob"][index])
         requests.append(
             GenerateRequest(
@@ -140,9 +140,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 sampling_params=params,
                 default_max_new_tokens=default,
                 prompt_field=field + place,
-                sampling_place=(
-                    f"sampling_params[{index}]." if isinstance(body.sampling_params, list) else ""
-                ),
+                sampling_place=f"{sampling_field}." if has_own_sampling else "",
                 stream=bool(body.stream),
                 return_logprob=return_logprob,
                 top_logprobs_num=(columns["top_logprobs_num"][index] or 0) * return_logprob,
@@ -217,12 +215,9 @@ def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
     return value
 
 
-def _sampling(
-    values: dict[str, Any] | None, whole: object, index: int
-) -> tuple[SamplingParams, int | None, bool]:
+def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams, int | None, bool]:
     """The parameters, the default number of tokens where the client named none, `no_stop_trim`."""
     given = {name: value for name, value in (values or {}).items() if value is not None}
-    field = f"sampling_params[{index}]" if isinstance(whole, list) else "sampling_params"
     keeps_stop = given.pop("no_stop_trim", False)
     if not isinstance(keeps_stop, bool):
         name = f"{field}.no_stop_trim"
