@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.scheduler_results import ResultProcessor
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.grammar_rig import HandBackend
@@ -102,6 +104,44 @@ def test_a_prompt_behind_another_waits_until_that_is_mostly_done(
     rig.run(rig.request("long", prompt(1, 30), greedy(1)))
     first, second = ["launch", "mostly done"], ["wait", "launch", "mostly done"]
     assert events == [*first, *second, "take in", "wait", "take in"]
+
+
+def test_parts_of_a_prompt_that_wants_logprobs_wait_for_each_other(
+    model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    def logprobs(overlap: bool) -> list[float]:
+        rig = make_rig(model, monkeypatch, overlap, chunked_prefill_size=16)
+        wish = {"return_logprob": True, "logprob_start_len": 0}
+        rig.run(rig.request("score", prompt(1, 40), greedy(1), **wish))
+        return rig.results["score"].input_logprobs
+
+    settled = logprobs(overlap=False)
+    assert len(settled) == 39
+    events.clear()
+    assert logprobs(overlap=True) == settled
+    assert events == ["launch", "take in"] * 3
+
+
+def test_a_health_check_leaves_nothing_in_the_cache(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(model, monkeypatch, overlap=True)
+    rig.run(rig.request(f"{HEALTH_CHECK_RID_PREFIX}-1", prompt(1, 16), greedy(2)))
+    assert rig.scheduler.state.tree.total_size() == 0
+
+
+def test_a_request_that_ends_has_used_its_prompt_last(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it brings no whole page more."""
+    rig = make_rig(model, monkeypatch, overlap=True, page_size=8)
+    long, short = prompt(1, 16), prompt(2, 16)
+    rig.step(rig.request("long", long, greedy(6)))
+    rig.run(rig.request("short", short, greedy(1)))
+    tree = rig.scheduler.state.tree
+    assert isinstance(tree, RadixCache)
+    times = {int(node.key.ids[0]): node.last_access_time for node in tree.nodes()}
+    assert times[long[0]] > times[short[0]]
 
 
 def test_copies_to_the_host_start_in_the_tick_that_launches(

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.recent_timeouts import PERIOD_S, RecentTimeouts
-from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL
+from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL, next_group
 from sglang.srt.mem_cache.storage_io import StorageIO
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.tree_node import TreeNode
@@ -245,6 +245,22 @@ def test_questions_have_a_size(bench: Bench) -> None:
     bench.io.submit_prefetches(operations)
     wait_for(lambda: all(one.ended for one in operations))
     assert bench.store.questions == [1, 16, 5]
+
+
+def test_a_write_goes_along_only_with_what_it_hangs_on() -> None:
+    def operation(after: StorageOperation | None) -> StorageOperation:
+        return StorageOperation(
+            node=TreeNode(1, RadixKey([])), host_indices=torch.arange(1),
+            hashes=[PageHash("p")], prefix_hashes=[], after=after, epoch=0,
+        )  # fmt: skip
+
+    first, lost = operation(None), operation(None)
+    lost.finish(CacheOutcome.FAILED)
+    second, orphan = operation(first), operation(lost)
+    assert next_group([first, second, orphan]) == [first, second]
+    assert next_group([orphan, first]) == [orphan], "alone it finds out why"
+    first.finish(CacheOutcome.LANDED)
+    assert next_group([second, operation(None)])[0] is second
 
 
 if __name__ == "__main__":
