@@ -45,34 +45,19 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from new tokens to their prefix and, causally, to each other."""
+        """Attend from new tokens to their prefix and, causally, to each other.
 
-    def forward_extend_last(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attend from each request's last new token, `rows`, to its whole context.
-
-        The default is for backends that cannot spare the others: all attend.
+        With `rows`, which are each request's last new token and no others, only what these attend
+        is wanted: a backend may spare the rest. Shapes as in `RadixAttention.forward`.
         """
-        return self.forward_extend(q, k, v, layer, forward_batch).index_select(0, rows)
 
     @abstractmethod
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Attend from one token of each request to its whole context."""
+        """Attend from one token of each request to its whole context, which the pool holds."""
 
     def forward(
         self,
@@ -92,7 +77,5 @@ class AttentionBackend(ABC):
         if save_kv_cache:
             forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         if forward_batch.forward_mode.is_decode():
-            return self.forward_decode(q, k, v, layer, forward_batch)
-        if rows is not None:
-            return self.forward_extend_last(q, k, v, layer, forward_batch, rows)
-        return self.forward_extend(q, k, v, layer, forward_batch)
+            return self.forward_decode(q, layer, forward_batch)
+        return self.forward_extend(q, k, v, layer, forward_batch, rows)

@@ -138,6 +138,7 @@ class FlashInferAttnBackend(AttentionBackend):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert layer.scaling == self._scaling
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -145,15 +146,11 @@ class FlashInferAttnBackend(AttentionBackend):
             self._ragged.run(q, k, v, out=out)
         else:
             self._extending.run(q, self._paged_pool(layer, forward_batch), out=out)
-        return out.flatten(1)
+        out = out.flatten(1)
+        return out if rows is None else out.index_select(0, rows)
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         assert layer.scaling == self._scaling
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

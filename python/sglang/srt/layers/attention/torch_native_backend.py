@@ -78,40 +78,18 @@ class TorchNativeAttnBackend(AttentionBackend):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._extend(q, k, v, layer, forward_batch, last_only=False)
-
-    def forward_extend_last(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._extend(q, k, v, layer, forward_batch, last_only=True)
-
-    def _extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        *,
-        last_only: bool,
-    ) -> torch.Tensor:
-        """Attend from all new tokens, or from the last one of each request, which sees all."""
+        last_only = rows is not None  # a request's last token sees all: nothing is hidden from it
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         outs = []
         for segment in self._extend_plan:
-            rows = slice(segment.begin, segment.end)
+            own = slice(segment.begin, segment.end)
             queries = q[segment.end - 1 if last_only else segment.begin : segment.end]
             new = attend(
                 _heads_first(queries),
-                _heads_first(k[rows]),
-                _heads_first(v[rows]),
+                _heads_first(k[own]),
+                _heads_first(v[own]),
                 scale=layer.scaling,
                 causal=not last_only,
             )
@@ -123,12 +101,7 @@ class TorchNativeAttnBackend(AttentionBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         plan = self._decode_plan
         assert plan is not None

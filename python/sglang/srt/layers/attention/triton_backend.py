@@ -116,7 +116,10 @@ class TritonAttnBackend(AttentionBackend):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if rows is not None:  # a request's last token sees all of its context, as in decoding
+            return self.forward_decode(q.index_select(0, rows), layer, forward_batch)
         plan = self._plan
         pool = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if plan.paged is None and len(plan.dense) == 1:
@@ -126,29 +129,13 @@ class TritonAttnBackend(AttentionBackend):
             table = forward_batch.req_to_token_pool.req_to_token
             extend_attention(q, *pool, table, plan.paged, layer.scaling, out)
         for segment in plan.dense:
-            rows = slice(segment.begin, segment.end)
-            got = _attend_densely(q[rows], (k[rows], v[rows]), pool, layer.scaling, segment)
-            out[rows] = got.flatten(1)
+            own = slice(segment.begin, segment.end)
+            got = _attend_densely(q[own], (k[own], v[own]), pool, layer.scaling, segment)
+            out[own] = got.flatten(1)
         return out
 
-    def forward_extend_last(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.forward_decode(q.index_select(0, rows), k, v, layer, forward_batch)
-
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         return decode_attention(
