@@ -112,6 +112,7 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--speculative-algorithm=EAGLE"], "does not: speculative decoding"),
         (["--dp-size", "2"], "does not: data-parallel attention"),
         (["--quantization", "fp8"], "does not: quantization"),
+        (["--constrained-json-whitespace-pattern", " "], "does not yet: tool servers and white"),
         (["--grammar-backend", "outlines"], "--grammar-backend outlines"),
         (["--tool-call-parser", "pythonic"], "--tool-call-parser pythonic"),
         (["--reasoning-parser", "kimi"], "--reasoning-parser kimi"),

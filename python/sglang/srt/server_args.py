@@ -96,6 +96,9 @@ class ServerArgs:
     grammar_backend: str = flag(
         "xgrammar", "Library that enforces json_schema, regex and ebnf.", choices=("xgrammar",)
     )
+    constrained_json_disable_any_whitespace: bool = flag(
+        False, "Write constrained JSON on one line, as json.dumps does: no free whitespace."
+    )
     tool_call_parser: str | None = flag(
         None,
         "How the model writes tool calls; absent: tool_choice auto is refused.",

@@ -63,7 +63,9 @@ class HandBackend(GrammarBackend):
         """Compile what is held."""
         for ticket in self.held:
             try:
-                compiled = compile_constraint(self._compiler, ticket.constraint)
+                compiled = compile_constraint(
+                    self._compiler, ticket.constraint, any_whitespace=True
+                )
             except GrammarError as error:
                 ticket.fail(str(error))
                 continue

@@ -66,9 +66,13 @@ def vocabulary() -> Vocabulary:
     return Vocabulary.from_tokenizer(tokenizer(), VOCAB, EOS)
 
 
-def grammar(kind: str, text: str, limits: GrammarLimits | None = None) -> XGrammarGrammar:
+def grammar(
+    kind: str, text: str, limits: GrammarLimits | None = None, *, any_whitespace: bool = True
+) -> XGrammarGrammar:
     constraint = Constraint(ConstraintKind(kind), text)
-    compiled = compile_constraint(make_compiler(vocabulary()), constraint)
+    compiled = compile_constraint(
+        make_compiler(vocabulary()), constraint, any_whitespace=any_whitespace
+    )
     return XGrammarGrammar(compiled, constraint.kind, vocabulary(), limits or GrammarLimits())
 
 
@@ -106,6 +110,24 @@ def test_random_logits_under_a_schema_give_an_instance_of_it(seed: int) -> None:
     assert type(value["age"]) is int and 0 <= value["age"] <= 150
     assert len(value.get("tags", [])) <= 3 and set(value.get("tags", [])) <= {"a", "b", None}
     assert type(value["home"]["zip"]) is bool and len(value["home"]) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_without_free_whitespace_json_is_as_json_dumps_writes_it(seed: int) -> None:
+    legs = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    schema = {
+        "type": "object",
+        "properties": {"legs": legs},
+        "required": ["legs"],
+        "additionalProperties": False,
+    }
+    text = prepare_json_schema(json.dumps(schema))
+    blanks = {i: 8.0 for i, token in enumerate(vocabulary().tokens) if token and token.isspace()}
+    assert blanks, "a model that likes whitespace"
+    free = sample(grammar("json_schema", text), seed, blanks)
+    assert len(free) > 2 * len(json.dumps(json.loads(free)))
+    plain = sample(grammar("json_schema", text, any_whitespace=False), seed, blanks)
+    assert plain == json.dumps(json.loads(plain))
 
 
 @pytest.mark.parametrize("pattern", [r"[a-f]{3}-\d{2,4}", r"(yes|no|[^x\n]{2})!", r"\d{4}(é|ü)"])

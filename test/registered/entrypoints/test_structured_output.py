@@ -137,6 +137,25 @@ def test_a_call_that_must_be_made_always_parses(client: openai.OpenAI) -> None:
     assert names == {"look_up", "stop"}
 
 
+def test_whitespace_in_json_is_forbidden_by_a_flag(server: EngineServer) -> None:
+    """The same request, to a model that likes line breaks, with the flag and without."""
+    blanks = server.request("POST", "/v1/tokenize", {"prompt": ["a\nb", "a  b"]}).body["tokens"]
+    likes = {str(token): 20.0 for tokens in blanks for token in tokens[1:-1]}
+    body = {
+        "text": "x",
+        "sampling_params": {
+            "temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 900, "logit_bias": likes,
+            "json_schema": json.dumps({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2,
+                                       "maxItems": 5}),
+        },
+    }  # fmt: skip
+    free = server.request("POST", "/generate", body).body["text"]
+    with EngineServer("--constrained-json-disable-any-whitespace") as strict:
+        plain = strict.request("POST", "/generate", body).body["text"]
+    assert plain == json.dumps(json.loads(plain))
+    assert len(free) > len(json.dumps(json.loads(free)))
+
+
 @pytest.mark.parametrize(
     ("params", "field"),
     [

@@ -39,7 +39,9 @@ class CompileProcess:
         CompileProcessError: It did not come up within `limits.start_timeout`.
     """
 
-    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, limits: GrammarLimits, *, any_whitespace: bool
+    ) -> None:
         self._limits = limits
         command = [sys.executable, "-m", "sglang.srt.constrained.compile_worker", str(os.getpid())]
         self._process = subprocess.Popen(
@@ -47,7 +49,7 @@ class CompileProcess:
         )
         self._stdin, self._stdout = _pipe(self._process.stdin), _pipe(self._process.stdout)
         try:
-            write_frame(self._stdin.fileno(), Hello(vocabulary, limits))
+            write_frame(self._stdin.fileno(), Hello(vocabulary, limits, any_whitespace))
             deadline = time.monotonic() + limits.start_timeout
             read_frame(self._stdout.fileno(), Verdict, deadline)
         except (OSError, EOFError, FrameTimeout) as error:

@@ -80,7 +80,11 @@ def serve(read_fd: int, write_fd: int) -> None:
 def _try(compiler: xgrammar.GrammarCompiler, task: Task, hello: Hello) -> Verdict:
     limits, vocabulary = hello.limits, hello.vocabulary
     try:
-        compiled = compile_constraint(compiler, Constraint(task.kind, task.text))
+        compiled = compile_constraint(
+            compiler,
+            Constraint(task.kind, task.text),
+            any_whitespace=hello.any_whitespace,
+        )
         grammar = XGrammarGrammar(compiled, task.kind, vocabulary, limits)
         if grammar.size_bytes > limits.max_grammar_bytes:
             size, most = grammar.size_bytes >> 20, limits.max_grammar_bytes >> 20

@@ -24,6 +24,7 @@ class Hello(msgspec.Struct, frozen=True):
 
     vocabulary: Vocabulary
     limits: GrammarLimits
+    any_whitespace: bool
 
 
 class Task(msgspec.Struct, frozen=True):

@@ -28,6 +28,8 @@ def create_grammar_backend(
     vocab_size: int,
     eos_token_ids: Sequence[int],
     limits: GrammarLimits | None = None,
+    *,
+    any_whitespace: bool = True,
 ) -> GrammarBackend:
     """The backend called `name`.
 
@@ -37,6 +39,7 @@ def create_grammar_backend(
         vocab_size: Columns of the model's logits; ids that the tokenizer lacks are never allowed.
         eos_token_ids: What ends a completed grammar.
         limits: None takes the defaults.
+        any_whitespace: Whether JSON may have whitespace between its tokens (up to 40 in a row).
 
     Raises:
         ValueError: The name is not known, or there is no end token.
@@ -45,4 +48,10 @@ def create_grammar_backend(
         raise ValueError(
             f"--grammar-backend {name} is not known: use one of {', '.join(GRAMMAR_BACKENDS)}"
         )
-    return XGrammarBackend(tokenizer, vocab_size, eos_token_ids, limits or GrammarLimits())
+    return XGrammarBackend(
+        tokenizer,
+        vocab_size,
+        eos_token_ids,
+        limits or GrammarLimits(),
+        any_whitespace=any_whitespace,
+    )

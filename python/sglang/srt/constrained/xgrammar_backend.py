@@ -46,6 +46,7 @@ class XGrammarBackend(GrammarBackend):
     Args:
         tokenizer, vocab_size, eos_token_ids: As in `create_grammar_backend`.
         limits: What a grammar may cost.
+        any_whitespace: As in `create_grammar_backend`.
 
     Raises:
         ValueError: No end token, or one outside the vocabulary.
@@ -57,8 +58,11 @@ class XGrammarBackend(GrammarBackend):
         vocab_size: int,
         eos_token_ids: Sequence[int],
         limits: GrammarLimits,
+        *,
+        any_whitespace: bool,
     ) -> None:
         self._limits = limits
+        self._any_whitespace = any_whitespace
         self._vocabulary = Vocabulary.from_tokenizer(tokenizer, vocab_size, eos_token_ids)
         self._compiler = make_compiler(self._vocabulary)
         self._lock = threading.Lock()
@@ -150,7 +154,7 @@ class XGrammarBackend(GrammarBackend):
         prepared = Constraint(kind, text)
         if constraint not in _TRUSTED:
             self._check_elsewhere(prepared)
-        compiled = compile_constraint(self._compiler, prepared)
+        compiled = compile_constraint(self._compiler, prepared, any_whitespace=self._any_whitespace)
         return XGrammarGrammar(compiled, kind, self._vocabulary, self._limits)
 
     def _check_elsewhere(self, constraint: Constraint) -> None:
@@ -168,7 +172,9 @@ class XGrammarBackend(GrammarBackend):
                     self._busy.add(process)
                     return process
                 process.close()
-        process = CompileProcess(self._vocabulary, self._limits)
+        process = CompileProcess(
+            self._vocabulary, self._limits, any_whitespace=self._any_whitespace
+        )
         with self._lock:
             self._busy.add(process)
             closed = self._closed

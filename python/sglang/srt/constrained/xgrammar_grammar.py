@@ -35,9 +35,15 @@ def make_compiler(vocabulary: Vocabulary) -> xgrammar.GrammarCompiler:
 
 
 def compile_constraint(
-    compiler: xgrammar.GrammarCompiler, constraint: Constraint
+    compiler: xgrammar.GrammarCompiler, constraint: Constraint, *, any_whitespace: bool
 ) -> xgrammar.CompiledGrammar:
     """Compile; takes as long and as much memory as it takes. Lets other threads run.
+
+    Args:
+        compiler: From `make_compiler`.
+        constraint: Its kind and text.
+        any_whitespace: Whether JSON may have whitespace between its tokens; without, it is
+            written as `json.dumps` does: one blank after each comma and colon, no line breaks.
 
     Raises:
         GrammarError: The text is not a grammar of its kind, or needs too much memory.
@@ -45,6 +51,8 @@ def compile_constraint(
     kind, text = constraint
     try:
         if kind is ConstraintKind.JSON_SCHEMA:
+            if not any_whitespace:
+                return compiler.compile_json_schema(text, any_whitespace=False)
             return compiler.compile_json_schema(text, max_whitespace_cnt=_MAX_WHITESPACE)
         if kind is ConstraintKind.REGEX:
             return compiler.compile_regex(text)

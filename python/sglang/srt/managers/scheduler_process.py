@@ -118,6 +118,7 @@ def build_scheduler(
             tokenizer.tokenizer,
             model_config.vocab_size,
             model_config.eos_token_ids,
+            any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
         # A CPU computes while a forward is launched: nothing would overlap.
         overlap=server_args.device != "cpu" and not server_args.disable_overlap_schedule,
