@@ -39,6 +39,9 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
         ({"stop_token_ids": [100]}, "stop_token_ids has token id 100"),
         ({"stop": ["a"] * 65}, "stop has 65 strings"),
         ({"stop": "a" * 1025}, "1024 characters"),
+        ({"stop": ""}, "stop is empty, .* leave it out"),
+        ({"stop": ["a", ""]}, r"stop\[1\] is empty"),
+        ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 ids, at most 4096"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias key 'x'"),
         ({"logit_bias": {"-1": 1.0}}, "logit_bias key '-1'"),
         ({"logit_bias": {"²": 1.0}}, "logit_bias key"),
@@ -76,7 +79,8 @@ def test_normal_form() -> None:
     params.normalize(object())
     assert (params.stop, params.stop_token_ids) == (["END"], [1, 3])
     assert (params.temperature, params.top_k, params.is_greedy) == (1.0, 1, True)
-    empty = SamplingParams(stop=["", ""], stop_token_ids=[])
+    empty = SamplingParams(stop=[], stop_token_ids=[])
+    empty.verify(1)
     empty.normalize(None)
     assert (empty.stop, empty.stop_token_ids) == (None, None)
 

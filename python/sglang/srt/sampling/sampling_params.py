@@ -23,6 +23,7 @@ MIN_REPETITION_PENALTY = 1e-3
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 4096
 MAX_LOGIT_BIASES = 4096
 MAX_SAMPLES = 128
 
@@ -50,6 +51,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     repetition_penalty: float = 1.0
     """Counts prompt and output tokens; the other two penalties count the output alone."""
     stop: str | list[str] | None = None
+    """No empty string; an empty list is none at all."""
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -130,7 +132,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         Raises:
             ValueError: `stop` strings were given and there is no tokenizer to find them with.
         """
-        self.stop = [text for text in self.stop_strings if text] or None
+        self.stop = self.stop_strings or None
         self.stop_token_ids = sorted(set(self.stop_token_ids or ())) or None
         if self.stop is not None and tokenizer is None:
             raise ValueError(
@@ -148,7 +150,17 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
             )
         if any(len(text) > MAX_STOP_CHARS for text in strings):
             raise ValueError(f"stop has a string of more than {MAX_STOP_CHARS} characters")
-        _require_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        if "" in strings:
+            which = "stop" if isinstance(self.stop, str) else f"stop[{strings.index('')}]"
+            raise ValueError(
+                f"{which} is empty, which every text contains: give it a character or leave it out"
+            )
+        ids = self.stop_token_ids or ()
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_TOKEN_IDS} are allowed"
+            )
+        _require_token_ids("stop_token_ids", ids, vocab_size)
 
     def _verify_logit_bias(self, vocab_size: int) -> None:
         biases = self.logit_bias or {}
