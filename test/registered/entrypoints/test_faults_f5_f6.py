@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
-register_cpu_ci(est_time=45, suite="base-b-test-cpu")
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PAGES: Final = 120
@@ -143,6 +144,30 @@ def test_f5_after_sigterm_storage_has_it_and_sigkill_leaves_nothing_in_the_way(
     assert again.output_ids == answer.output_ids
     server.generate(other, max_new_tokens=4)
     kill_and_judge(server, "scheduler")
+
+
+def test_f5_what_a_tree_killed_at_once_leaves_behind_goes_with_the_next_start() -> None:
+    # Short, for the path of a Unix socket is.
+    with tempfile.TemporaryDirectory(prefix="f5-") as parent:
+        env = {"TMPDIR": parent}
+        with EngineServer(env=env) as killed, EngineServer(env=env) as living:
+            orphan, kept = ipc_directory(killed), ipc_directory(living)
+            family = members(killed)
+            for member in family:
+                member.suspend()  # so that nobody sees that another has gone, and tidies up
+            for member in family:
+                member.kill()
+            killed.process.wait(10)
+            assert wait_until(lambda: not any(map(is_alive, family)), 10.0, 0.02), family
+            assert sorted(os.listdir(orphan)) == ["detokenizer", "scheduler", "tokenizer"]
+            killed.start()
+            assert not orphan.exists()
+            assert f"removed {orphan}" in log_of(killed)
+            assert sorted(os.listdir(parent)) == sorted([kept.name, ipc_directory(killed).name])
+            for server in (killed, living):
+                assert server.generate("name", max_new_tokens=2).output_ids
+                assert server.stop() == 0
+        assert os.listdir(parent) == []
 
 
 def test_f6_the_detokenizers_death_ends_the_server(server: EngineServer) -> None:

@@ -50,11 +50,11 @@ def test_ipc_names_are_private_and_removable() -> None:
         endpoints = {names.tokenizer, names.scheduler, names.detokenizer, others.scheduler}
         assert len(endpoints) == 4
         assert all(len(e) < 107 for e in endpoints)  # a Unix socket's path is short
-        assert stat.S_IMODE(os.stat(names.directory).st_mode) == 0o700
+        assert stat.S_IMODE(os.stat(names.directory.path).st_mode) == 0o700
     finally:
         names.remove()
         others.remove()
-    assert not os.path.exists(names.directory)
+    assert not os.path.exists(names.directory.path)
     names.remove()
 
 

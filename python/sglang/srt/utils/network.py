@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import socket
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from sglang.srt.utils.owned_directory import OwnedDirectory, remove_orphans
+
+logger = logging.getLogger(__name__)
 
 _IPC_PREFIX: Final = "sglang-ipc-"
 
@@ -91,7 +95,7 @@ def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 
 class IpcNames:
     """ZMQ endpoints between the processes of one server, in a directory only its user can enter."""
 
-    directory: str
+    directory: OwnedDirectory
     tokenizer: str
     """The server process listens here: results and control answers."""
     scheduler: str
@@ -101,18 +105,23 @@ class IpcNames:
 
     @classmethod
     def create(cls) -> IpcNames:
-        """Make a fresh directory (mode 0700) and name the endpoints in it."""
-        directory = tempfile.mkdtemp(prefix=_IPC_PREFIX)
+        """Make a fresh directory (mode 0700) and name the endpoints in it.
+
+        Directories of engines that were killed with all their processes are removed before.
+        """
+        for path in remove_orphans(_IPC_PREFIX):
+            logger.info("removed %s, which an engine that was killed left behind", path)
+        directory = OwnedDirectory(_IPC_PREFIX)
         return cls(
             directory=directory,
-            tokenizer=f"ipc://{directory}/tokenizer",
-            scheduler=f"ipc://{directory}/scheduler",
-            detokenizer=f"ipc://{directory}/detokenizer",
+            tokenizer=f"ipc://{directory.path}/tokenizer",
+            scheduler=f"ipc://{directory.path}/scheduler",
+            detokenizer=f"ipc://{directory.path}/detokenizer",
         )
 
     def remove(self) -> None:
         """Remove the directory with its sockets. Idempotent."""
-        remove_ipc_directory(self.directory)
+        self.directory.remove()
 
 
 def remove_ipc_directory(directory: str) -> None:
