@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,34 +32,14 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.utils.device import device_memory
-
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-"""config.json of Qwen3-8B, but for what serving does not read."""
+from sglang.test.qwen3_8b import VOCAB_SIZE, dummy_model
 
 
 class Rig:
     """A runner with pages handed out once, and batches over them."""
 
     def __init__(self, page_size: int, pool_tokens: int, **config: Any) -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / "config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
+        with dummy_model() as directory:
             model_config = ModelConfig.from_path(directory)
         begun = time.monotonic()
         self.runner = ModelRunner(
@@ -102,7 +81,7 @@ class Rig:
         table = self.runner.req_to_token_pool.req_to_token
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
-            input_ids=torch.randint(0, 151936, (new,), device="cuda"),
+            input_ids=torch.randint(0, VOCAB_SIZE, (new,), device="cuda"),
             positions=compute_extend_positions([prefix], [new], "cuda"),
             req_pool_indices=torch.tensor([0], device="cuda"),
             req_pool_indices_cpu=[0],
@@ -119,7 +98,7 @@ class Rig:
         """Milliseconds a step from `context` tokens on: whole, and of the CPU alone."""
         table = self.runner.req_to_token_pool.req_to_token
         rows = torch.arange(count, device="cuda")
-        tokens = torch.randint(0, 151936, (count,), device="cuda")
+        tokens = torch.randint(0, VOCAB_SIZE, (count,), device="cuda")
         lens = torch.full((count,), context, device="cuda")
 
         def step(length: int) -> None:

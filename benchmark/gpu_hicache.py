@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from gpu_server import DUMMY, KV_BYTES, VOCABULARY, Emit, dummy_model, random_prompt
+from gpu_server import Emit, random_prompt
 
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
@@ -45,6 +45,7 @@ from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
 from sglang.srt.mem_cache.storage.mooncake_store.client import load_mooncake_store
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 from sglang.test.engine_server import EngineServer
+from sglang.test.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 
 CONVERSATIONS: Final = Conversations(
     clients=20, rounds=10, request_len=2048, output_len=1, parallel=4, fixed_answers=True, seed=5
@@ -117,7 +118,7 @@ def start(model: str, flags: dict[str, tuple[str, ...]], store: Store, stack: Ex
     """Servers of one model, started side by side."""
     begun = time.monotonic()
     servers = {
-        name: EngineServer("--device", "cuda", *DUMMY, *own, model=model, env=store.env)
+        name: EngineServer("--device", "cuda", *DUMMY_FLAGS, *own, model=model, env=store.env)
         for name, own in flags.items()
     }
     for server in servers.values():
@@ -205,7 +206,7 @@ async def talk(server: EngineServer) -> tuple[list[list[RequestResult]], float]:
     async with open_session(None) as session:
         begun = time.perf_counter()
         options = RequestOptions(base_url=server.url)
-        results = await converse(session, np.arange(VOCABULARY), CONVERSATIONS, options)
+        results = await converse(session, np.arange(VOCAB_SIZE), CONVERSATIONS, options)
         return results, time.perf_counter() - begun
 
 

@@ -14,17 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_forward import QWEN3_8B
 
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import open_session
@@ -39,17 +35,13 @@ from sglang.srt.managers.scheduler_process import build_scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.engine_server import EngineServer
-
-VOCABULARY = 151936
-KV_BYTES = 36 * 2 * 8 * 128 * 2
-"""Of one token."""
-DUMMY = ("--load-format", "dummy", "--tokenizer-path", str(BUILTIN_MODEL_DIR))
+from sglang.test.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
 
 Emit = Callable[[dict[str, Any]], None]
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+    ids: list[int] = np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
     return ids
 
 
@@ -168,18 +160,10 @@ def measure_decode(server: EngineServer, out: Emit) -> None:
 def part_server(model: str, layout: str, out: Emit) -> None:
     flags = ("--max-total-tokens", "40960", "--enable-hierarchical-cache", "--hicache-size", "24",
              "--hicache-mem-layout", layout)  # fmt: skip
-    with EngineServer("--device", "cuda", *DUMMY, *flags, model=model) as server:
+    with EngineServer("--device", "cuda", *DUMMY_FLAGS, *flags, model=model) as server:
         out({"what": "tiers", "tiers": server.request("GET", "/server_info").body["tiers"]})
         measure_ttft(server, out)
         measure_decode(server, out)
-
-
-@contextmanager
-def dummy_model() -> Iterator[str]:
-    """A directory with Qwen3-8B's configuration and nothing else."""
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
-        yield directory
 
 
 def main() -> None:

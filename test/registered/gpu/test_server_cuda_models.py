@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
-from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.utils.device import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.engine_server import EngineServer
+from sglang.test.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
 from sglang.test.run_eval import EvalArgs, run_eval
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
-
-LARGE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-"""Qwen3-8B's shape."""
 
 QUESTION = "The code of heron is 7391. The code of otter is 2846. What is the code of heron?"
 
@@ -48,28 +26,26 @@ Servers = dict[str, EngineServer]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers() -> Iterator[Servers]:
     """All that the tests below ask, started side by side."""
-    large = tmp_path_factory.mktemp("large")
-    (large / "config.json").write_text(json.dumps(LARGE), encoding="utf-8")
-    made = {
-        "graphs": EngineServer("--device", "cuda"),
-        "launches": EngineServer("--device", "cuda", "--disable-cuda-graph"),
-        "settled": EngineServer("--device", "cuda", "--disable-overlap-schedule"),
-        "torch": EngineServer("--device", "cuda", "--attention-backend", "torch_native"),
-        "fp8": EngineServer("--device", "cuda", "--kv-cache-dtype", "fp8_e4m3"),
-        "tiers": EngineServer(
-            "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "16",
-            "--enable-cache-report",
-        ),
-        "large": EngineServer(
-            "--device", "cuda", "--load-format", "dummy",
-            "--tokenizer-path", str(BUILTIN_MODEL_DIR),
-            "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "2",
-            model=str(large),
-        ),
-    }  # fmt: skip
     with ExitStack() as stack:
+        large = stack.enter_context(dummy_model())
+        made = {
+            "graphs": EngineServer("--device", "cuda"),
+            "launches": EngineServer("--device", "cuda", "--disable-cuda-graph"),
+            "settled": EngineServer("--device", "cuda", "--disable-overlap-schedule"),
+            "torch": EngineServer("--device", "cuda", "--attention-backend", "torch_native"),
+            "fp8": EngineServer("--device", "cuda", "--kv-cache-dtype", "fp8_e4m3"),
+            "tiers": EngineServer(
+                "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio",
+                "16", "--enable-cache-report",
+            ),
+            "large": EngineServer(
+                "--device", "cuda", *DUMMY_FLAGS,
+                "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "2",
+                model=large,
+            ),
+        }  # fmt: skip
         for server in made.values():
             stack.callback(server.kill)
         with ThreadPoolExecutor(len(made)) as pool:
@@ -134,11 +110,11 @@ def test_recall_under_load(servers: Servers, name: str) -> None:
 def test_a_large_shape(servers: Servers) -> None:
     server = servers["large"]
     rng = random.Random(3)
-    prompts = [[rng.randrange(151936) for _ in range(5000)] for _ in range(3)]
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(5000)] for _ in range(3)]
     for ids in (*prompts, prompts[0]):
         answer = server.generate(ids, max_new_tokens=16, sampling={"ignore_eos": True})
         assert len(answer.output_ids) == 16
-        assert all(0 <= token < 151936 for token in answer.output_ids)
+        assert all(0 <= token < VOCAB_SIZE for token in answer.output_ids)
     assert answer.cached["host"] == 5000 // 64 * 64, answer.cached
     server.flush()
 

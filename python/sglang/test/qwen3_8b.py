@@ -1,0 +1,48 @@
+"""Qwen3-8B's shape without its weights: what GPU tests and benchmarks take for a large model."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+
+VOCAB_SIZE: Final = 151936
+_LAYERS, _KV_HEADS, _HEAD_DIM = 36, 8, 128
+KV_BYTES: Final = _LAYERS * 2 * _KV_HEADS * _HEAD_DIM * 2
+"""Of one token, in bf16."""
+
+_CONFIG: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": _KV_HEADS,
+    "head_dim": _HEAD_DIM,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+"""Its config.json, but for what serving does not read."""
+
+DUMMY_FLAGS: Final = ("--load-format", "dummy", "--tokenizer-path", str(BUILTIN_MODEL_DIR))
+"""For a server of `dummy_model`: random weights, and a tokenizer, which is not the model's."""
+
+
+@contextmanager
+def dummy_model() -> Iterator[str]:
+    """A directory that holds the configuration and nothing else, for the time of the context."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+        yield directory
