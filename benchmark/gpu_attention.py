@@ -23,7 +23,7 @@ from triton.testing import do_bench
 
 from sglang.benchmark.device_limits import Limits, measure_limits
 from sglang.srt.layers.attention import attention_registry
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.attention_cases import PagedContexts, attention_layer, queries
 
@@ -38,13 +38,15 @@ DECODE = ((1, 1024), (1, 32768), (64, 2048), (256, 256))
 def make(name: str) -> AttentionBackend:
     return attention_registry.create_attention_backend(
         name,
-        kv_bytes_per_layer=4 * KV_HEADS * DIM,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        device="cuda",
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
+        AttentionConfig(
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            page_size=PAGE,
+            dtype=torch.bfloat16,
+            kv_dtype=torch.bfloat16,
+            device="cuda",
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.attention_registry import (
     create_attention_backend,
     default_attention_backend,
 )
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -86,14 +87,15 @@ class ModelRunner:
         self._graphs: CudaGraphRunner | None = None
         self.attn_backend = create_attention_backend(
             config.attention_backend or default_attention_backend(config.device),
-            kv_bytes_per_layer=self.kv_bytes_per_token() // self.model_config.num_hidden_layers,
-            page_size=config.page_size,
-            dtype=self.model_config.dtype,
-            device=config.device,
-            num_heads=self.model_config.num_attention_heads,
-            num_kv_heads=self.model_config.num_key_value_heads,
-            head_dim=self.model_config.head_dim,
-            kv_dtype=self.kv_cache_dtype,
+            AttentionConfig(
+                num_heads=self.model_config.num_attention_heads,
+                num_kv_heads=self.model_config.num_key_value_heads,
+                head_dim=self.model_config.head_dim,
+                page_size=config.page_size,
+                dtype=self.model_config.dtype,
+                kv_dtype=self.kv_cache_dtype,
+                device=config.device,
+            ),
         )
         self.model = get_model(
             config.model_config,
@@ -157,7 +159,7 @@ class ModelRunner:
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
         if torch.device(self.config.device).type != "cuda":
             return
-        self.attn_backend.warm_up(self.config.device)
+        self.attn_backend.warm_up()
         for batch in warm_up_batches(self.req_to_token_pool, self.token_to_kv_pool):
             self.forward(batch)
         if not self.config.disable_cuda_graph and self.attn_backend.can_be_captured:

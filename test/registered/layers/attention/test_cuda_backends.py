@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.device import detect_device
 from sglang.test.attention_cases import (
@@ -45,14 +45,15 @@ def make(
     heads, kv_heads, head_dim = shape
     return create_attention_backend(
         name,
-        kv_bytes_per_layer=2 * kv_heads * head_dim * kv_dtype.itemsize,
-        page_size=page_size,
-        dtype=BF16,
-        device="cuda",
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        kv_dtype=kv_dtype,
+        AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=BF16,
+            kv_dtype=kv_dtype,
+            device="cuda",
+        ),
     )
 
 

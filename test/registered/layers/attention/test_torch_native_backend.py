@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import importlib.util
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.partial_attention import (
     Partial,
     _attend_plainly,
@@ -27,6 +29,15 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
+CONFIG = AttentionConfig(
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    page_size=1,
+    dtype=torch.float32,
+    kv_dtype=torch.float32,
+    device="cpu",
+)
 POOL = 1024
 
 
@@ -79,9 +90,7 @@ class Bench:
             extend_prefix_lens_cpu=[a - b for a, b in zip(lens, new, strict=True)],
             extend_seq_lens_cpu=new,
         )
-        backend = TorchNativeAttnBackend(
-            kv_bytes_per_layer=(384 << 10) // view_tokens, page_size=1, dtype=torch.float32
-        )
+        backend = TorchNativeAttnBackend(CONFIG, view_bytes=view_tokens * CONFIG.kv_bytes)
         backend.init_forward_metadata(batch)
         got = backend.forward(q, k, v, self.layer, batch)
         assert torch.equal(self.pool.k_buffer[1][loc], k)
@@ -164,25 +173,27 @@ def test_parts_join_to_the_whole_even_where_one_weighs_nothing() -> None:
 
 def test_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'flashy' is not supported: supported are torch_native"):
-        create_attention_backend("flashy", kv_bytes_per_layer=1, page_size=1, dtype=torch.float32)
+        create_attention_backend("flashy", CONFIG)
 
 
 def test_flashinfer_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    where: dict[str, Any] = {"kv_bytes_per_layer": 1, "page_size": 1, "dtype": torch.bfloat16}
+    half = dataclasses.replace(CONFIG, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="'flashinfer' needs a CUDA device, not 'cpu'"):
-        create_attention_backend("flashinfer", **where)
+        create_attention_backend("flashinfer", half)
+    half = dataclasses.replace(half, device="cuda:0")
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # as where it is not installed
     with pytest.raises(ValueError, match="pip install flashinfer-python, or use triton"):
-        create_attention_backend("flashinfer", **where, device="cuda")
+        create_attention_backend("flashinfer", half)
     found = importlib.machinery.ModuleSpec("flashinfer", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    for fields, message in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"dtype": torch.float32}, "--dtype bfloat16 or float16"),
         ({"kv_dtype": torch.float8_e4m3fn}, "--kv-cache-dtype auto, not torch.bfloat16"),
         ({"head_dim": 80}, "a head_dim of 64, 128, 256, not 80"),
-    ):
+    ]
+    for fields, message in wrong:
         with pytest.raises(ValueError, match=message):
-            create_attention_backend("flashinfer", **where | fields, device="cuda:0")
+            create_attention_backend("flashinfer", dataclasses.replace(half, **fields))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,33 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """What every layer of a model has in common, on this rank."""
+
+    num_heads: int
+    """Of queries; a multiple of `num_kv_heads`."""
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    """Tokens of a page of the pool."""
+    dtype: torch.dtype
+    """Of queries, and of keys and values before they are stored."""
+    kv_dtype: torch.dtype
+    """Of the pool."""
+    device: str
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token's keys and values in one layer of the pool."""
+        return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+
 class AttentionBackend(ABC):
-    """Attention of one model runner, used by the thread that runs the model, batch after batch."""
+    """Attention of one model runner, used by the thread that runs the model, batch after batch.
+
+    Holds the plan of the batch that is being run.
+    """
 
     can_be_captured = False
     """Decoding may be captured in a graph and replayed, with `init_forward_metadata_graph`
@@ -34,7 +60,7 @@ class AttentionBackend(ABC):
                 step's input; `seq_lens_cpu` is the step's. Padding is requests of one token.
         """
 
-    def warm_up(self, device: torch.device | str) -> None:
+    def warm_up(self) -> None:
         """Do, before the first request, what the first use of a library costs once."""
 
     @abstractmethod

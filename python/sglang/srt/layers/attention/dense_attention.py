@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.attention.partial_attention import heads_first
+
 UNIT = 1024
 """Tokens that lengths are multiples of; from so many on cuDNN is faster than Triton."""
 
@@ -62,13 +64,8 @@ def dense_attention(
         contiguous fp32 `[num_heads, num_tokens]`.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        _heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, causal, scale=scaling
+        heads_first(q), heads_first(k), heads_first(v), None, True, 0.0, causal, scale=scaling
     )
     out: torch.Tensor = found[0][0].transpose(0, 1)
     lse: torch.Tensor = found[1].reshape(q.shape[1], q.shape[0])
     return out.contiguous(), lse.contiguous()
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """View `[tokens, heads, head_dim]` as `[1, heads, tokens, head_dim]`."""
-    return x.transpose(0, 1).unsqueeze(0)

@@ -17,7 +17,7 @@ import flashinfer
 import torch
 
 from sglang.srt.constants import MIB
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.triton_ops.pages import page_indices
 from sglang.srt.utils.device import make_event, stage_to_device
 
@@ -46,7 +46,7 @@ class _Pages(NamedTuple):
 
 
 class FlashInferAttnBackend(AttentionBackend):
-    """Holds the library's wrappers and the plan of the batch that is being run.
+    """Holds the library's wrappers, which hold the plans.
 
     A wrapper copies its plan to the device through page-locked memory of its own: the next plan
     waits until that copy is done, which may be an event after the step before.
@@ -62,29 +62,11 @@ class FlashInferAttnBackend(AttentionBackend):
     H200, after 32,000 tokens: 64 new ones take 0.12 ms so and 0.43 ms the other way, 512 new ones
     0.82 and 0.45 ms."""
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        """Args:
-        num_heads: Query heads of this rank; `num_kv_heads` likewise.
-        dtype: Of the queries and of the pool.
-        """
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
-        self._page_size = page_size
-        self._dtype = dtype
-        self._device = torch.device(device)
-        self._scaling = head_dim**-0.5
-        self._use_tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    def __init__(self, config: AttentionConfig) -> None:
+        self._config = config
+        self._scaling = config.head_dim**-0.5
+        self._use_tensor_cores = config.num_heads // config.num_kv_heads >= TENSOR_CORE_GROUP
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=config.device)
         self._paged: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
         self._short: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", backend="fa2"
@@ -98,10 +80,10 @@ class FlashInferAttnBackend(AttentionBackend):
         self._captured_indices: torch.Tensor | None = None
         self._extending = self._paged
         self._decoding = self._eager
-        self._plan_copied = make_event(device)
+        self._plan_copied = make_event(config.device)
         self._has_planned = False
 
-    def warm_up(self, device: torch.device | str) -> None:
+    def warm_up(self) -> None:
         """Have the kernels of decoding compiled; those of prefill are used by the warm-up batches.
 
         Raises:
@@ -109,9 +91,8 @@ class FlashInferAttnBackend(AttentionBackend):
         """
         logger.info("Loading FlashInfer's kernels; those not compiled before take minutes")
         with self._planning():
-            pages = _Pages(
-                _pinned([0, 1]), torch.zeros(1, dtype=torch.int32, device=device), _pinned([1])
-            )
+            first_page = torch.zeros(1, dtype=torch.int32, device=self._config.device)
+            pages = _Pages(_pinned([0, 1]), first_page, _pinned([1]))
             self._plan_decode(self._eager, pages)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -172,13 +153,13 @@ class FlashInferAttnBackend(AttentionBackend):
         assert extend_lens is not None
         queries = _pinned([0, *accumulate(extend_lens)])
         shape = {
-            "num_qo_heads": self._num_heads,
-            "num_kv_heads": self._num_kv_heads,
-            "head_dim_qk": self._head_dim,
+            "num_qo_heads": self._config.num_heads,
+            "num_kv_heads": self._config.num_kv_heads,
+            "head_dim_qk": self._config.head_dim,
             "causal": True,
             "sm_scale": self._scaling,
-            "q_data_type": self._dtype,
-            "kv_data_type": self._dtype,
+            "q_data_type": self._config.dtype,
+            "kv_data_type": self._config.dtype,
         }
         if self.attends_new_tokens_directly and not any(prefix_lens):
             self._extending = self._ragged
@@ -191,7 +172,7 @@ class FlashInferAttnBackend(AttentionBackend):
             paged_kv_indptr=pages.indptr,
             paged_kv_indices=pages.indices,
             paged_kv_last_page_len=pages.last_page_len,
-            page_size=self._page_size,
+            page_size=self._config.page_size,
             **shape,
         )
 
@@ -200,23 +181,23 @@ class FlashInferAttnBackend(AttentionBackend):
             indptr=pages.indptr,
             indices=pages.indices,
             last_page_len=pages.last_page_len,
-            num_qo_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
-            page_size=self._page_size,
+            num_qo_heads=self._config.num_heads,
+            num_kv_heads=self._config.num_kv_heads,
+            head_dim=self._config.head_dim,
+            page_size=self._config.page_size,
             sm_scale=self._scaling,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            q_data_type=self._config.dtype,
+            kv_data_type=self._config.dtype,
         )
 
     def _pages(self, batch: ForwardBatch) -> _Pages:
-        page = self._page_size
+        page = self._config.page_size
         counts = [-(-length // page) for length in batch.seq_lens_cpu]
         indptr = _pinned([0, *accumulate(counts)])
         indices = page_indices(
             batch.req_to_token_pool.req_to_token,
             batch.req_pool_indices,
-            stage_to_device(indptr, self._device),
+            stage_to_device(indptr, self._config.device),
             total=sum(counts),
             longest=max(counts),
             page_size=page,
@@ -225,19 +206,20 @@ class FlashInferAttnBackend(AttentionBackend):
         return _Pages(indptr, indices, last)
 
     def _wrapper_for_graph(self, batch: ForwardBatch) -> Any:
+        device = self._config.device
         if self._captured_indices is None:
             rows, context_len = batch.req_to_token_pool.req_to_token.shape
-            most = rows * -(-context_len // self._page_size)
-            self._captured_indices = torch.empty(most, dtype=torch.int32, device=self._device)
+            most = rows * -(-context_len // self._config.page_size)
+            self._captured_indices = torch.empty(most, dtype=torch.int32, device=device)
         size = batch.batch_size
         wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=self._use_tensor_cores,
-            paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=self._device),
+            paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=device),
             paged_kv_indices_buffer=self._captured_indices,
-            paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=self._device),
+            paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=device),
         )
         return wrapper
 
@@ -246,7 +228,7 @@ class FlashInferAttnBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values, each `[pages, page_size, num_kv_heads, head_dim]`."""
         k, v = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        shape = (-1, self._page_size, self._num_kv_heads, self._head_dim)
+        shape = (-1, self._config.page_size, self._config.num_kv_heads, self._config.head_dim)
         return k.view(shape), v.view(shape)
 
 

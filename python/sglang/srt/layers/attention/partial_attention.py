@@ -21,6 +21,11 @@ class Partial(NamedTuple):
     """fp32 `[n, heads, rows]`: log of the sum of exponentials of the scaled scores."""
 
 
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """View `[tokens, heads, head_dim]` as `[1, heads, tokens, head_dim]`."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,

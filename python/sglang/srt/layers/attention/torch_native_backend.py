@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.partial_attention import Partial, attend, merge_parts, merge_two
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
+from sglang.srt.layers.attention.partial_attention import (
+    Partial,
+    attend,
+    heads_first,
+    merge_parts,
+    merge_two,
+)
 from sglang.srt.layers.attention.slot_plan import (
     VIEW_BYTES,
     DecodePlan,
@@ -32,18 +38,11 @@ if TYPE_CHECKING:
 
 
 class TorchNativeAttnBackend(AttentionBackend):
-    """Holds the plan of the batch that is being run.
+    """Views of the pool, and gathers where views do not pay."""
 
-    Args of the constructor:
-        kv_bytes_per_layer: Bytes of one token's keys and values in one layer of the pool.
-        page_size: Tokens per page.
-        dtype: Of the queries.
-    """
-
-    def __init__(self, *, kv_bytes_per_layer: int, page_size: int, dtype: torch.dtype) -> None:
-        self._view_tokens = max(1, VIEW_BYTES // kv_bytes_per_layer)
-        self._page_size = page_size
-        self._dtype = dtype
+    def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
+        self._config = config
+        self._view_tokens = max(1, view_bytes // config.kv_bytes)
         self._decode_plan: DecodePlan | None = None
         self._extend_plan: list[ExtendSegment] = []
 
@@ -56,9 +55,9 @@ class TorchNativeAttnBackend(AttentionBackend):
             contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
             self._decode_plan = plan_decode(
                 contexts,
-                page_size=self._page_size,
+                page_size=self._config.page_size,
                 view_tokens=self._view_tokens,
-                dtype=self._dtype,
+                dtype=self._config.dtype,
                 device=device,
             )
         elif forward_batch.forward_mode.is_extend():
@@ -68,7 +67,7 @@ class TorchNativeAttnBackend(AttentionBackend):
             assert extend_lens is not None
             prefixes = [table[row, :length] for row, length in zip(rows, prefix_lens, strict=True)]
             self._extend_plan = plan_extend(
-                prefixes, extend_lens, page_size=self._page_size, device=device
+                prefixes, extend_lens, page_size=self._config.page_size, device=device
             )
 
     def forward_extend(
@@ -87,9 +86,9 @@ class TorchNativeAttnBackend(AttentionBackend):
             own = slice(segment.begin, segment.end)
             queries = q[segment.end - 1 if last_only else segment.begin : segment.end]
             new = attend(
-                _heads_first(queries),
-                _heads_first(k[own]),
-                _heads_first(v[own]),
+                heads_first(queries),
+                heads_first(k[own]),
+                heads_first(v[own]),
                 scale=layer.scaling,
                 causal=not last_only,
             )
@@ -110,8 +109,8 @@ class TorchNativeAttnBackend(AttentionBackend):
         q = q.reshape(batch_size, layer.num_kv_heads, -1, layer.head_dim)
         parts = []
         for row, slot, length in plan.views:
-            k_view = _heads_first(pool_k.narrow(0, slot, length)).to(q.dtype)
-            v_view = _heads_first(pool_v.narrow(0, slot, length)).to(q.dtype)
+            k_view = heads_first(pool_k.narrow(0, slot, length)).to(q.dtype)
+            v_view = heads_first(pool_v.narrow(0, slot, length)).to(q.dtype)
             parts.append(attend(q[row : row + 1], k_view, v_view, scale=layer.scaling))
         parts += [_attend_gathered(q, pool_k, pool_v, part, layer) for part in plan.gathers]
         out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
@@ -121,11 +120,6 @@ class TorchNativeAttnBackend(AttentionBackend):
         elif not plan.in_order:
             out = out.index_select(0, plan.order)
         return out.reshape(batch_size, -1)
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """View `[tokens, heads, head_dim]` as `[1, heads, tokens, head_dim]`."""
-    return x.transpose(0, 1).unsqueeze(0)
 
 
 def _read_prefix(
@@ -148,11 +142,11 @@ def _attend_prefix(
 ) -> Partial:
     """Every new token sees all of the prefix, so the heads of a group are just more rows."""
     num_new = q.shape[0]
-    rows = _heads_first(q).reshape(1, layer.num_kv_heads, -1, layer.head_dim)
+    rows = heads_first(q).reshape(1, layer.num_kv_heads, -1, layer.head_dim)
     part = attend(
         rows,
-        _heads_first(k).to(q.dtype),
-        _heads_first(v).to(q.dtype),
+        heads_first(k).to(q.dtype),
+        heads_first(v).to(q.dtype),
         scale=layer.scaling,
     )
     return Partial(

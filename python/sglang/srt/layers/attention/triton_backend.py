@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.dense_attention import (
     UNIT,
     DensePlan,
@@ -55,26 +55,17 @@ class _ExtendPlan:
 
 
 class TritonAttnBackend(AttentionBackend):
-    """Holds the plan of the batch that is being run. Decoding needs none: see `decode_attention`.
-
-    Args of the constructor:
-        num_heads: Query heads of this rank; `num_kv_heads` likewise.
-        head_dim: Elements of one head.
-        dtype: Of the queries.
-    """
+    """Decoding needs no plan: see `decode_attention`."""
 
     can_be_captured = True
 
-    def __init__(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
-        self._group = num_heads // num_kv_heads
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
+    def __init__(self, config: AttentionConfig) -> None:
+        self._config = config
         self._can_be_dense = (
-            dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= DENSE_HEAD_DIM
+            config.dtype.itemsize == 2
+            and config.head_dim % 8 == 0
+            and config.head_dim <= DENSE_HEAD_DIM
         )
-        self._dtype = dtype
         self._plan = _ExtendPlan()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -102,9 +93,9 @@ class TritonAttnBackend(AttentionBackend):
         if paged:
             plan.paged = plan_blocks(
                 paged,
-                group=self._group,
-                num_kv_heads=self._num_kv_heads,
-                head_dim=self._head_dim,
+                group=self._config.num_heads // self._config.num_kv_heads,
+                num_kv_heads=self._config.num_kv_heads,
+                head_dim=self._config.head_dim,
                 device=table.device,
             )
         self._plan = plan
@@ -148,14 +139,15 @@ class TritonAttnBackend(AttentionBackend):
             layer.scaling,
         )
 
-    def warm_up(self, device: torch.device | str) -> None:
+    def warm_up(self) -> None:
         """Have cuDNN make its plans for the usual lengths: a second, or a request's delay."""
         if not self._can_be_dense:
             return
-        heads = self._group * self._num_kv_heads
-        shape = (WARM_UP_TOKENS, heads + 2 * self._num_kv_heads, self._head_dim)
-        qkv = torch.zeros(shape, dtype=self._dtype, device=device)
-        q, k, v = torch.split(qkv, [heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        config = self._config
+        parts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        shape = (WARM_UP_TOKENS, sum(parts), config.head_dim)
+        qkv = torch.zeros(shape, dtype=config.dtype, device=config.device)
+        q, k, v = torch.split(qkv, parts, dim=1)
         for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
             dense_attention(q[:tokens], k[:tokens], v[:tokens], 1.0, causal=True)
 
