@@ -12,10 +12,9 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 class RMSNorm(WeightedLayer):
     """Normalises in fp32, rounds to the input's dtype, then scales, as transformers does."""
 
-    def __init__(self, size: int, eps: float, *, placement: TensorPlacement, prefix: str) -> None:
-        super().__init__()
+    def __init__(self, size: int, eps: float, *, placement: TensorPlacement) -> None:
+        super().__init__(placement)
         self.eps = eps
-        self.prefix = prefix
         self.weight = placement.empty(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +48,7 @@ class RMSNorm(WeightedLayer):
         return self.forward(residual), residual
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.weight", WeightSlot(self.weight, tuple(self.weight.shape))
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
 
 
 class QKNorm(WeightedLayer):
@@ -63,11 +62,9 @@ class QKNorm(WeightedLayer):
         eps: float,
         *,
         placement: TensorPlacement,
-        prefix: str,
     ) -> None:
-        super().__init__()
+        super().__init__(placement)
         self.eps = eps
-        self.prefix = prefix
         self.num_heads = num_heads
         # A row for each head, though all queries share one and all keys another: one multiply
         # instead of two and no concatenation.

@@ -82,15 +82,14 @@ class MergedColumnParallelLinear(WeightedLayer):
         *,
         bias: bool,
         placement: TensorPlacement,
-        prefix: str,
     ) -> None:
         """Args:
         input_size: Features of the input.
-        parts: Name in the checkpoint (under `prefix`) and output features of each projection.
+        parts: Name in the checkpoint and output features of each projection.
+        placement: Of the layer that the projections belong to: they are not named together.
         """
-        super().__init__()
+        super().__init__(placement)
         self.parts = tuple(parts)
-        self.prefix = prefix
         output_size = sum(size for _, size in parts)
         self.weight = placement.empty(output_size, input_size)
         self.bias = placement.empty(output_size) if bias else None
@@ -103,10 +102,10 @@ class MergedColumnParallelLinear(WeightedLayer):
         begin = 0
         for name, size in self.parts:
             weight = self.weight[begin : begin + size]
-            yield f"{self.prefix}.{name}.weight", WeightSlot(weight, tuple(weight.shape))
+            yield f"{self.prefix}.{name}.weight", WeightSlot.of(weight)
             if self.bias is not None:
                 bias = self.bias[begin : begin + size]
-                yield f"{self.prefix}.{name}.bias", WeightSlot(bias, (size,))
+                yield f"{self.prefix}.{name}.bias", WeightSlot.of(bias)
             begin += size
 
 
@@ -114,16 +113,9 @@ class RowParallelLinear(WeightedLayer):
     """A plain projection, of features that a column-parallel layer may have split."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        bias: bool,
-        placement: TensorPlacement,
-        prefix: str,
+        self, input_size: int, output_size: int, *, bias: bool, placement: TensorPlacement
     ) -> None:
-        super().__init__()
-        self.prefix = prefix
+        super().__init__(placement)
         self.weight = placement.empty(output_size, input_size)
         self.bias = placement.empty(output_size) if bias else None
 
@@ -132,6 +124,6 @@ class RowParallelLinear(WeightedLayer):
         return apply_linear(x, self.weight, self.bias)
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.weight", WeightSlot(self.weight, tuple(self.weight.shape))
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
         if self.bias is not None:
-            yield f"{self.prefix}.bias", WeightSlot(self.bias, tuple(self.bias.shape))
+            yield f"{self.prefix}.bias", WeightSlot.of(self.bias)

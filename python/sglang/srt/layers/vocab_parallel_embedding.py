@@ -12,11 +12,8 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 class VocabParallelEmbedding(WeightedLayer):
     """A row of `weight` for each token. The same class is the (untied) output head."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, placement: TensorPlacement, prefix: str
-    ) -> None:
-        super().__init__()
-        self.prefix = prefix
+    def __init__(self, vocab_size: int, hidden_size: int, *, placement: TensorPlacement) -> None:
+        super().__init__(placement)
         self.weight = placement.empty(vocab_size, hidden_size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -24,4 +21,4 @@ class VocabParallelEmbedding(WeightedLayer):
         return F.embedding(input_ids, self.weight)
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.weight", WeightSlot(self.weight, tuple(self.weight.shape))
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)

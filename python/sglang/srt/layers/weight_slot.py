@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.placement import TensorPlacement
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
@@ -20,6 +22,11 @@ class WeightSlot:
     dest: torch.Tensor
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, dest: torch.Tensor) -> WeightSlot:
+        """For a tensor that fills `dest` as it is."""
+        return cls(dest, tuple(dest.shape))
+
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor of `shape`, any dtype, any device."""
         assert tuple(tensor.shape) == self.shape
@@ -30,7 +37,11 @@ NamedSlots = Iterator[tuple[str, WeightSlot]]
 
 
 class WeightedLayer(torch.nn.Module, ABC):
-    """A layer that takes tensors of a checkpoint."""
+    """A layer that takes tensors of a checkpoint, whose names begin with `prefix`."""
+
+    def __init__(self, placement: TensorPlacement) -> None:
+        super().__init__()
+        self.prefix = placement.prefix
 
     @abstractmethod
     def weight_slots(self) -> NamedSlots:

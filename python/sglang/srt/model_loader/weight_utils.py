@@ -98,7 +98,7 @@ def _read_safetensors(file: Path) -> Iterator[CheckpointTensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{file} is torn or not safetensors, at {name} ({error}): {_REMEDY}"
-        ) from (error)
+        ) from error
 
 
 def _read_pickled(file: Path) -> Iterator[CheckpointTensor]:

@@ -34,7 +34,7 @@ class LlamaMLP(torch.nn.Module):
     """Gated feed-forward layer."""
 
     def __init__(
-        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, prefix: str
+        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
         super().__init__()
         size = config.intermediate_size
@@ -43,14 +43,12 @@ class LlamaMLP(torch.nn.Module):
             [("gate_proj", size), ("up_proj", size)],
             bias=options.mlp_bias,
             placement=placement,
-            prefix=prefix,
         )
         self.down_proj = RowParallelLinear(
             size,
             config.hidden_size,
             bias=options.mlp_bias,
-            placement=placement,
-            prefix=f"{prefix}.down_proj",
+            placement=placement.at("down_proj"),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,9 +63,7 @@ class LlamaAttention(torch.nn.Module):
         config: ModelConfig,
         options: DecoderOptions,
         placement: TensorPlacement,
-        *,
         layer_id: int,
-        prefix: str,
     ) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
@@ -79,14 +75,12 @@ class LlamaAttention(torch.nn.Module):
             [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)],
             bias=options.qkv_bias,
             placement=placement,
-            prefix=prefix,
         )
         self.o_proj = RowParallelLinear(
             q_size,
             config.hidden_size,
             bias=options.out_bias,
-            placement=placement,
-            prefix=f"{prefix}.o_proj",
+            placement=placement.at("o_proj"),
         )
         self.qk_norm = (
             QKNorm(
@@ -95,7 +89,6 @@ class LlamaAttention(torch.nn.Module):
                 self.head_dim,
                 config.rms_norm_eps,
                 placement=placement,
-                prefix=prefix,
             )
             if options.qk_norm
             else None
@@ -125,26 +118,15 @@ class LlamaDecoderLayer(torch.nn.Module):
         config: ModelConfig,
         options: DecoderOptions,
         placement: TensorPlacement,
-        *,
         layer_id: int,
-        prefix: str,
     ) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(
-            config, options, placement, layer_id=layer_id, prefix=f"{prefix}.self_attn"
-        )
-        self.mlp = LlamaMLP(config, options, placement, f"{prefix}.mlp")
-        self.input_layernorm = RMSNorm(
-            config.hidden_size,
-            config.rms_norm_eps,
-            placement=placement,
-            prefix=f"{prefix}.input_layernorm",
-        )
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = LlamaAttention(config, options, placement.at("self_attn"), layer_id)
+        self.mlp = LlamaMLP(config, options, placement.at("mlp"))
+        self.input_layernorm = RMSNorm(size, eps, placement=placement.at("input_layernorm"))
         self.post_attention_layernorm = RMSNorm(
-            config.hidden_size,
-            config.rms_norm_eps,
-            placement=placement,
-            prefix=f"{prefix}.post_attention_layernorm",
+            size, eps, placement=placement.at("post_attention_layernorm")
         )
 
     def forward(
@@ -173,23 +155,18 @@ class LlamaModel(torch.nn.Module):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(
-        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, prefix: str
+        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            placement=placement,
-            prefix=f"{prefix}.embed_tokens",
+            config.vocab_size, config.hidden_size, placement=placement.at("embed_tokens")
         )
         self.decoder_layers = [
-            LlamaDecoderLayer(config, options, placement, layer_id=i, prefix=f"{prefix}.layers.{i}")
+            LlamaDecoderLayer(config, options, placement.at(f"layers.{i}"), i)
             for i in range(config.num_hidden_layers)
         ]
         self.layers = torch.nn.ModuleList(self.decoder_layers)
-        self.norm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, placement=placement, prefix=f"{prefix}.norm"
-        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement.at("norm"))
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, placement=placement)
 
     def forward(
@@ -214,12 +191,12 @@ class LlamaForCausalLM(torch.nn.Module):
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config, self.decoder_options(config), placement, "model")
+        self.model = LlamaModel(config, self.decoder_options(config), placement.at("model"))
         self.lm_head = (
             None
             if config.tie_word_embeddings
             else VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, placement=placement, prefix="lm_head"
+                config.vocab_size, config.hidden_size, placement=placement.at("lm_head")
             )
         )
         self.logits_processor = LogitsProcessor()
