@@ -153,6 +153,20 @@ def test_f2_right_keys_open_and_reading_methods_change_nothing(server: KeyedServ
     assert ADMIN_KEY not in shown
 
 
+def test_f2_a_page_asks_leave_without_a_key_and_sends_the_key_itself(server: KeyedServer) -> None:
+    page = {"Origin": "https://page.example"}
+    leave = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x,y"}
+    preflight = httpx.options(f"{server.url}/generate", headers=page | leave)
+    assert preflight.status_code == 200
+    for headers, status in ((page, 401), (page | HEADERS, 400)):
+        answer = httpx.post(f"{server.url}/generate", headers=headers, json={})
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "*"
+    # An OPTIONS request that asks no leave reaches no endpoint.
+    for method, path in USER_PATHS + ADMIN_PATHS:
+        assert httpx.options(server.url + path, headers=page).status_code == 405, (method, path)
+
+
 # ---- F3: hostile bytes ---------------------------------------------------------------------
 
 

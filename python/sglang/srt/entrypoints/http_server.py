@@ -16,6 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
+from sglang.srt.entrypoints.cross_origin import add_cross_origin_middleware
 from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
 from sglang.srt.entrypoints.http_errors import install_error_handlers
 from sglang.srt.entrypoints.http_protocol import bounded_protocol
@@ -71,6 +72,7 @@ def create_app(
     add_api_key_middleware(
         app, api_key=context.args.api_key, admin_api_key=context.args.admin_api_key
     )
+    add_cross_origin_middleware(app)
     return app
 
 

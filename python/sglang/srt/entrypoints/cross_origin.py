@@ -1,0 +1,44 @@
+"""Answers for pages of other origins (CORS), as a browser wants them before it shows any to a page.
+
+Any origin may ask, as with SGLang. That opens nothing to who has no key: a page has to send the
+bearer token itself. What browsers add by themselves, cookies and the like, the server neither reads
+nor lets a page of another origin send along, since a proxy in front may well read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
+
+
+def add_cross_origin_middleware(app: Starlette) -> None:
+    """Let pages of any origin read the answers of `app`.
+
+    Call it after everything that may refuse a request has been added: preflights carry no key, and
+    a page has to be able to read why it was refused.
+    """
+    app.add_middleware(_CrossOriginMiddleware)
+
+
+class _CrossOriginMiddleware:
+    """Starlette's middleware for requests with an `Origin`; the others pass by it untouched."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._for_pages = CORSMiddleware(
+            app, allow_origins=("*",), allow_methods=_METHODS, allow_headers=("*",)
+        )
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """One request; no coroutine of its own, which each event of a stream would pass through."""
+        if scope["type"] == "http":
+            for name, _ in scope["headers"]:
+                if name == b"origin":
+                    return self._for_pages(scope, receive, send)
+        return self._app(scope, receive, send)
