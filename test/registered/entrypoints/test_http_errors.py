@@ -253,9 +253,30 @@ def test_large_bodies_are_refused_while_they_come(client: httpx.Client) -> None:
 
 def test_wrong_method_and_path(client: httpx.Client) -> None:
     assert "GET /flush_cache" in refused(client.get("/flush_cache"), 405)["message"]
-    assert set(client.get(GENERATE).headers["allow"].split(", ")) == {"POST", "PUT"}
     assert "/nowhere" in refused(client.get("/nowhere"), 404)["message"]
     assert refused(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (GENERATE, "POST, PUT"),
+        (CHAT, "POST"),
+        ("/flush_cache", "POST"),
+        ("/hicache/storage-backend", "DELETE, GET, HEAD, PUT"),  # three endpoints
+        ("/hicache/storage-backend/clear", "POST"),
+        ("/v1/models/any", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_told_all_that_the_path_has(
+    client: httpx.Client, path: str, allowed: str
+) -> None:
+    response = client.patch(path)
+    assert f"PATCH {path}" in refused(response, 405)["message"]
+    assert response.headers["allow"] == allowed
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+        if method not in allowed.split(", "):
+            assert client.request(method, path).headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("query", ["timeout=x", "timeout=-1", "timeout=nan", "timeout=1e9"])

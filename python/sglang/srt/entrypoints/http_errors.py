@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from sglang.srt.constrained.constraint import ConstraintKind
 from sglang.srt.managers.generate_request import EngineUnavailable, InvalidRequest, RequestFailed
@@ -54,6 +55,15 @@ def _constraint_field(message: str) -> str | None:
     return name if name in ConstraintKind.__members__.values() else None
 
 
+def _methods_at(request: Request) -> list[str]:
+    """The methods that the path of `request` has, sorted: of all its routes, not of the first."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods.update(getattr(route, "methods", None) or ())
+    return sorted(methods)
+
+
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON object of an error."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
@@ -87,6 +97,8 @@ def install_error_handlers(app: Starlette) -> None:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         headers = dict(error.headers) if error.headers else None
+        if error.status_code == 405:
+            headers = {**(headers or {}), "Allow": ", ".join(_methods_at(request))}
         return error_response(ApiError(error.status_code, message), headers)
 
     async def unknown(request: Request, error: Exception) -> Response:
