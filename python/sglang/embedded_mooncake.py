@@ -27,6 +27,7 @@ from sglang.srt.utils.network import can_connect, get_free_ports
 from sglang.srt.utils.process import stop_process
 
 LOOPBACK: Final = "127.0.0.1"
+_SUSPEND_TIMEOUT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
 
@@ -132,8 +133,13 @@ class ManagedProcess:
             self._process.wait()
 
     def suspend(self) -> None:
-        """SIGSTOP: the child keeps its connections and answers nothing."""
+        """SIGSTOP: the child keeps its connections and answers nothing, from the return on."""
         os.kill(self.pid, signal.SIGSTOP)
+        # The signal alone returns before it has reached every thread.
+        deadline = time.monotonic() + _SUSPEND_TIMEOUT_S
+        while not _is_suspended(self.pid):
+            assert time.monotonic() < deadline, f"{self.name} does not stop"
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """SIGCONT, if the child runs."""
@@ -151,6 +157,18 @@ class ManagedProcess:
             return ""
         text = self.log_path.read_text(errors="replace")
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+
+def _is_suspended(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    try:
+        states = [
+            task.read_text().rpartition(")")[2].split()[0]
+            for task in Path(f"/proc/{pid}/task").glob("*/stat")
+        ]
+    except FileNotFoundError:
+        return False  # a thread ended meanwhile: look again
+    return set(states) == {"T"}
 
 
 def _binary(name: str) -> str:

@@ -10,12 +10,10 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from sglang.embedded_mooncake import StoreNode
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL
@@ -46,18 +44,6 @@ class StoppedInMidGet(MooncakeStore):
         return super().batch_get_v2(transfers, extra_info)
 
 
-def stop(node: StoreNode) -> None:
-    """SIGSTOP, and wait until it has reached every thread: the signal alone returns before."""
-    node.suspend()
-    deadline = time.monotonic() + 10
-    while any(
-        task.read_text().rpartition(")")[2].split()[0] != "T"
-        for task in Path(f"/proc/{node.pid}/task").glob("*/stat")
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def written(rigs: StorageRigs) -> None:
     """Have the pages of `PROMPT` in the store."""
     writer = rigs.make()
@@ -72,7 +58,7 @@ def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyP
 
         def slow(number: int) -> None:
             if number == 0:
-                stop(node)
+                node.suspend()
                 threading.Timer(1.2, node.resume).start()
 
         monkeypatch.setattr(StoppedInMidGet, "before_get", staticmethod(slow), raising=False)
@@ -106,7 +92,7 @@ def test_c7_a_node_stopped_in_mid_get(
     monkeypatch.setattr(
         StoppedInMidGet,
         "before_get",
-        staticmethod(lambda number: stop(node) if number == 1 else None),
+        staticmethod(lambda number: node.suspend() if number == 1 else None),
         raising=False,
     )
     times = {

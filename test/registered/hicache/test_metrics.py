@@ -27,7 +27,8 @@ SERVING: Final = (
     "queue_time_seconds",
 )  # fmt: skip
 HICACHE: Final = (
-    "hicache_host_used_tokens", "hicache_host_total_tokens", "evicted_tokens_total",
+    "hicache_host_used_tokens", "hicache_host_total_tokens", "hicache_host_stuck_tokens",
+    "evicted_tokens_total",
     "load_back_tokens_total", "load_back_duration_seconds", "prefetched_tokens_total",
     "backuped_tokens_total", "prefetch_bandwidth", "backup_bandwidth", "hicache_hit_tokens_total",
     "hicache_miss_tokens_total", "hicache_prefetch_total", "hicache_backup_total",

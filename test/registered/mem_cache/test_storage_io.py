@@ -92,7 +92,7 @@ class Bench:
         self.metrics = HiCacheMetrics(None)
         self.io = StorageIO(
             lambda: self.store,
-            namespace="ns", page_size=1, page_bytes=64, threshold_pages=1,
+            namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, threshold_pages=1,
             pass_prefix_keys=False, metrics=self.metrics,
         )  # fmt: skip
 
@@ -309,7 +309,7 @@ def recording() -> Iterator[tuple[RecordingStore, StorageIO]]:
     store = RecordingStore()
     io = StorageIO(
         lambda: store,
-        namespace="ns", page_size=1, page_bytes=64, threshold_pages=1,
+        namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, threshold_pages=1,
         pass_prefix_keys=False, metrics=HiCacheMetrics(None),
     )  # fmt: skip
     yield store, io

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, StorageUnreachable
 from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
+from sglang.srt.mem_cache.storage_groups import pages_per_read
 from sglang.srt.mem_cache.storage_io import AgreeHit, StorageIO
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.utils.device import CopyStream, Event, make_event
@@ -261,6 +262,7 @@ class HiCacheController:
             namespace=namespace,
             page_size=self.page_size,
             page_bytes=self.mem_pool_host.page_bytes,
+            pages_per_read=pages_per_read(self.mem_pool_host.page_num),
             threshold_pages=settings.threshold_pages(self.page_size),
             pass_prefix_keys=settings.pass_prefix_keys,
             metrics=self._metrics,

@@ -6,7 +6,7 @@ reduced by MIN over the ranks. Pure functions; the reduction is handed in.
 
 Layout of the vector: the digest of the books and its negative, `available`, `worth`,
 `reconnects`; for each FIFO queue `done` and `first_failed`; for each prefetch slot `hit`,
-`landed`, `ended` and `-expired`.
+`landed`, `ended`, `-expired` and `-handed`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 NONE_FAILED: Final = 2**62
 """`first_failed` of a queue in which nothing failed."""
 MAX_PREFETCHES: Final = 64
-"""Prefetches under way at most: the vector has a fixed size (unequal ones abort gloo)."""
-QUEUES: Final = ("write", "load", "backup", "release")
+"""Prefetches that own host pages at most: the vector has a fixed size (unequal ones abort gloo)."""
+QUEUES: Final = ("write", "load", "backup")
 
 _HEAD: Final = 5
-_VECTOR_SIZE: Final = _HEAD + 2 * len(QUEUES) + 4 * MAX_PREFETCHES
+_VECTOR_SIZE: Final = _HEAD + 2 * len(QUEUES) + 5 * MAX_PREFETCHES
 
 Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """MIN over the ranks of an int64 `[n]` CPU tensor."""
@@ -64,6 +64,8 @@ class PrefetchProgress(NamedTuple):
     """The transfer touches host memory no more."""
     expired: bool = False
     """Its time is up."""
+    handed: int = 0
+    """Pages that the store may have written to, or may be writing to, from the first on."""
 
 
 _NO_PROGRESS: Final = QueueProgress()
@@ -84,7 +86,7 @@ class Progress:
     queues: dict[str, QueueProgress] = dataclasses.field(default_factory=dict)
     """By name of `QUEUES`; absent: nothing happened."""
     prefetches: Sequence[PrefetchProgress] = ()
-    """In order of start."""
+    """In the order of the board: those that are waited for, then those that were cut."""
 
     def of_queue(self, name: str) -> QueueProgress:
         """That of one of `QUEUES`."""
@@ -99,7 +101,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     for name in QUEUES:
         values += progress.of_queue(name)
     for one in progress.prefetches:
-        values += [one.hit, one.landed, int(one.ended), -int(one.expired)]
+        values += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed]
     values += [0] * (_VECTOR_SIZE - len(values))
     return torch.tensor(values, dtype=torch.int64)
 
@@ -118,10 +120,10 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         for i, name in enumerate(QUEUES)
     }
     begin = _HEAD + 2 * len(QUEUES)
-    quads = [values[begin + 4 * i : begin + 4 * i + 4] for i in range(num_prefetches)]
+    slots = [values[begin + 5 * i : begin + 5 * i + 5] for i in range(num_prefetches)]
     prefetches = [
-        PrefetchProgress(hit, landed, bool(ended), minus_expired < 0)
-        for hit, landed, ended, minus_expired in quads
+        PrefetchProgress(hit, landed, bool(ended), minus_expired < 0, -minus_handed)
+        for hit, landed, ended, minus_expired, minus_handed in slots
     ]
     return Progress(
         books_digest=values[0],

@@ -30,6 +30,10 @@ class HiCacheMetrics:
 
         self._host_used = gauge("hicache_host_used_tokens", "Host (L2) tokens in use")
         self.host_total = gauge("hicache_host_total_tokens", "Host (L2) capacity in tokens")
+        self.host_stuck = gauge(
+            "hicache_host_stuck_tokens",
+            "Host (L2) tokens that L3 reads keep though nobody waits for them: the call hangs",
+        )
         self.evicted = counter("evicted_tokens_total", "Tokens evicted, by tier", "tier")
         self.dropped = counter(
             "hicache_dropped_tokens_total", "Tokens that left every tier unsaved, by cause", "cause"

@@ -4,17 +4,19 @@ No bytes are moved here. The tree starts operations, feeds each tick's agreed pr
 back what landed and what is to be freed.
 
 Life of a prefetch: *under way* until its request is scheduled, which cuts it by the policy or
-finds it ended. What landed is then published; the rest of its host pages wait in the *release
-queue* until the transfer thread has let go of them.
+finds it ended. What landed is then published. Of the rest of its host pages, those that the store
+was not yet given to write to are free at the next tick; those of the call under way when it was
+cut stay with it until that call has returned. Mooncake's can take minutes, if a store node hangs.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
+
+import torch
 
 from sglang.srt.mem_cache.ballot import MAX_PREFETCHES, PrefetchProgress
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation
@@ -35,17 +37,22 @@ class PrefetchPolicy(StrEnum):
 
 
 class PrefetchBoard:
-    """The prefetches of one scheduler, in order of start. Scheduler thread only."""
+    """The prefetches of one scheduler, in order of start. Scheduler thread only.
 
-    def __init__(self) -> None:
+    Args:
+        page_size: Tokens.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
         self._under_way: dict[str, PrefetchOperation] = {}
         self._agreed: dict[str, PrefetchProgress] = {}
-        self._releasing: deque[PrefetchOperation] = deque()
+        self._cut: list[PrefetchOperation] = []
         self._new: list[PrefetchOperation] = []
         self._unanswered: list[PrefetchOperation] = []
 
     def __len__(self) -> int:
-        return len(self._under_way) + len(self._releasing)
+        return len(self._under_way) + len(self._cut)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._under_way
@@ -53,15 +60,19 @@ class PrefetchBoard:
     @property
     def is_full(self) -> bool:
         """No more may be started now: the ballot has that many slots."""
-        return len(self._under_way) >= MAX_PREFETCHES
+        return len(self) >= MAX_PREFETCHES
 
     def held_tokens(self) -> int:
         """Host tokens that prefetches own."""
-        return sum(len(operation.host_indices) for operation in self.operations())
+        return sum(operation.owned_tokens for operation in self.operations())
+
+    def stuck_tokens(self) -> int:
+        """Host tokens of reads that nobody waits for any more."""
+        return sum(operation.owned_tokens for operation in self._cut)
 
     def operations(self) -> list[PrefetchOperation]:
         """All that own host pages."""
-        return [*self._under_way.values(), *self._releasing]
+        return [*self._under_way.values(), *self._cut]
 
     def start(self, operation: PrefetchOperation) -> None:
         """Take up an operation, which is to be submitted with what comes in the same tick."""
@@ -83,29 +94,42 @@ class PrefetchBoard:
                 operation.wait_for_answer(until)
             self._unanswered = []
 
-    def progress(self) -> tuple[Sequence[PrefetchProgress], int]:
-        """What this rank sees: of each prefetch under way, and how many of the release queue have
-        ended."""
-        released = 0
-        while released < len(self._releasing) and self._releasing[released].ended:
-            released += 1
-        if not self._under_way:
-            return (), released
+    def progress(self) -> Sequence[PrefetchProgress]:
+        """What this rank sees of each of `operations`."""
+        if not len(self):
+            return ()
         now = time.monotonic()
         seen = []
-        for operation in self._under_way.values():
+        for operation in self.operations():
             # `ended` first: what it says of `landed_pages` must not be older than itself.
             ended = operation.ended
             expired = now > operation.deadline
             seen.append(
-                PrefetchProgress(operation.hit_pages, operation.landed_pages, ended, expired)
+                PrefetchProgress(
+                    operation.hit_pages,
+                    operation.landed_pages,
+                    ended,
+                    expired,
+                    operation.handed_pages,
+                )
             )
-        return seen, released
+        return seen
 
-    def agree(self, agreed: Sequence[PrefetchProgress], released: int) -> list[PrefetchOperation]:
-        """Take the tick's agreement; returns the operations whose pages may be freed now."""
-        self._agreed.update(zip(self._under_way, agreed, strict=True))
-        return [self._releasing.popleft() for _ in range(released)]
+    def agree(self, agreed: Sequence[PrefetchProgress]) -> list[torch.Tensor]:
+        """Take the tick's agreement on `progress`; returns the host slots to be freed now."""
+        waited_for = len(self._under_way)
+        self._agreed.update(zip(self._under_way, agreed[:waited_for], strict=True))
+        freed = []
+        for operation, progress in zip(self._cut, agreed[waited_for:], strict=True):
+            # A read that was cut is handed no more pages: only the call under way may write.
+            end = progress.landed if progress.ended else progress.handed
+            slots = operation.release(
+                progress.landed * self._page_size, max(progress.landed, end) * self._page_size
+            )
+            if len(slots):
+                freed.append(slots)
+        self._cut = [operation for operation in self._cut if operation.owned_tokens]
+        return freed
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
         """Whether its request need not wait any longer. From agreed progress only."""
@@ -117,11 +141,11 @@ class PrefetchBoard:
     def finish(self, request_id: str) -> tuple[PrefetchOperation, int] | None:
         """End the wait: the operation and its agreed landed pages, None without one.
 
-        What is not published stays with the operation, which enters the release queue.
+        What is not published stays with the operation until a later tick's `agree`.
         """
         operation = self._under_way.pop(request_id, None)
         if operation is None:
             return None
         operation.is_terminated = True
-        self._releasing.append(operation)
+        self._cut.append(operation)
         return operation, self._agreed.pop(request_id).landed

@@ -96,7 +96,7 @@ class HiRadixCache(HostTierCache):
             metrics=metrics,
             reduce=reduce,
         )
-        self._board = PrefetchBoard()
+        self._board = PrefetchBoard(self.page_size)
         self._backups: deque[StorageOperation] = deque()
         self._backup_tokens = 0
         self._postponed: dict[int, TreeNode] = {}
@@ -134,6 +134,10 @@ class HiRadixCache(HostTierCache):
         return bool(
             len(self._board) or self._backups or self._postponed or super()._has_operations()
         )
+
+    def read_metrics(self) -> None:
+        super().read_metrics()
+        self.metrics.host_stuck.set(self._board.stuck_tokens())
 
     def reset(self) -> None:
         super().reset()
@@ -255,20 +259,16 @@ class HiRadixCache(HostTierCache):
         path = self._walk(operation.key[:end])
         known = sum(len(node.key) for node in path)
         if known < operation.start or known >= end:
-            operation.to_release = operation.host_indices
             if landed and known < operation.start:
                 self.metrics.prefetch_outcomes.labels("orphan").inc()
             return 0
         begin = known - operation.start
         parent = path[-1] if path else self.root_node
         leaf = self._new_node(operation.key[known:end], parent)
-        leaf.set_host_value(operation.host_indices[begin:landed].clone())
+        leaf.set_host_value(operation.publish(begin, landed))
         leaf.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
         leaf.storage_epoch = operation.epoch
         self._host_heap.offer(leaf)
-        operation.to_release = torch.cat(
-            [operation.host_indices[:begin], operation.host_indices[landed:]]
-        )
         return end - known
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
@@ -402,9 +402,7 @@ class HiRadixCache(HostTierCache):
         progress = super()._progress()
         if self._attachment.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
             self._board.await_answers()
-        progress.prefetches, released = self._board.progress()
-        if released:
-            progress.queues["release"] = QueueProgress(released)
+        progress.prefetches = self._board.progress()
         done, failed = 0, NONE_FAILED
         for operation in self._backups:
             outcome = operation.outcome
@@ -434,11 +432,12 @@ class HiRadixCache(HostTierCache):
         if agreed.reconnects != self._reconnects:
             self._reconnects = agreed.reconnects
             self._storage_epoch += 1
-        released = agreed.of_queue("release").successes
-        for operation in self._board.agree(agreed.prefetches, released):
-            assert operation.to_release is not None
-            if len(operation.to_release):
-                self.host_pool.free(operation.to_release)
+        for slots in self._board.agree(agreed.prefetches):
+            self.host_pool.free(slots)
+        if not self._available and (stuck := self._board.stuck_tokens()):
+            self._say.warning(
+                "stuck", "an L3 read hangs: %d tokens of L2 stay with it until it returns", stuck
+            )
 
     # ---- administration --------------------------------------------------------------------
 
@@ -504,11 +503,7 @@ class HiRadixCache(HostTierCache):
     def _host_pages_of_operations(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._host_pages_of_operations()
         for operation in self._board.operations():
-            pages = operation.to_release
-            yield (
-                f"prefetch of {operation.request_id}",
-                (operation.host_indices if pages is None else pages),
-            )
+            yield f"prefetch of {operation.request_id}", operation.owned_slots()
 
 
 def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -13,9 +13,16 @@ from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOpe
 
 PAGES_PER_CALL: Final = 64
 """Pages of one get or put: enough to hide the round trip, few enough that a cut comes soon."""
+_STUCK_SHARE: Final = 8
+"""One of so many pages of L2 a get may be given at most: it keeps them for as long as it hangs."""
 _PROMPTS_PER_QUESTION: Final = 16
 _PAGES_PER_QUESTION: Final = 1024
 """Of the prompts that one call asks about; those of one prompt may be more."""
+
+
+def pages_per_read(host_pages: int) -> int:
+    """Pages of one get, with an L2 of `host_pages`."""
+    return max(1, min(PAGES_PER_CALL, host_pages // _STUCK_SHARE))
 
 
 def questions(operations: Sequence[PrefetchOperation]) -> Iterator[list[PrefetchOperation]]:

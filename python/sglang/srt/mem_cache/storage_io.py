@@ -67,6 +67,7 @@ class StorageIO:
         namespace: First part of every key.
         page_size: Tokens.
         page_bytes: Bytes of a page in the host pool.
+        pages_per_read: Of one get at most: what a call that hangs can keep of the host pool.
         threshold_pages: Shorter hits are not read.
         pass_prefix_keys: Tell the backend the keys of the pages before.
         metrics: Counts what happened.
@@ -84,6 +85,7 @@ class StorageIO:
         namespace: str,
         page_size: int,
         page_bytes: int,
+        pages_per_read: int,
         threshold_pages: int,
         pass_prefix_keys: bool,
         metrics: HiCacheMetrics,
@@ -94,6 +96,7 @@ class StorageIO:
         self._namespace = namespace
         self._page_size = page_size
         self._page_bytes = page_bytes
+        self._pages_per_read = pages_per_read
         self._threshold_pages = threshold_pages
         self._pass_prefix_keys = pass_prefix_keys
         self._metrics = metrics
@@ -353,10 +356,10 @@ class StorageIO:
 
     def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:
         assert self.storage is not None
-        for begin in range(0, pages, PAGES_PER_CALL):
-            if operation.is_terminated:
+        for begin in range(0, pages, self._pages_per_read):
+            end = min(begin + self._pages_per_read, pages)
+            if not operation.hand_over(end):
                 return CacheOutcome.LATE
-            end = min(begin + PAGES_PER_CALL, pages)
             landed, why = self._transfer(
                 self.storage.batch_get_v2,
                 "get",

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.tree_node import TreeNode
 class PrefetchOperation:
     """Read the pages of one prompt that follow its L1 and L2 hit.
 
-    Owns `host_indices` until it is published (what landed) and released (the rest).
+    Owns `host_indices` until they are published (what landed) or released (the rest).
     """
 
     request_id: str
@@ -42,10 +42,11 @@ class PrefetchOperation:
     epoch: int
     """Of the store when the read began: what it held may be gone in a later one."""
 
-    to_release: torch.Tensor | None = None
-    """Scheduler, once published: the host slots that are to be freed when the transfer ends."""
     hit_pages: int = -1
     """Transfer thread: what the store reported, agreed by all ranks; -1 while unknown."""
+    handed_pages: int = 0
+    """Transfer thread: pages that the store was given to write to, from the first on. Final once
+    the read is cut."""
     landed_pages: int = 0
     """Transfer thread: pages got and verified, from the first on."""
     outcome: CacheOutcome | None = None
@@ -53,10 +54,52 @@ class PrefetchOperation:
     is_terminated: bool = False
     """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
     _answered: threading.Event = field(default_factory=threading.Event)
+    _owned: list[tuple[int, int]] = field(init=False)
+    """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
+
+    def __post_init__(self) -> None:
+        self._owned = [(0, len(self.host_indices))]
 
     @property
     def ended(self) -> bool:
         return self.outcome is not None
+
+    @property
+    def owned_tokens(self) -> int:
+        """Scheduler: host tokens that are still this operation's."""
+        return sum(end - begin for begin, end in self._owned)
+
+    def owned_slots(self) -> torch.Tensor:
+        """Scheduler: those."""
+        return self._slots(self._owned)
+
+    def publish(self, begin: int, end: int) -> torch.Tensor:
+        """Scheduler: hand the tokens from `begin` to `end` over; their host slots."""
+        self._owned = _outside(self._owned, begin, end)
+        return self.host_indices[begin:end].clone()
+
+    def release(self, begin: int, end: int) -> torch.Tensor:
+        """Scheduler: let go of all but the tokens from `begin` to `end`; the host slots."""
+        freed = _outside(self._owned, begin, end)
+        self._owned = [
+            (max(first, begin), min(last, end))
+            for first, last in self._owned
+            if first < end and last > begin
+        ]
+        return self._slots(freed)
+
+    def _slots(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
+        parts = [self.host_indices[begin:end] for begin, end in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat([self.host_indices[:0], *parts])
+
+    def hand_over(self, pages: int) -> bool:
+        """Transfer thread, before the store may write to the pages before `pages`: whether it may.
+
+        Here the number is written before `is_terminated` is read, in the scheduler it is the other
+        way round: either the thread sees that it is too late, or the scheduler sees the number.
+        """
+        self.handed_pages = pages
+        return not self.is_terminated
 
     def note_answer(self) -> None:
         """Transfer thread: the store has said what it has, and that is going to be read."""
@@ -97,3 +140,13 @@ class StorageOperation:
         """Transfer thread: settle, and drop the chain to operations long past."""
         self.after = None
         self.outcome = outcome
+
+
+def _outside(ranges: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """What of `ranges` is not from `begin` to `end`."""
+    parts = [
+        part
+        for first, last in ranges
+        for part in ((first, min(last, begin)), (max(first, end), last))
+    ]
+    return [(first, last) for first, last in parts if first < last]

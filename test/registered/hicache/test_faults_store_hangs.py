@@ -1,0 +1,85 @@
+"""Fault C7 with several store nodes: what reads may hold of L2 while one of the nodes hangs.
+
+The store answers questions all the while, for its master lives; a get of a page on the node that
+hangs returns after a minute or more.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sglang.test.cache_rig import Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+
+register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+
+L2_PAGES = 256
+PROMPTS = [[*range(1000 * number, 1000 * number + 40 * PAGE), 7] for number in range(5)]
+TIMEOUT_S = 1.0
+EPSILON_S = 1.0
+
+
+def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
+    times = {"prefetch_timeout_base": TIMEOUT_S, "prefetch_timeout_per_ki_token": 0.0}
+    with (
+        MooncakeCluster(num_nodes=3, segment_size="32mb") as cluster,
+        StorageRigs.on(cluster, **times) as rigs,
+    ):
+        writer = rigs.make(l1_pages=L2_PAGES)
+        for prompt in PROMPTS:
+            writer.run(prompt)
+        writer.settle()
+        reader = rigs.make(
+            l1_pages=L2_PAGES, hicache_ratio=1.0, hicache_storage_prefetch_policy="timeout"
+        )
+        # Sessions with all nodes: Mooncake waits a minute a key for one with a node that hangs.
+        assert reader.run(PROMPTS[0]) == Reused(storage=40 * PAGE)
+        reader.flush()
+        cluster.nodes[0].suspend()
+        try:
+            waiting = {f"r{number}": prompt for number, prompt in enumerate(PROMPTS[1:])}
+            began = time.monotonic()
+            for rid, prompt in waiting.items():
+                reader.arrive(rid, prompt)
+            assert reader.hi._board.held_tokens() == L2_PAGES // 2 * PAGE
+            hangs = reader.hi._board.operations()[0]
+            reader.until(lambda: hangs.handed_pages > hangs.landed_pages)
+            for rid, prompt in waiting.items():
+                reader.until(lambda rid=rid: reader.hi.check_prefetch_progress(rid))  # type: ignore[misc]
+                request, _ = reader.admit(rid, prompt)
+                reader.finish(request)
+            assert time.monotonic() - began < TIMEOUT_S + EPSILON_S
+            reader.tick()
+            stuck = reader.hi._board.stuck_tokens()
+            assert 0 < stuck <= L2_PAGES // 8 * PAGE, "the call under way, and nothing else"
+            assert not hangs.ended
+            reader.hi.check_integrity()
+
+            reader.until(lambda: not storage_io_of(reader).available)
+            reader.tick()
+            reader.arrive("refused", PROMPTS[0])
+            assert reader.hi.check_prefetch_progress("refused")
+            assert counts(reader.hi.metrics.prefetch_outcomes)["unavailable"] == 1
+            reader.hi.read_metrics()
+            assert reader.hi.metrics.host_stuck._value.get() == stuck
+
+            # All the rest of L2 is there for whoever comes.
+            large = range(50_000, 50_000 + (L2_PAGES - L2_PAGES // 8) * PAGE)
+            reader.run(large)
+            reader.until(lambda: "writes" not in reader.hi.is_busy())
+            assert sum(len(n.key) for n in reader.hi.nodes() if n.backuped) == len(large)
+        finally:
+            cluster.nodes[0].resume()
+        reader.settle()
+        assert hangs.ended
+        reader.flush()
+        assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
+        assert reader.hi._board.stuck_tokens() == 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,111 @@
+"""Reads that were cut: which of their host pages are free, and which a call may still write to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.ballot import PrefetchProgress, Progress, from_vector, to_vector
+from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome
+from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL, pages_per_read
+from sglang.srt.mem_cache.storage_operation import PrefetchOperation
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+PAGE = 2
+PAGES = 10
+
+
+def started(board: PrefetchBoard, rid: str = "r", first_page: int = 0) -> PrefetchOperation:
+    """A read of the ten host pages from `first_page` on."""
+    operation = PrefetchOperation(
+        request_id=rid,
+        key=RadixKey([]),
+        start=0,
+        host_indices=torch.arange(first_page * PAGE, (first_page + PAGES) * PAGE),
+        hashes=[PageHash(str(page)) for page in range(PAGES)],
+        prefix_hashes=[],
+        deadline=0.0,
+        epoch=0,
+    )
+    board.start(operation)
+    return operation
+
+
+def tick(board: PrefetchBoard) -> list[int]:
+    """One agreement; the host pages that are free since."""
+    freed = board.agree(board.progress())
+    slots = torch.cat([torch.empty(0, dtype=torch.int64), *freed]).tolist()
+    assert slots[1::PAGE] == [slot + 1 for slot in slots[::PAGE]], "whole pages"
+    return [slot // PAGE for slot in slots[::PAGE]]
+
+
+def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> None:
+    board = PrefetchBoard(PAGE)
+    operation = started(board)
+    board.finish("r")
+    assert not operation.hand_over(4), "too late"
+    # What was noted then counts until the thread has seen that it is too late.
+    assert tick(board) == [4, 5, 6, 7, 8, 9]
+    operation.finish(CacheOutcome.LATE)
+    assert tick(board) == [0, 1, 2, 3]
+    assert len(board) == 0
+
+    operation = started(board)
+    board.finish("r")
+    assert tick(board) == list(range(10))
+    assert len(board) == 0
+    assert not operation.hand_over(4)
+
+
+def test_only_the_pages_of_the_call_under_way_stay_with_a_read_that_was_cut() -> None:
+    board = PrefetchBoard(PAGE)
+    operation = started(board)
+    assert operation.hand_over(4)
+    operation.landed_pages = 4
+    tick(board)
+    assert operation.hand_over(8)
+    found = board.finish("r")
+    assert found == (operation, 4)
+    operation.publish(1 * PAGE, 4 * PAGE)
+    assert tick(board) == [0, 8, 9]
+    assert board.stuck_tokens() == 4 * PAGE
+    assert tick(board) == []
+    operation.landed_pages = 6
+    assert tick(board) == [4, 5]
+    operation.finish(CacheOutcome.FAILED)
+    assert tick(board) == [6, 7]
+    assert (len(board), board.stuck_tokens(), board.held_tokens()) == (0, 0, 0)
+
+
+def test_who_ended_gives_back_what_it_has_though_one_before_it_hangs() -> None:
+    board = PrefetchBoard(PAGE)
+    hangs, behind = started(board, "hangs"), started(board, "behind", PAGES)
+    hangs.hand_over(2)
+    for rid in ("hangs", "behind"):
+        board.finish(rid)
+    assert tick(board) == [*range(2, 10), *range(10, 20)]
+    assert not behind.hand_over(2)
+    assert board.stuck_tokens() == 2 * PAGE
+
+
+def test_ranks_keep_what_any_of_them_may_be_writing_to() -> None:
+    ranks = [
+        Progress(prefetches=[PrefetchProgress(landed=2, handed=4)]),
+        Progress(prefetches=[PrefetchProgress(landed=4, handed=8, ended=True)]),
+    ]
+    vectors = torch.stack([to_vector(rank) for rank in ranks])
+    (agreed,) = from_vector(vectors.min(dim=0).values, 1).prefetches
+    assert (agreed.landed, agreed.handed, agreed.ended) == (2, 8, False)
+
+
+@pytest.mark.parametrize(("host_pages", "pages"), [(4, 1), (64, 8), (100_000, PAGES_PER_CALL)])
+def test_one_call_takes_a_small_share_of_l2(host_pages: int, pages: int) -> None:
+    assert pages_per_read(host_pages) == pages
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
