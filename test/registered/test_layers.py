@@ -40,6 +40,8 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "model_executor.warm_up",
     ),
     (
+        "managers.schedule_req",
+        "managers.batch_pools",
         "managers.schedule_batch",
         "managers.launched_step",
         "managers.schedule_policy",

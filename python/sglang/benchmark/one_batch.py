@@ -14,13 +14,9 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.managers.schedule_batch import (
-    BatchPools,
-    DecodeBatch,
-    PrefillWork,
-    Req,
-    make_prefill_batch,
-)
+from sglang.srt.managers.batch_pools import BatchPools
+from sglang.srt.managers.schedule_batch import DecodeBatch, PrefillWork, make_prefill_batch
+from sglang.srt.managers.schedule_req import Req
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import synchronize
@@ -119,7 +115,8 @@ class StaticBatch:
 
     def decode(self) -> torch.Tensor:
         """One step: int64 `[bs]` on the device, each request's next token."""
-        assert self._decoding.prepare(), "whoever sized the pools counted the tokens"
+        is_prepared = self._decoding.prepare()
+        assert is_prepared, "whoever sized the pools counted the tokens"
         batch = self._decoding.worker_batch(self._sampling)
         _, token_ids = self._worker.forward_batch_generation(batch)
         self._decoding.advance(token_ids)
@@ -135,7 +132,7 @@ class StaticBatch:
         pools = self._pools
         table = pools.req_to_token_pool
         begins = [req.kv_committed_len for req in self._reqs]
-        rows = pools.int64([_row(req) for req in self._reqs])
+        rows = pools.int64([req.row for req in self._reqs])
         last = table.req_to_token[rows, (pools.int64(begins) - 1).clamp_(min=0)]
         slots = pools.allocator.alloc_extend(
             pools.int64(begins), begins, pools.int64(ends), ends, last.to(torch.int64), sum(counts)
@@ -143,7 +140,7 @@ class StaticBatch:
         assert slots is not None, "whoever sized the pools counted the tokens"
         pieces = torch.split(slots, counts)
         for req, begin, end, piece in zip(self._reqs, begins, ends, pieces, strict=True):
-            table.write((_row(req), slice(begin, end)), piece)
+            table.write((req.row, slice(begin, end)), piece)
         return slots
 
 
@@ -203,8 +200,3 @@ def continue_greedily(
         batch.release()
     found: list[list[int]] = torch.stack(outputs, dim=1).tolist()
     return found
-
-
-def _row(req: Req) -> int:
-    assert req.req_pool_idx is not None
-    return req.req_pool_idx

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.input_logprobs import InputLogprobs
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.io_struct import TopLogprobs
-    from sglang.srt.managers.schedule_batch import PrefillWork, Req
+    from sglang.srt.managers.schedule_batch import PrefillWork
+    from sglang.srt.managers.schedule_req import Req
 
 
 class StepResult:

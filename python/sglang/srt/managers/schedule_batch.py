@@ -1,9 +1,4 @@
-"""A request as the scheduler sees it, and the batch whose tensors one forward takes.
-
-Invariant between two steps: columns `[0, kv_committed_len)` of a request's row hold slots with the
-keys and values of `kv_committed_ids`; the `num_in_flight` columns after them hold those that a step
-in flight fills; and it has no others.
-"""
+"""Batches: the tensors that one forward takes, made from the requests that it computes."""
 
 from __future__ import annotations
 
@@ -11,219 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from sglang.srt.managers.io_struct import (
-    CachedTokensDetails,
-    FinishReason,
-    TokenizedGenerateReqInput,
-    TopLogprobs,
-)
-from sglang.srt.managers.schedule_policy import ceil_to_page
-from sglang.srt.mem_cache.radix_key import RadixKey, TokenArray, token_array
+from sglang.srt.managers.schedule_req import NO_SLOTS, Req
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,
 )
-from sglang.srt.utils.device import on_device
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
-    from sglang.srt.constrained.ticket import GrammarTicket
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-    from sglang.srt.mem_cache.tree_node import TreeNode
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-_NO_SLOTS = torch.empty(0, dtype=torch.int64)
-_NOTHING_CACHED = CachedTokensDetails()
-
-
-@dataclass(slots=True, eq=False)
-class Req:
-    """One request from its arrival to its last output. A `CacheableRequest`."""
-
-    rid: str
-    origin_input_ids: list[int]
-    sampling_params: SamplingParams
-    seed: int
-    arrival_number: int
-    max_new_tokens: int
-    """What the client asked for, cut to what the context and the pool can hold."""
-    stop_token_ids: frozenset[int] = frozenset()
-    stream: bool = False
-    return_logprob: bool = False
-    top_logprobs_num: int = 0
-    logprob_start_len: int = -1
-    extra_key: str | None = None
-    priority: int = 0
-    sample_of: str | None = None
-    """The request that computes the same prompt first; None once there is no use in waiting."""
-    is_probe: bool = False
-    """A health check: neither counted nor cached."""
-
-    # Progress
-    output_ids: list[int] = field(default_factory=list)
-    output_logprobs: list[float] = field(default_factory=list)
-    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    input_logprobs: list[float] = field(default_factory=list)
-    """Of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
-    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    kv_committed_len: int = 0
-    """Tokens whose keys and values are in the pool."""
-    num_in_flight: int = 0
-    """Tokens after those that have slots and that decode steps under way compute: whether they
-    are wanted, the CPU does not know yet."""
-    finish_reason: FinishReason | None = None
-    to_abort: FinishReason | None = None
-    """Set when the request shall end before the next step."""
-    num_sent: int = 0
-    """Of `output_ids`, those that left for the detokenizer."""
-
-    # Constrained decoding
-    grammar_ticket: GrammarTicket | None = None
-    """Set while its grammar compiles: it cannot be scheduled."""
-    matcher: GrammarMatcher | None = None
-    """Has accepted `output_ids`; a retracted request keeps it."""
-
-    # Where its slots are; see CacheableRequest
-    req_pool_idx: int | None = None
-    prefix_indices: torch.Tensor = _NO_SLOTS
-    cache_protected_len: int = 0
-    last_node: TreeNode = field(init=False)
-    _prompt: TokenArray | None = None
-    """`origin_input_ids`, once they have been needed as an array."""
-
-    # What the client and the metrics are told
-    cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
-    was_scheduled: bool = False
-    arrival_time: float = 0.0
-    queue_time: float = 0.0
-    last_token_time: float = 0.0
-
-    @classmethod
-    def from_message(
-        cls,
-        message: TokenizedGenerateReqInput,
-        *,
-        arrival_number: int,
-        max_request_tokens: int,
-        eos_token_ids: Sequence[int],
-        is_probe: bool = False,
-    ) -> Req:
-        """A request that has just arrived; its prompt is shorter than `max_request_tokens`."""
-        params = message.sampling_params
-        # A prefill brings a token in any case; a request that wants none does not get it.
-        most = max(1, min(params.max_new_tokens, max_request_tokens - len(message.input_ids)))
-        stops = () if params.ignore_eos else (*eos_token_ids, *(params.stop_token_ids or ()))
-        return cls(
-            rid=message.rid,
-            origin_input_ids=message.input_ids,
-            sampling_params=params,
-            seed=message.seed,
-            arrival_number=arrival_number,
-            max_new_tokens=most,
-            stop_token_ids=frozenset(stops),
-            stream=message.stream,
-            return_logprob=message.return_logprob,
-            top_logprobs_num=message.top_logprobs_num,
-            logprob_start_len=message.logprob_start_len,
-            extra_key=message.extra_key,
-            priority=message.priority,
-            sample_of=message.sample_of,
-            is_probe=is_probe,
-            arrival_time=message.created_time,
-        )
-
-    @property
-    def all_ids(self) -> list[int]:
-        """Prompt and output so far: what a prefill computes."""
-        return self.origin_input_ids + self.output_ids
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of `all_ids`."""
-        return len(self.origin_input_ids) + len(self.output_ids)
-
-    @property
-    def kv_committed_ids(self) -> TokenArray:
-        """Tokens whose keys and values are in the pool: prompt, then output."""
-        return self._first_ids(self.kv_committed_len)
-
-    @property
-    def rest_new_tokens(self) -> int:
-        """Tokens that it may still generate."""
-        return self.max_new_tokens - len(self.output_ids)
-
-    @property
-    def ends_in_flight(self) -> bool:
-        """Whether the step that computes it now brings the last token that it may have."""
-        return len(self.output_ids) + self.num_in_flight >= self.max_new_tokens
-
-    @property
-    def is_sampled_by_history(self) -> bool:
-        """Whether the CPU must know its tokens to prepare the sampling of the next."""
-        return self.matcher is not None or self.sampling_params.has_penalties
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were reused when the request was first scheduled."""
-        details = self.cached_tokens_details
-        return details.device + details.host + details.storage
-
-    @property
-    def next_input_logprob(self) -> int | None:
-        """Position whose logits give the next prompt logprob; None: no more are wanted."""
-        if self.logprob_start_len < 0:
-            return None
-        position = self.logprob_start_len + len(self.input_logprobs)
-        return position if position < len(self.origin_input_ids) - 1 else None
-
-    def match_key(self) -> RadixKey:
-        """What may be looked up in the cache: the last token is always computed, and so is what
-        gives logprobs."""
-        length, wanted = self.num_tokens - 1, self.next_input_logprob
-        return RadixKey(
-            self._first_ids(length if wanted is None else min(length, wanted)), self.extra_key
-        )
-
-    def _first_ids(self, length: int) -> TokenArray:
-        """The first of `all_ids`; the prompt is converted once."""
-        if self._prompt is None:
-            self._prompt = token_array(self.origin_input_ids)
-        rest = length - len(self._prompt)
-        if rest <= 0:
-            return self._prompt[:length]
-        return np.concatenate([self._prompt, token_array(self.output_ids[:rest])])
-
-    def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
-        """int64: the slots that it owns itself, which are those after the tree's."""
-        if self.req_pool_idx is None:
-            return _NO_SLOTS
-        row = pool.req_to_token[self.req_pool_idx]
-        end = self.kv_committed_len + self.num_in_flight
-        return row[self.cache_protected_len : end].to(torch.int64)
-
-
-def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
-    """Hand a request's slots to the tree (those of a probe are freed), its row to the pool.
-
-    Slots of a decode step in flight are freed too. That is no race: whatever uses them next is
-    queued behind that step.
-    """
-    rows, allocator = pools.req_to_token_pool, pools.allocator
-    begin = ceil_to_page(req.kv_committed_len, allocator.page_size)
-    end = req.kv_committed_len + req.num_in_flight
-    if begin < end:
-        allocator.free_in_order(rows.req_to_token[_row(req), begin:end].to(torch.int64))
-    tree.cache_finished_req(req, is_insert=not req.is_probe)
-    rows.free(req)
-    req.kv_committed_len = 0
-    req.prefix_indices = _NO_SLOTS
+    from sglang.srt.managers.batch_pools import BatchPools
 
 
 @dataclass(slots=True)
@@ -254,20 +48,6 @@ class ModelWorkerBatch:
     """int64 `[bs]` on the device: tokens that each request generated before this one."""
     hicache_consumer_index: int = -1
     """The load from L2 that this step must wait for, layer by layer."""
-
-
-@dataclass(slots=True, kw_only=True)
-class BatchPools:
-    """Where batches get their rows and slots."""
-
-    req_to_token_pool: ReqToTokenPool
-    allocator: BaseTokenToKVPoolAllocator
-    token_to_kv_pool: KVCache
-    device: torch.device
-
-    def int64(self, values: Sequence[int]) -> torch.Tensor:
-        """`values` as an int64 tensor on the device, in order with the current stream."""
-        return on_device(values, self.device, torch.int64)
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
@@ -310,7 +90,7 @@ def make_prefill_batch(
     for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True):
         input_ids.extend(work.req.all_ids[begin:end])
     reqs = [work.req for work in works]
-    rows = [_row(req) for req in reqs]
+    rows = [req.row for req in reqs]
     return_logprob, top_nums = _top_logprobs_nums(reqs)
     inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
     if not any(ids for _, ids in inputs):
@@ -342,11 +122,6 @@ def make_prefill_batch(
     )
 
 
-def _row(req: Req) -> int:
-    assert req.req_pool_idx is not None, f"request {req.rid} has no row"
-    return req.req_pool_idx
-
-
 class DecodeBatch:
     """The requests that decode, and their tensors, which each step moves on by one token.
 
@@ -363,8 +138,8 @@ class DecodeBatch:
         self._top_logprobs_nums: list[int] | None = None
         self._seq_lens_cpu: list[int] = []
         self._rows_of_last_step: list[Req] = []
-        self._seq_lens = self._input_ids = self._last_loc = _NO_SLOTS
-        self._rows = self._seeds = self._steps = _NO_SLOTS
+        self._seq_lens = self._input_ids = self._last_loc = NO_SLOTS
+        self._rows = self._seeds = self._steps = NO_SLOTS
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -435,7 +210,7 @@ class DecodeBatch:
         pools, reqs = self._pools, self.reqs
         self._seq_lens_cpu = self.next_seq_lens()
         self._seq_lens = pools.int64(self._seq_lens_cpu)
-        self._rows = pools.int64([_row(req) for req in reqs])
+        self._rows = pools.int64([req.row for req in reqs])
         self._input_ids = self._last_tokens()
         self._seeds = pools.int64([req.seed for req in reqs])
         self._steps = pools.int64([len(req.output_ids) + req.num_in_flight for req in reqs])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from sglang.srt.managers.batch_pools import BatchPools
 from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     ControlReqOutput,
@@ -24,7 +25,7 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.launched_step import LaunchedStep, StepResult
-from sglang.srt.managers.schedule_batch import BatchPools, DecodeBatch, make_prefill_batch
+from sglang.srt.managers.schedule_batch import DecodeBatch, make_prefill_batch
 from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
 from sglang.srt.managers.scheduler_control import ControlHandler
 from sglang.srt.managers.scheduler_decode import DecodeScheduler

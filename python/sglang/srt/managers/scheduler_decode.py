@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.batch_pools import release_slots
 from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.schedule_batch import Req, release_slots
 from sglang.srt.managers.schedule_policy import newest, pages_to_decode
+from sglang.srt.managers.schedule_req import Req
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import FinishReason
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarBackend
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_req import Req
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import (
     RequestOutput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_req import Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 if TYPE_CHECKING:

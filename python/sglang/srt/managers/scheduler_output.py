@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_req import Req
 
 
 class OutputCollector:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.managers.io_struct import CachedTokensDetails, FinishReason
-from sglang.srt.managers.schedule_batch import PrefillWork, Req
+from sglang.srt.managers.schedule_batch import PrefillWork
 from sglang.srt.managers.schedule_policy import (
     AddOutcome,
     AddPlan,
@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_policy import (
     ceil_to_page,
     order_waiting,
 )
+from sglang.srt.managers.schedule_req import Req
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.batch_pools import release_slots
 from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.schedule_batch import PrefillWork, Req, release_slots
+from sglang.srt.managers.schedule_batch import PrefillWork
+from sglang.srt.managers.schedule_req import Req
 
 if TYPE_CHECKING:
     from sglang.srt.managers.launched_step import LaunchedStep, StepResult

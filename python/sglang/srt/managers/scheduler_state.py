@@ -16,9 +16,11 @@ from sglang.srt.managers.schedule_policy import ceil_to_page
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.batch_pools import BatchPools
     from sglang.srt.managers.launched_step import LaunchedStep
-    from sglang.srt.managers.schedule_batch import BatchPools, DecodeBatch, Req
+    from sglang.srt.managers.schedule_batch import DecodeBatch
     from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
+    from sglang.srt.managers.schedule_req import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from sglang.srt.managers.io_struct import FinishReason
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_req import Req
 
 
 class TextDecoder(Protocol):
