@@ -184,7 +184,6 @@ class FakeScheduler:
             finish_reason=reason,
             prompt_tokens=len(ids),
             completion_tokens=one.sent,
-            cached_tokens=3,
             cached_tokens_details=CachedTokensDetails(
                 device=1, storage=2, storage_backend="HiCacheFile"
             ),

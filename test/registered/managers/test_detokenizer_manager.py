@@ -124,11 +124,10 @@ def test_unfinished_bytes_come_out_at_the_end() -> None:
     assert texts(output(byte_ids("a")), output(half), output([], length)) == ["a", "", "\ufffd"]
 
 
-def test_the_matched_stop_token_is_cut_unless_asked_for() -> None:
+def test_the_matched_stop_token_is_cut() -> None:
     a, b = byte_ids("ab")
     stop = FinishReason(type="stop", matched=b)
     assert texts(output([a, b], stop)) == ["a"]
-    assert texts(output([a, b], stop, no_stop_trim=True)) == ["ab"]
     assert texts(output([a, b], FinishReason(type="length", length=2))) == ["ab"]
 
 

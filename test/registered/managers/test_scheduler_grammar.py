@@ -188,7 +188,7 @@ def test_samples_find_their_prompt_in_the_cache(model: Path) -> None:
     assert rig.scheduler.state.counters.prefill_tokens == 64 + 3
     outputs = [rig.results[rid].output_ids for rid in ("s", "s-1", "s-2", "s-3")]
     assert outputs == [outputs[0]] * 4, "greedy"
-    assert {rig.results[f"s-{i}"].last.cached_tokens for i in range(1, 4)} == {63}  # type: ignore[union-attr]
+    assert {rig.results[f"s-{i}"].last.cached_tokens_details.total for i in range(1, 4)} == {63}  # type: ignore[union-attr]
 
 
 def test_samples_go_on_when_the_first_is_aborted_or_nothing_is_cached(model: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_cache_is_used_before_the_first_of_them_alone(oracle: Oracle, page_s
         check(oracle, rig, rid, ids, start, 2)
         last = rig.results[rid].last
         assert last is not None
-        assert last.cached_tokens == cached
+        assert last.cached_tokens_details.total == cached
         assert rig.results[rid].output_ids == rig.results["cold"].output_ids[:4]
 
 
@@ -113,7 +113,7 @@ def test_a_prompt_is_computed_without_any_output(oracle: Oracle) -> None:
     rig.run(rig.request("warm", ids, greedy(0)), rig.request("next", ids, greedy(3)))
     for rid, count in (("warm", 0), ("next", 3)):
         last = rig.results[rid].last
-        assert last is not None and last.cached_tokens == 40
+        assert last is not None and last.cached_tokens_details.total == 40
         assert len(rig.results[rid].output_ids) == count
 
 

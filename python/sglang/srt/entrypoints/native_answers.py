@@ -49,7 +49,7 @@ class AnswerWriter:
             "finish_reason": None if reason is None else msgspec.to_builtins(reason),
             "prompt_tokens": state.prompt_tokens,
             "completion_tokens": len(state.output_ids),
-            "cached_tokens": state.cached_tokens,
+            "cached_tokens": state.cached_tokens_details.total,
             "cached_tokens_details": msgspec.to_builtins(state.cached_tokens_details),
             "queue_time": state.queue_time,
         }

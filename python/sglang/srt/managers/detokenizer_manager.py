@@ -84,8 +84,7 @@ def _visible_ids(output: RequestOutput) -> list[int]:
     """The last output's tokens without the one that stopped the request."""
     reason = output.finish_reason
     ids = output.output_ids
-    trims = reason is not None and reason.type == "stop" and not output.no_stop_trim
-    if trims and reason is not None and ids and ids[-1] == reason.matched:
+    if reason is not None and reason.type == "stop" and ids and ids[-1] == reason.matched:
         return ids[:-1]
     return ids
 

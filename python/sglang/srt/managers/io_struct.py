@@ -84,6 +84,8 @@ class AttachHiCacheStorageReqInput(Message):
 
 
 class DetachHiCacheStorageReqInput(Message):
+    """Let go of the L3 backend; its objects stay."""
+
     req_id: str
 
 
@@ -94,6 +96,8 @@ class ClearHiCacheReqInput(Message):
 
 
 class GetHiCacheStorageReqInput(Message):
+    """Ask which L3 backend is attached, and for the policies."""
+
     req_id: str
 
 
@@ -134,13 +138,18 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
-    """Where the reused prefix came from, in tokens."""
+    """Where the prefix came from that a request reused when it was first scheduled, in tokens."""
 
     device: int = 0
     host: int = 0
     storage: int = 0
     storage_backend: str | None = None
     """Class name of the L3 backend; None without one."""
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens that were reused."""
+        return self.device + self.host + self.storage
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -153,7 +162,6 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """So far, the new ones included."""
-    cached_tokens: int = 0
     cached_tokens_details: CachedTokensDetails = CachedTokensDetails()
     output_logprobs: list[float] | None = None
     """One for each of `output_ids`."""
@@ -163,7 +171,6 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     input_top_logprobs: list[TopLogprobs] | None = None
     queue_time: float = 0.0
     skip_special_tokens: bool = True
-    no_stop_trim: bool = False
 
 
 class BatchTokenIDOutput(Message):

@@ -30,6 +30,7 @@ class RequestState:
     """`time.time()` on arrival."""
     trimmer: StopTrimmer
     stream: bool
+    no_stop_trim: bool
     sample_of: str | None = None
     logprob_ids: list[int] = field(default_factory=list)
     """Prompt tokens from `logprob_start_len` on; empty where their logprobs are not wanted."""
@@ -41,7 +42,6 @@ class RequestState:
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
     cached_tokens_details: CachedTokensDetails = field(default_factory=CachedTokensDetails)
     queue_time: float = 0.0
     first_token_time: float | None = None
@@ -67,6 +67,7 @@ class RequestState:
             created_time=now,
             trimmer=trimmer,
             stream=request.stream,
+            no_stop_trim=request.no_stop_trim,
             sample_of=request.sample_of,
             logprob_ids=input_ids[start:] if (start := request.logprob_start_len) >= 0 else [],
         )
@@ -108,7 +109,6 @@ class RequestState:
         self.input_logprobs.extend(output.input_logprobs or ())
         self.input_top_logprobs.extend(output.input_top_logprobs or ())
         self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
-        self.cached_tokens = output.cached_tokens
         self.cached_tokens_details = output.cached_tokens_details
         self.queue_time = output.queue_time
         self.finish_reason = reason

@@ -166,12 +166,6 @@ class Req:
         return self.matcher is not None or self.sampling_params.has_penalties
 
     @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were reused when the request was first scheduled."""
-        details = self.cached_tokens_details
-        return details.device + details.host + details.storage
-
-    @property
     def next_input_logprob(self) -> int | None:
         """Position whose logits give the next prompt logprob; None: no more are wanted."""
         if self.logprob_start_len < 0:

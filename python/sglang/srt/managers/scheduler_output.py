@@ -69,7 +69,6 @@ class OutputCollector:
             finish_reason=req.finish_reason,
             prompt_tokens=len(req.origin_input_ids),
             completion_tokens=len(req.output_ids),
-            cached_tokens=req.cached_tokens,
             cached_tokens_details=req.cached_tokens_details,
             output_logprobs=req.output_logprobs[begin:] if req.return_logprob else None,
             output_top_logprobs=tops if req.return_logprob else None,

@@ -28,8 +28,8 @@ from sglang.srt.managers.io_struct import (
     BatchStrOutput,
     ControlReqOutput,
     Message,
+    RequestOutput,
     ShutdownReq,
-    TextOutput,
     TokenizedGenerateReqInput,
     encode,
     frame_of,
@@ -80,7 +80,6 @@ class TokenizerManager:
         self._log_requests = log_requests
         self._encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
-        self._no_stop_trim: set[str] = set()
         self._leaving: set[str] = set()
         """Ids whose client has left and whose last output has not come yet: still taken."""
         self._decoder = server_decoder()
@@ -218,8 +217,6 @@ class TokenizerManager:
         self._check_rid(request.rid)
         state = RequestState.start(request, input_ids, now)
         self._states[request.rid] = state
-        if request.no_stop_trim:
-            self._no_stop_trim.add(request.rid)
         try:
             self._send(_to_message(request, input_ids, now))
         except BaseException:
@@ -249,7 +246,6 @@ class TokenizerManager:
     def _leave(self, state: RequestState) -> None:
         """Book a request that nobody reads any more; one that still runs is aborted."""
         self._states.pop(state.rid, None)
-        self._no_stop_trim.discard(state.rid)
         if not state.ended:
             self._leaving.add(state.rid)
             if self._sink is not None:
@@ -263,7 +259,7 @@ class TokenizerManager:
                 "request %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
                 state.rid,
                 state.prompt_tokens,
-                state.cached_tokens,
+                state.cached_tokens_details.total,
                 len(state.output_ids),
                 time.time() - state.created_time,
                 reason,
@@ -316,16 +312,14 @@ class TokenizerManager:
                 if update.output.finish_reason is not None:
                     self._leaving.discard(update.output.rid)
                 continue
-            fresh = state.apply(update, self._stop_text(update))
+            fresh = state.apply(update, self._stop_text(state, update.output))
             if fresh:
                 self._observe_tokens(state, fresh, now)
 
-    def _stop_text(self, update: TextOutput) -> str:
-        """Text of the stop token that the detokenizer left out, for `no_stop_trim`."""
-        output = update.output
+    def _stop_text(self, state: RequestState, output: RequestOutput) -> str:
+        """Text of the stop token that the detokenizer left out, where it is to be shown."""
         reason = output.finish_reason
-        shown = output.rid in self._no_stop_trim and not output.no_stop_trim
-        if not shown or reason is None or not isinstance(reason.matched, int):
+        if not state.no_stop_trim or reason is None or not isinstance(reason.matched, int):
             return ""
         text = self.tokenizer.decode(
             [reason.matched], skip_special_tokens=output.skip_special_tokens

@@ -126,7 +126,7 @@ def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, An
         "total_tokens": prompt + completion,
     }
     if cache_report:
-        cached = sum(state.cached_tokens for state in firsts)
+        cached = sum(state.cached_tokens_details.total for state in firsts)
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
     return usage
 
