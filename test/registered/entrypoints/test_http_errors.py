@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+OBJECT = {"type": "json_object"}
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +173,9 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (CHAT, chat(stream_options={"include_usage": True}), ["stream_options", "stream"]),
         (CHAT, chat(continue_final_message=True), ["continue_final_message", "assistant"]),
         (CHAT, chat(chat_template_kwargs={"tokenize": True}), ["chat_template_kwargs.tokenize"]),
+        (CHAT, chat(response_format=OBJECT, json_schema="{}"), ["json_schema contradicts resp"]),
+        (CHAT, chat(response_format=OBJECT, regex="a"), ["regex contradicts response_format"]),
+        (COMPLETIONS, completion(response_format=OBJECT, ebnf="x"), ["ebnf contradicts response"]),
         (CHAT, chat(mesages=[]), ["mesages", "did you mean messages"]),
         (COMPLETIONS, {}, ["prompt", "required"]),
         (COMPLETIONS, {"prompt": ""}, ["prompt", "empty"]),
@@ -301,6 +306,40 @@ def test_a_refusal_of_the_scheduler_keeps_its_status(
             assert refused(response)["message"] == "never fits"
     finally:
         server.scheduler.refuse_with = None
+
+
+def test_what_a_chat_template_cannot_compute_is_the_clients(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ 10 // x }}{% for i in range(x) %}.{% endfor %}{{ x.bit_length() }}")
+    with (
+        front_server(chat_template=str(template)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        values: list[object] = [0, False, 2**63, 10**30, 1e308, 1.5, "a", None, [], {"a": 1}]
+        for value in values:
+            error = refused(client.post(CHAT, json=chat(chat_template_kwargs={"x": value})))
+            assert "the chat template refuses them: " in error["message"]
+        assert client.post(CHAT, json=chat(chat_template_kwargs={"x": 3})).status_code == 200
+
+
+def test_an_internal_error_announces_that_the_connection_ends(
+    server: FrontServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(type(server.context.manager), "tokenize", fail)
+    host = server.url.removeprefix("http://")
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=20)) as connection:
+        connection.request("POST", "/v1/tokenize", '{"prompt": "a"}')
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["connection"]) == (500, "close")
+        error = json.load(answer)["error"]
+        assert error["type"] == "server_error"
+        assert "mistake" not in error["message"]
+        # The same client goes on, on a new connection.
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
 
 
 def test_nothing_of_all_this_reached_the_scheduler_or_stayed(

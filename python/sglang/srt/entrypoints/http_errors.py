@@ -103,7 +103,12 @@ def install_error_handlers(app: Starlette) -> None:
 
     async def unknown(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(ApiError(500, "internal error; the server's log has the cause"))
+        # The HTTP server closes the connection behind an exception; a client that did not know
+        # would lose the next request it sends on it.
+        return error_response(
+            ApiError(500, "internal error; the server's log has the cause"),
+            {"connection": "close"},
+        )
 
     for kind in (ApiError, InvalidRequest, RequestFailed, EngineUnavailable):
         app.add_exception_handler(kind, known)

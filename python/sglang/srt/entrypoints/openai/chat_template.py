@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 
@@ -12,6 +12,12 @@ from sglang.srt.entrypoints.http_errors import bad_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_PROGRAM_ERRORS: Final = (
+    ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
+"""What a program's own expressions raise over values of a wrong kind or size."""
 
 
 class ChatTemplate:
@@ -68,8 +74,8 @@ class ChatTemplate:
                 **(variables or {}),
             )
         # Templates are programs of the model's authors; what they cannot take is the client's.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            cause = " ".join(str(error).split())[:300]
+        except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
+            cause = " ".join(str(error).split())[:300] or type(error).__name__
             raise bad_request(
                 f"messages: the chat template refuses them: {cause}", "messages"
             ) from error

@@ -90,8 +90,9 @@ def _schema_of_format(body: CommonBody) -> str | None:
         raise bad_request(
             "response_format.json_schema is nested too deeply: flatten it", "response_format"
         ) from None
-    if schema is not None and body.json_schema is not None:
-        raise bad_request("json_schema contradicts response_format: keep one", "response_format")
+    for name in ("json_schema", "regex", "ebnf"):
+        if schema is not None and getattr(body, name) is not None:
+            raise bad_request(f"{name} contradicts response_format: keep one", "response_format")
     return schema
 
 
