@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from sglang.srt.entrypoints.http_protocol import OnePieceConnection
+from sglang.srt.entrypoints.native_answers import AnswerWriter
+from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -21,6 +23,7 @@ from sglang.srt.managers.io_struct import (
     Message,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.request_state import RequestState
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
@@ -131,6 +134,25 @@ def test_logprobs_are_triples(client: httpx.Client) -> None:
     assert meta["output_token_logprobs"][0] == [-first, first, "h"]
     streamed = events(client, "/generate", body)
     assert [len(e["meta_info"]["output_token_logprobs"]) for e in streamed][-1] == 2
+
+
+def test_a_token_that_is_shown_often_is_decoded_once() -> None:
+    shown: list[int] = []
+
+    class Tokens:
+        def decode(self, token_ids: list[int]) -> str:
+            shown.extend(token_ids)
+            return chr(token_ids[0])
+
+    request = GenerateRequest(text="x", return_logprob=True, top_logprobs_num=2)
+    state = RequestState.start(request, [65] * 1000, now=0.0)
+    state.logprob_ids = [65] * 1000
+    state.input_logprobs = [-1.0] * 999
+    state.input_top_logprobs = [[(-1.0, 65), (-2.0, 66)]] * 999
+    meta = AnswerWriter(request, Tokens(), text_in_logprobs=True).answer(state)["meta_info"]
+    assert meta["input_token_logprobs"][:2] == [(None, 65, "A"), (-1.0, 65, "A")]
+    assert meta["input_top_logprobs"][-1] == [(-1.0, 65, "A"), (-2.0, 66, "B")]
+    assert sorted(shown) == [65, 66]
 
 
 def test_no_logprobs_is_a_word_about_all_their_fields(client: httpx.Client) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.io_struct import TopLogprobs
 from sglang.srt.managers.request_state import RequestState
 
 
@@ -29,6 +30,9 @@ class AnswerWriter:
         self._request = request
         self._tokenizer = tokenizer
         self._with_text = text_in_logprobs
+        self._texts: dict[int, str | None] = {}
+        """Of the tokens shown so far. A prompt's alternatives can be millions of entries, decoding
+        each of which would hold up the event loop for seconds."""
         self._logprobs: list[tuple[float, int, str | None]] = []
         self._input_logprobs: list[tuple[float | None, int, str | None]] = []
         self._input_top_logprobs: list[list[tuple[float, int, str | None]] | None] = []
@@ -72,7 +76,7 @@ class AnswerWriter:
                 self._entry(state.output_logprobs[index], state.output_ids[index])
             )
         for row in state.output_top_logprobs[len(self._top_logprobs) :]:
-            self._top_logprobs.append([self._entry(value, token_id) for value, token_id in row])
+            self._top_logprobs.append(self._row(row))
 
     def _add_input(self, state: RequestState) -> None:
         """The prompt's logprobs came with the first output. Its first token has none: nothing is
@@ -83,8 +87,21 @@ class AnswerWriter:
             self._input_logprobs.append(self._entry(value, token_id))
         self._input_top_logprobs.append(None)
         for row in state.input_top_logprobs:
-            self._input_top_logprobs.append([self._entry(value, token) for value, token in row])
+            self._input_top_logprobs.append(self._row(row))
 
     def _entry(self, logprob: float, token_id: int) -> tuple[float, int, str | None]:
-        text = self._tokenizer.decode([token_id]) if self._with_text else None
-        return (logprob, token_id, text if isinstance(text, str) else None)
+        return (logprob, token_id, self._text(token_id) if self._with_text else None)
+
+    def _row(self, row: TopLogprobs) -> list[tuple[float, int, str | None]]:
+        if not self._with_text:
+            return [(value, token_id, None) for value, token_id in row]
+        text = self._text
+        return [(value, token_id, text(token_id)) for value, token_id in row]
+
+    def _text(self, token_id: int) -> str | None:
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._tokenizer.decode([token_id])
+            self._texts[token_id] = shown = text if isinstance(text, str) else None
+            return shown

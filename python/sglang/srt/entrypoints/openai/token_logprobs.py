@@ -18,6 +18,8 @@ class TokenShower:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._byte_level = is_byte_level(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        """Of the tokens shown so far: prompts and their alternatives show the same ones often."""
 
     def text(self, token_id: int) -> str:
         """The token alone; U+FFFD where it is only part of a character."""
@@ -25,6 +27,12 @@ class TokenShower:
 
     def bytes(self, token_id: int) -> bytes:
         """The token's own bytes, so that clients can join them to characters."""
+        shown = self._bytes.get(token_id)
+        if shown is None:
+            shown = self._bytes[token_id] = self._bytes_of(token_id)
+        return shown
+
+    def _bytes_of(self, token_id: int) -> bytes:
         if self._byte_level:
             token = self._tokenizer.convert_ids_to_tokens(token_id)
             return token_bytes(token) if isinstance(token, str) else b""
