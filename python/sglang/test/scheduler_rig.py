@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
-from sglang.srt.managers.scheduler_stop import TextDecoder
+from sglang.srt.managers.scheduler_stop import StopTokenizer
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
@@ -83,7 +83,7 @@ class SchedulerRig:
         *,
         pool_tokens: int = 512,
         max_requests: int = 8,
-        tokenizer: TextDecoder | None = None,
+        tokenizer: StopTokenizer | None = None,
         grammar_backend: Callable[[], GrammarBackend] | None = None,
         **args: Any,
     ) -> None:

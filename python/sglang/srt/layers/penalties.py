@@ -50,7 +50,7 @@ class Penalties:
             self._counts[i].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def apply_(self, logits: torch.Tensor) -> None:
-        """Change `[bs, vocab_size]` in place: repetition first, as transformers and OpenAI's."""
+        """Change `[bs, vocab_size]` in place: repetition as in transformers, then OpenAI's two."""
         part = logits.index_select(0, self.rows)
         generated = self._counts > 0
         factor = torch.where(generated | self._in_prompt, self._repetition, 1.0)

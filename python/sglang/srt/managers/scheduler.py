@@ -25,7 +25,11 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.launched_step import LaunchedStep, StepResult
-from sglang.srt.managers.schedule_batch import DecodeBatch, make_prefill_batch
+from sglang.srt.managers.schedule_batch import (
+    DecodeBatch,
+    ModelWorkerBatch,
+    make_prefill_batch,
+)
 from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
 from sglang.srt.managers.scheduler_control import ControlHandler
 from sglang.srt.managers.scheduler_decode import DecodeScheduler
@@ -35,7 +39,7 @@ from sglang.srt.managers.scheduler_output import OutputCollector
 from sglang.srt.managers.scheduler_prefill import PrefillScheduler
 from sglang.srt.managers.scheduler_results import ResultProcessor
 from sglang.srt.managers.scheduler_state import SchedulerState
-from sglang.srt.managers.scheduler_stop import StopChecker, TextDecoder
+from sglang.srt.managers.scheduler_stop import StopChecker, StopTokenizer
 from sglang.srt.utils.device import make_event
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -81,7 +85,7 @@ class SchedulerParts:
     worker: ModelWorker
     tree: BasePrefixCache
     metrics: SchedulerMetrics
-    tokenizer: TextDecoder | None = None
+    tokenizer: StopTokenizer | None = None
     """Finds stop strings; None: no request may have any."""
     grammar_backend: Callable[[], GrammarBackend] | None = None
     """Makes the grammar backend when a request first needs it; None: constraints are refused.
@@ -247,8 +251,8 @@ class Scheduler:
             self._settle()  # The next part goes on where its logprobs end.
         before = state.in_flight
         if before is not None and before.mostly_done is not None:
-            # Else launching would block half way, where the driver's queue is full, and hold the
-            # interpreter while it does: the threads of L3 got nothing done in long prefills.
+            # Else launching blocks half way, where the driver's queue is full, and holds the
+            # interpreter while it does: the threads of L3 get nothing done in long prefills.
             with self._parts.forward_guard():
                 before.mostly_done.synchronize()
         scheduled = self._prefill.schedule()
@@ -262,9 +266,7 @@ class Scheduler:
         if self._parts.overlap:
             batch.forward.mostly_done = make_event(state.pools.device)
         started = time.monotonic()
-        with self._parts.forward_guard():
-            output, token_ids = self._parts.worker.forward_batch_generation(batch)
-            result = StepResult(output, token_ids)
+        result, _ = self._forward(batch)
         self._prefill.on_launched(works)
         return LaunchedStep(
             result=result, launched=started, works=works, mostly_done=batch.forward.mostly_done
@@ -277,12 +279,16 @@ class Scheduler:
         info = self._decode.sampling_info
         batch = decoding.worker_batch(info)
         started = time.monotonic()
-        with self._parts.forward_guard():
-            output, token_ids = self._parts.worker.forward_batch_generation(batch)
-            result = StepResult(output, token_ids)
+        result, token_ids = self._forward(batch)
         info.accumulate(token_ids)
         decoding.advance(token_ids)
         return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
+
+    def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
+        """Launch a forward: what comes of it, and its int64 `[bs]` tokens on the device."""
+        with self._parts.forward_guard():
+            output, token_ids = self._parts.worker.forward_batch_generation(batch)
+            return StepResult(output, token_ids), token_ids
 
     def _prepare_decode(self) -> bool:
         """Slots and sampling for the next decode step. False: none can run."""

@@ -171,7 +171,6 @@ class ControlHandler:
                 hicache_write_policy=message.hicache_write_policy,
             ),
         )
-
         log_exposed_ports(logger, "the store of L3")
 
     def _detach(self, message: DetachHiCacheStorageReqInput) -> None:

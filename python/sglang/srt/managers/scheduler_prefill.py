@@ -221,25 +221,24 @@ class PrefillScheduler:
 
     def _commit(self, req: Req, prefix: _Prefix) -> None:
         """The request is scheduled: it takes over the lock."""
-        state = self._state
+        state, tree = self._state, self._state.tree
         req.prefix_indices = prefix.slots
         req.last_node = prefix.node
         req.cache_protected_len = len(prefix.slots)
-        state.tree.note_scheduled(req.rid)
-        from_storage = min(state.tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
+        tree.note_scheduled(req.rid)
+        from_storage = min(tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
         if req.was_scheduled:
             return
         req.was_scheduled = True
         req.queue_time = max(0.0, state.now - req.arrival_time)
-        tree = state.tree
-        req.cached_tokens_details = CachedTokensDetails(
+        details = CachedTokensDetails(
             device=prefix.from_device,
             host=prefix.from_host - from_storage,
             storage=from_storage,
-            storage_backend=(tree.storage_backend_name if isinstance(tree, HiRadixCache) else None),
+            storage_backend=tree.storage_backend_name if isinstance(tree, HiRadixCache) else None,
         )
+        req.cached_tokens_details = details
         if not req.is_probe:
-            details = req.cached_tokens_details
             state.metrics.on_scheduled(len(req.origin_input_ids), details, req.queue_time)
             if isinstance(tree, HiRadixCache):
                 found = {"device": details.device, "host": details.host}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_req import Req
 
 
-class TextDecoder(Protocol):
+class StopTokenizer(Protocol):
     """The part of a tokenizer that finding stop strings needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -25,7 +25,7 @@ class StopChecker:
             and then no request may have any.
     """
 
-    def __init__(self, tokenizer: TextDecoder | None) -> None:
+    def __init__(self, tokenizer: StopTokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def check(self, req: Req) -> FinishReason | None:

@@ -70,7 +70,9 @@ class ForwardBatch:
     extend_seq_lens_cpu: list[int] | None = None
     """Extend only: new tokens of each request, at least 1 each."""
     return_logprob: bool = False
+    """Whether any request wants the logprobs of its output."""
     top_logprobs_nums: list[int] | None = None
+    """Most likely tokens that each request wants the logprobs of; None: nobody wants any."""
     extend_logprob_start_lens_cpu: list[int] | None = None
     """Extend only: the first of each request's new tokens whose logits are wanted for a prompt
     logprob; its number of new tokens where none are. None: nobody wants any."""

@@ -66,10 +66,9 @@ class LlamaAttention(torch.nn.Module):
         layer_id: int,
     ) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.qkv_proj = MergedColumnParallelLinear(
             config.hidden_size,
             [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)],
@@ -84,8 +83,8 @@ class LlamaAttention(torch.nn.Module):
         )
         self.qk_norm = (
             QKNorm(
-                self.num_heads,
-                self.num_kv_heads,
+                num_heads,
+                num_kv_heads,
                 self.head_dim,
                 config.rms_norm_eps,
                 placement=placement,
@@ -94,7 +93,7 @@ class LlamaAttention(torch.nn.Module):
             else None
         )
         self.attn = RadixAttention(
-            self.num_heads, self.head_dim, self.head_dim**-0.5, self.num_kv_heads, layer_id
+            num_heads, self.head_dim, self.head_dim**-0.5, num_kv_heads, layer_id
         )
 
     def forward(
@@ -190,7 +189,6 @@ class LlamaForCausalLM(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
-        self.config = config
         self.model = LlamaModel(config, self.decoder_options(config), placement.at("model"))
         self.lm_head = (
             None
