@@ -105,6 +105,6 @@ def judge(client: httpx.Client, url: str, request: FuzzedRequest) -> None:
         assert error["message"], request
         assert error["type"] == "invalid_request_error"
         # What is wrong with JSON as such has no field; all else has one.
-        assert error["param"] or error["message"].startswith("the body "), (request, error)
+        assert error["param"] or error["message"].startswith("the body"), (request, error)
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert "server_error" not in response.text, (request, response.text[:300])

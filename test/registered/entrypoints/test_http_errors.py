@@ -94,6 +94,9 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (GENERATE, {"text": "a" * CONTEXT_LEN}, ["text", "--context-length"]),
         (GENERATE, {"txet": "a"}, ["txet", "did you mean text"]),
         (GENERATE, {"text": "a", "zzz": 1}, ["zzz", "unknown"]),
+        (GENERATE, {"text": "a", "": 1}, ["'': unknown"]),
+        (CHAT, chat(model="x" * 5000), ["model has 5000", "4096"]),
+        (COMPLETIONS, completion(model="x" * 5000), ["model has 5000", "4096"]),
         (GENERATE, {"text": "a", "stream": "yes"}, ["stream", "bool"]),
         (GENERATE, {"text": "a", "sampling_params": [{}]}, ["sampling_params"]),
         (GENERATE, {"text": ["a", "b"], "sampling_params": [{}]}, ["sampling_params", "2"]),
@@ -198,6 +201,18 @@ def test_every_error_names_its_field(
     error = refused(client.post(path, json=body))
     for name in names:
         assert name in error["message"]
+
+
+@pytest.mark.parametrize("where", ["top", "sampling_params"])
+def test_a_field_whose_name_is_megabytes_long_is_named_in_short(
+    client: httpx.Client, where: str
+) -> None:
+    field = {"n" * (4 << 20): 1}
+    body = {"text": "a", **field} if where == "top" else {"text": "a", where: field}
+    error = refused(client.post(GENERATE, json=body))
+    assert error["message"].startswith(("n" * 64 + "...: unknown", f"{where}.{'n' * 64}..."))
+    assert len(error["message"]) < 200
+    assert len(error["param"]) < 100
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ CHUNK_SECONDS: Final = 10.0
 DISCARDED_BYTES: Final = 4 * MAX_BODY_BYTES
 """Of a body that is too large: read and thrown away. Many clients send all before they read the
 answer, and hanging up on them takes the answer away."""
+MAX_NAME_CHARS: Final = 64
+"""Of an unknown field, in what is answered about it; ours are shorter."""
 _LARGE_BYTES: Final = MIB
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
@@ -136,7 +138,7 @@ def describe_mismatch(message: str, kind: type[msgspec.Struct], inside: str = ""
     if named is None:
         problem = match["problem"].replace("`", "").replace("Expected", "expected")
         return bad_request(f"{field or 'the body'}: {problem}", field or None)
-    name = f"{field}.{named[2]}" if field else named[2]
+    name = f"{field}.{_shown(named[2])}" if field else _shown(named[2])
     if named[1] == "missing required":
         return bad_request(f"{name}: this field is required", name)
     return bad_request(f"{name}: unknown field{_suggestion(named[2], kind, path)}", name)
@@ -177,9 +179,16 @@ def _without_collections(size: int) -> Iterator[None]:
         gc.enable()
 
 
+def _shown(name: str) -> str:
+    """A client's own name for a field, which may be of any length, or empty."""
+    return f"{name[:MAX_NAME_CHARS]}..." if len(name) > MAX_NAME_CHARS else name or "''"
+
+
 def _suggestion(name: str, kind: type[msgspec.Struct], path: str) -> str:
     if path:
         return ""
+    if len(name) > MAX_NAME_CHARS:
+        return "; leave it out"
     close = difflib.get_close_matches(
         name, [f.encode_name for f in msgspec.structs.fields(kind)], 1
     )

@@ -17,6 +17,8 @@ from sglang.srt.managers.request_state import RequestState
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 MAX_TEMPERATURE: Final = 2.0
+MAX_MODEL_CHARS: Final = 4096
+"""As long as a path: each event of a stream says the name again."""
 
 _SAME_NAME: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
@@ -32,6 +34,11 @@ def check_common(body: CommonBody) -> None:
         ApiError: 400 that names the field.
     """
     refuse_fields(body, NOT_SERVED, NEUTRAL)
+    if body.model is not None and len(body.model) > MAX_MODEL_CHARS:
+        raise bad_request(
+            f"model has {len(body.model)} characters, at most {MAX_MODEL_CHARS} are allowed",
+            "model",
+        )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
     if body.temperature is not None and not 0 <= body.temperature <= MAX_TEMPERATURE:

@@ -29,15 +29,14 @@ class TokenShower:
         """The token's own bytes, so that clients can join them to characters."""
         shown = self._bytes.get(token_id)
         if shown is None:
-            shown = self._bytes[token_id] = self._bytes_of(token_id)
+            if self._byte_level:
+                token = self._tokenizer.convert_ids_to_tokens(token_id)
+                shown = token_bytes(token) if isinstance(token, str) else b""
+            else:
+                text = self._tokenizer.decode([token_id])
+                shown = text.encode() if isinstance(text, str) else b""
+            self._bytes[token_id] = shown
         return shown
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        if self._byte_level:
-            token = self._tokenizer.convert_ids_to_tokens(token_id)
-            return token_bytes(token) if isinstance(token, str) else b""
-        text = self._tokenizer.decode([token_id])
-        return text.encode() if isinstance(text, str) else b""
 
 
 def chat_logprobs(state: RequestState, first: int, shower: TokenShower) -> dict[str, Any]:
