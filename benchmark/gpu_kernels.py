@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from triton.testing import do_bench
 
 from sglang.srt.layers.attention.dense_attention import dense_attention
-from sglang.srt.layers.attention.triton_ops.decode import decode_attention
+from sglang.srt.layers.attention.triton_ops.decode import decode_attention, make_arrivals
 from sglang.srt.layers.attention.triton_ops.extend import (
     extend_attention,
     plan_blocks,
@@ -158,6 +158,7 @@ def plan(table: list[Row]) -> None:
 
 def decode(table: list[Row]) -> None:
     """One token of each request over its context, pages of 64 in no order. Rate: TB/s."""
+    arrivals = make_arrivals("cuda")
     for count, context in ((1, 1024), (1, 8192), (1, 32768), (64, 2048), (256, 320)):
         pages = count * -(-context // 64) + 1
         for dtype in (BF16, torch.float8_e4m3fn):
@@ -185,7 +186,7 @@ def decode(table: list[Row]) -> None:
                             "launch": launch,
                         },
                         lambda q=q, k=k, v=v, s=slots, r=rows, n=lens, p=splits, c=launch: (
-                            decode_attention(q, k, v, s, r, n, SCALE, splits=p, launch=c)
+                            decode_attention(q, k, v, s, r, n, SCALE, arrivals, splits=p, launch=c)
                         ),
                         2 * count * context * KV_HEADS * DIM * k.element_size(),
                     )

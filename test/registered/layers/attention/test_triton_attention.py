@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.decode import (  # noqa: E402
     decode_attention,
+    make_arrivals,
     plan_splits,
 )
 from sglang.srt.layers.attention.triton_ops.extend import (  # noqa: E402
@@ -59,6 +60,7 @@ def test_decode(
     pool = PagedContexts(lens, kv_heads, head_dim, page_size=page_size, dtype=dtype, device=DEVICE)
     q = queries(len(lens), heads, head_dim, dtype)
     seq_lens = torch.tensor(lens, device=DEVICE)
+    arrivals = make_arrivals(DEVICE)
     for window in (0, 50):
         got = decode_attention(
             q,
@@ -68,9 +70,11 @@ def test_decode(
             pool.rows,
             seq_lens,
             head_dim**-0.5,
+            arrivals,
             window=window,
             splits=splits,
         )
+        assert not arrivals.any()
         want = [
             attend(q[i : i + 1], *pool.context(i, n), prefix=n - 1, window=window)
             for i, n in enumerate(lens)

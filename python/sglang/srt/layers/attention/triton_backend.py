@@ -20,7 +20,7 @@ from sglang.srt.layers.attention.dense_attention import (
     plan_dense,
 )
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_
-from sglang.srt.layers.attention.triton_ops.decode import decode_attention
+from sglang.srt.layers.attention.triton_ops.decode import decode_attention, make_arrivals
 from sglang.srt.layers.attention.triton_ops.extend import (
     ExtendWork,
     extend_attention,
@@ -67,6 +67,7 @@ class TritonAttnBackend(AttentionBackend):
             and config.head_dim <= DENSE_HEAD_DIM
         )
         self._plan = _ExtendPlan()
+        self._arrivals = make_arrivals(config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_extend():
@@ -137,6 +138,7 @@ class TritonAttnBackend(AttentionBackend):
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
             layer.scaling,
+            self._arrivals,
         )
 
     def warm_up(self) -> None:

@@ -1,8 +1,9 @@
 """Attention of one token per request over its paged context.
 
 The query heads that share a KV head are the rows of one matrix product, so that the context is
-read once; contexts are split over programs where there are too few requests to fill the device.
-The grid depends on the batch's size alone, never on lengths: it can be captured in a graph.
+read once; contexts are split over programs where there are too few requests to fill the device,
+and whoever of them ends last joins the parts. The grid depends on the batch's size alone, never on
+lengths: it can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.combine import combine_splits
 from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
 
 BLOCK_N = 64
@@ -24,6 +24,8 @@ LONG_SPLITS = 4
 LONG_TOKENS = 2048
 """Batches that fill the device are split nevertheless, in parts of at least this: one long
 context among short ones would keep all waiting."""
+_MOST_COUNTED = 1 << 16
+_ROWS_JOINED_AT_ONCE = 64
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -40,12 +42,15 @@ def _decode_kernel(
     table_stride: tl.tensor,
     scale: tl.tensor,
     parts_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
     splits: tl.tensor,
     least: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
+    JOINED_ROWS: tl.constexpr,
+    JOINED_PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -59,14 +64,13 @@ def _decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    begin, end = split_range(first, length, split, splits, least, BLOCK)
+    begin, end, parts = split_range(first, length, split, splits, least, BLOCK)
+    if SPLIT:  # noqa: SIM102 - known when this is compiled
+        if begin >= end:
+            return
     heads = kv_head * GROUP + tl.arange(0, ROWS)
     is_head = tl.arange(0, ROWS) < GROUP
     out_row = request * NUM_KV_HEADS * GROUP + heads
-    if SPLIT:  # noqa: SIM102 - known when this is compiled
-        if begin >= end:
-            tl.store(lse_ptr + out_row * splits + split, float("-inf"), mask=is_head)
-            return
     dims = tl.arange(0, BLOCK_D)
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = request * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -88,19 +92,79 @@ def _decode_kernel(
     )  # fmt: skip
     acc = acc / mass[:, None]
     if SPLIT:
-        part = out_row * splits + split
-        if end - begin < length - first:
+        if parts > 1:
+            part = out_row * splits + split
             tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
             tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+            # All of this program has stored before it is counted.
+            tl.debug_barrier()
+            counter = arrivals_ptr + request * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                tl.store(counter, 0)
+                _join(
+                    parts_ptr, lse_ptr, out_ptr, request * NUM_KV_HEADS + kv_head, parts, splits,
+                    GROUP, HEAD_DIM, BLOCK_D, JOINED_ROWS, JOINED_PARTS,
+                )  # fmt: skip
             return
-        # The whole context: there is nothing to join.
-        tl.store(lse_ptr + part, float("inf"), mask=is_head)
     out_at = out_row[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _join(
+    parts_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    group: tl.tensor,
+    parts: tl.tensor,
+    splits: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Join the parts of the heads of one group, weighted by their masses, PARTS at a time."""
+    # What other programs have stored is read past the first cache, which nothing keeps true.
+    dims = tl.arange(0, BLOCK_D)
+    is_head = tl.arange(0, ROWS) < GROUP
+    row = group * GROUP + tl.arange(0, ROWS)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for start in range(0, parts, PARTS):
+        number = start + tl.arange(0, PARTS)
+        part = row[:, None] * splits + number[None, :]
+        there = is_head[:, None] & (number < parts)[None, :]
+        lse = tl.load(lse_ptr + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+        # Rows without a head weigh nothing, and are not to become NaN.
+        lse = tl.where(is_head[:, None], lse, 0.0)
+        at = part[:, :, None] * HEAD_DIM + dims[None, None, :]
+        inside = there[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+        values = tl.load(parts_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(lse, axis=1))
+        weight = tl.exp2(lse - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        mass = mass * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], axis=1)
+        peak = new_peak
+    out_at = row[:, None] * HEAD_DIM + dims[None, :]
+    out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, out, mask=is_head[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+def make_arrivals(device: torch.device | str) -> torch.Tensor:
+    """What `decode_attention` counts finished parts in: zeros before and after each call.
+
+    One for each stream that calls it.
+    """
+    return torch.zeros(_MOST_COUNTED, dtype=torch.int32, device=device)
+
+
 def plan_splits(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
-    """Into how many parts contexts are split, a power of 2, and the least tokens of each."""
+    """Into how many parts contexts are split at most, a power of 2, and the least tokens of each."""
+    if batch_size * num_kv_heads > _MOST_COUNTED:
+        return 1, BLOCK_N
     wanted = PROGRAMS // (batch_size * num_kv_heads)
     if wanted < 2:
         return LONG_SPLITS, LONG_TOKENS
@@ -115,6 +179,7 @@ def decode_attention(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     scaling: float,
+    arrivals: torch.Tensor,
     *,
     window: int = 0,
     splits: tuple[int, int] | None = None,
@@ -129,6 +194,7 @@ def decode_attention(
         req_to_token: int32 `[rows, max_context_len]`.
         req_pool_indices: Integer `[bs]`.
         seq_lens: Integer `[bs]`, at least 1 each.
+        arrivals: Of `make_arrivals`.
         window: Tokens that are seen, the newest included; 0: all.
         splits: As of `plan_splits`, the default.
         launch: Tokens a block, warps, stages; None: the fastest.
@@ -163,12 +229,15 @@ def decode_attention(
         req_to_token.stride(0),
         scaling * math.log2(math.e),
         parts,
+        arrivals,
         count,
         least,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
+        JOINED_ROWS=triton.next_power_of_2(group),
+        JOINED_PARTS=max(1, _ROWS_JOINED_AT_ONCE // triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=block_n,
         SPLIT=count > 1,
@@ -176,6 +245,4 @@ def decode_attention(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    if count > 1:
-        combine_splits(parts, lse, out.view(-1, head_dim))
     return out

@@ -63,7 +63,7 @@ def _extend_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(first_pos + 1 - WINDOW, 0)
-    begin, end = split_range(first, last, split, splits, BLOCK_N, BLOCK_N)
+    begin, end, _ = split_range(first, last, split, splits, BLOCK_N, BLOCK_N)
     if SPLIT:  # noqa: SIM102 - known when this is compiled
         if begin >= end:
             tl.store(lse_ptr + out_row * splits + split, float("-inf"), mask=is_row)

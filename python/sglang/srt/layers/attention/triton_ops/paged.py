@@ -15,13 +15,16 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     least: tl.tensor,
     BLOCK_N: tl.constexpr,
 ):
-    """Tokens `[begin, end)` of `[first, last)` that number `split` of `splits` takes.
+    """Tokens `[begin, end)` of `[first, last)` that number `split` of `splits` takes, and how many
+    parts there are.
 
-    Each takes `least` tokens at least, whole blocks; those that nothing is left for get none.
+    Each takes `least` tokens at least, whole blocks, unless all of them together have fewer; those
+    that nothing is left for get none.
     """
-    per_split = tl.cdiv(tl.maximum(tl.cdiv(last - first, splits), least), BLOCK_N) * BLOCK_N
-    begin = first + split * per_split
-    return begin, tl.minimum(begin + per_split, last)
+    wanted = tl.minimum(splits, tl.maximum((last - first) // least, 1))
+    per_part = tl.cdiv(tl.cdiv(last - first, wanted), BLOCK_N) * BLOCK_N
+    begin = first + split * per_part
+    return begin, tl.minimum(begin + per_part, last), tl.cdiv(last - first, per_part)
 
 
 @triton.jit
