@@ -26,19 +26,20 @@ class RMSNorm(WeightedLayer):
         return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)
 
     def add_(
-        self, x: torch.Tensor, residual: torch.Tensor | None
+        self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `x` to the residual, and normalise the sum.
 
         Args:
-            x: `[num_tokens, size]`; its memory is used for what is returned.
-            residual: Likewise; None: `x` is the whole of it.
+            x: `[num_tokens, size]`; its memory is used for what is returned. None: there is
+                nothing to add.
+            residual: Likewise.
 
         Returns:
             The normalised sum, and the sum.
         """
-        if residual is None:
-            return self.forward(x), x
+        if x is None:
+            return self.forward(residual), residual
         if x.is_cuda:
             from sglang.srt.layers.triton_ops import norm
 

@@ -51,8 +51,11 @@ class LlamaMLP(torch.nn.Module):
             placement=placement.at("down_proj"),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `RowParallelLinear.forward`."""
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
 
 
 class LlamaAttention(torch.nn.Module):
@@ -99,14 +102,18 @@ class LlamaAttention(torch.nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `RowParallelLinear.forward`, of `rows` alone where they are given."""
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
         attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=False, rows=rows)
-        return self.o_proj.forward(attended)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
+        return self.o_proj.forward(attended, residual)
 
 
 class LlamaDecoderLayer(torch.nn.Module):
@@ -130,24 +137,24 @@ class LlamaDecoderLayer(torch.nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is to be added to the residual, and the residual: whoever is next adds them.
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What is still to be added to the residual, and the residual: whoever is next adds them.
 
         Args:
+            x: `[num_tokens, hidden_size]`; None: nothing is left to add.
+            residual: Likewise; its memory is used.
             rows: int64: the tokens that go on from here, each request's last; None: all. The
                 others leave their keys and values.
         """
-        x, residual = self.input_layernorm.add_(x, residual)
-        x = self.self_attn.forward(x, rotation, forward_batch, rows)
-        if rows is not None:
-            residual = residual.index_select(0, rows)
-        x, residual = self.post_attention_layernorm.add_(x, residual)
-        return self.mlp.forward(x), residual
+        normed, residual = self.input_layernorm.add_(x, residual)
+        x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
+        normed, residual = self.post_attention_layernorm.add_(x, residual)
+        return self.mlp.forward(normed, residual)
 
 
 class LlamaModel(torch.nn.Module):
@@ -173,8 +180,8 @@ class LlamaModel(torch.nn.Module):
     ) -> torch.Tensor:
         """Hidden states of `ForwardBatch.rows_for_logits`."""
         rotation = self.rotary_emb.forward(positions)
-        x = self.embed_tokens.forward(input_ids)
-        residual: torch.Tensor | None = None
+        x: torch.Tensor | None = None
+        residual = self.embed_tokens.forward(input_ids)
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)
