@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.utils.device import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -131,16 +135,47 @@ def test_graphs_give_what_launches_give_at_every_batch_size(tmp_path: Path, back
             assert torch.equal(got, want)
 
 
-def test_padding_writes_to_nobodys_slots(tmp_path: Path) -> None:
+def test_short_prefills_in_graphs_give_what_launches_give(tmp_path: Path) -> None:
+    """At every captured number of tokens and beside it, for one request and for several."""
+    save_tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDER)
+    drivers = [
+        StepDriver(tmp_path, page_size=16, device="cuda", disable_cuda_graph=off)
+        for off in (False, True)
+    ]
+    replayed = []
+    replay = ExtendGraphRunner.replay
+
+    def count(runner: ExtendGraphRunner, batch: ForwardBatch) -> LogitsProcessorOutput:
+        replayed.append(len(batch.input_ids))
+        return replay(runner, batch)
+
+    with mock.patch.object(ExtendGraphRunner, "replay", count):
+        for new in ([20, 1, 3], [300], [16], [17], [64, 64, 1, 1, 30, 2, 3, 4], [256], [255, 2]):
+            work = [(row, prompt(count, row + count)) for row, count in enumerate(new)]
+            got, want = (driver.extend(work).next_token_logits.clone() for driver in drivers)
+            assert got.shape == want.shape
+            assert (got - want).abs().max() < 0.03 * want.abs().max(), new
+    assert replayed == [24, 16, 17, 169, 256]
+    last = [(0, 3), (1, 4)]
+    got, want = (driver.decode(last).next_token_logits.clone() for driver in drivers)
+    assert (got - want).abs().max() < 0.03 * want.abs().max()
+
+
+@pytest.mark.parametrize("new", [[(row, [5]) for row in range(3)], [(0, [7] * 20), (2, [8] * 3)]])
+def test_padding_writes_to_nobodys_slots(tmp_path: Path, new: list[tuple[int, list[int]]]) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3")
     driver = StepDriver(tmp_path, page_size=16, device="cuda")
     driver.extend([(row, prompt(20, row)) for row in range(3)])
     pool = driver.runner.token_to_kv_pool
     before = [buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)]
-    driver.decode([(row, 5) for row in range(3)])  # padded to 4
-    for old, new in zip(before, (*pool.k_buffer, *pool.v_buffer), strict=True):
-        changed = (old != new).flatten(1).any(dim=1).nonzero().flatten().tolist()
-        assert len([slot for slot in changed if slot >= 16]) == 3
+    if len(new) == 3:
+        driver.decode([(row, tokens[0]) for row, tokens in new])  # padded to 4
+    else:
+        driver.extend(new)  # padded to 32
+    for old, now in zip(before, (*pool.k_buffer, *pool.v_buffer), strict=True):
+        assert now.isfinite().all()
+        changed = (old != now).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        assert len([slot for slot in changed if slot >= 16]) == sum(len(ids) for _, ids in new)
 
 
 def test_fp8_cache_follows_the_full_one(tmp_path: Path) -> None:
@@ -156,7 +191,7 @@ def test_fp8_cache_follows_the_full_one(tmp_path: Path) -> None:
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_a_decode_step_waits_for_a_load_in_flight(tmp_path: Path) -> None:
+def test_captured_steps_wait_for_a_load_in_flight(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3")
     driver = StepDriver(tmp_path, device="cuda")
     driver.extend([(0, prompt(20, 1))])
@@ -171,6 +206,9 @@ def test_a_decode_step_waits_for_a_load_in_flight(tmp_path: Path) -> None:
     driver.runner.token_to_kv_pool.register_layer_transfer_counter(Counter())
     driver.decode([(0, 5)])
     assert waited == [1]
+    waited.clear()
+    driver.extend([(0, prompt(20, 2))])
+    assert waited == [0, 1]  # layer by layer, though it is captured
 
 
 def test_weights_are_equal_to_the_cpus(tmp_path: Path) -> None:

@@ -195,8 +195,8 @@ class KVCache(ABC):
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy slots `src_loc` to `tgt_loc` (int64 `[n]`) in every layer."""
 
-    def _wait_for_layer(self, layer_id: int) -> int:
-        """Index of the layer's buffer, once it may be read."""
+    def wait_for_layer(self, layer_id: int) -> int:
+        """Index of the layer's buffer, once it may be read: on CUDA, by what is queued next."""
         index = layer_id - self.start_layer
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(index)
@@ -248,13 +248,13 @@ class MHATokenToKVPool(KVCache):
         return torch.zeros(shape, dtype=self.store_dtype, device=self.device)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._as_dtype(self.k_buffer[self._wait_for_layer(layer_id)])
+        return self._as_dtype(self.k_buffer[self.wait_for_layer(layer_id)])
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._as_dtype(self.v_buffer[self._wait_for_layer(layer_id)])
+        return self._as_dtype(self.v_buffer[self.wait_for_layer(layer_id)])
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        index = self._wait_for_layer(layer_id)
+        index = self.wait_for_layer(layer_id)
         return self._as_dtype(self.k_buffer[index]), self._as_dtype(self.v_buffer[index])
 
     def set_kv_buffer(

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -19,11 +17,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_SIZE = 256
-_WARM_UP_STEPS = 2
 _FIXED_BYTES = 512 << 20
 """Of kernels, library workspaces and the activations of one layer, whatever the model."""
 
@@ -58,10 +56,7 @@ def estimate_graph_bytes(max_batch_size: int, vocab_size: int) -> int:
 
 
 class CudaGraphRunner:
-    """Captures when it is made, replays afterwards; one thread uses it, the model's.
-
-    The graphs share one memory pool, for they never run at the same time.
-    """
+    """Captures when it is made, replays afterwards; one thread uses it, the model's."""
 
     def __init__(
         self,
@@ -105,10 +100,8 @@ class CudaGraphRunner:
         """
         count = forward_batch.batch_size
         size = self._batch_sizes[bisect.bisect_left(self._batch_sizes, count)]
-        pool = self._token_to_kv_pool
-        if pool.layer_transfer_counter is not None:
-            # Layers are loaded in their order: the last comes after all others.
-            pool.layer_transfer_counter.wait_until(pool.layer_num - 1)
+        # Layers are loaded in their order: the last comes after all others.
+        self._token_to_kv_pool.wait_for_layer(self._token_to_kv_pool.end_layer)
         if count < size:
             self._inputs[:, count:size] = self._padding
         torch._foreach_copy_(
@@ -127,37 +120,20 @@ class CudaGraphRunner:
         self._graphs[size].replay()
         return LogitsProcessorOutput(next_token_logits=self._logits[:count])
 
-    def _capture_all(self) -> dict[int, torch.cuda.CUDAGraph]:
-        started = time.monotonic()
-        graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        pool = torch.cuda.graph_pool_handle()
-        # The largest first: the others fit into what it took.
-        for size in reversed(self._batch_sizes):
-            graphs[size] = self._capture(size, pool)
+    def _capture_all(self) -> dict[int, Graph]:
+        capture = GraphCapture()
+        graphs = {size: self._capture(size, capture) for size in reversed(self._batch_sizes)}
         logger.info(
             "Captured decoding of %s requests, %.2f s",
             ", ".join(map(str, self._batch_sizes)),
-            time.monotonic() - started,
+            capture.seconds,
         )
         return graphs
 
-    def _capture(self, size: int, pool: Any) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, capture: GraphCapture) -> Graph:
         batch = self._batches[size]
         self._attn_backend.init_forward_metadata_graph(batch)
-        stream = torch.cuda.Stream(self._inputs.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # Compiles kernels and makes library handles, which cannot be captured.
-            for _ in range(_WARM_UP_STEPS):
-                self._run(batch)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._run(batch)
-        return graph
-
-    def _run(self, batch: ForwardBatch) -> None:
-        self._forward(batch.input_ids, batch.positions, batch)
+        return capture.capture(lambda: self._forward(batch.input_ids, batch.positions, batch))
 
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs[:, :size]

@@ -7,6 +7,7 @@ number of requests in the batch, `num_tokens` the number of tokens computed in t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -80,6 +81,10 @@ class ForwardBatch:
     """Beside it: the tokens that follow those, whose logprobs these are."""
     logits_out: torch.Tensor | None = None
     """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
+    last_rows_in: torch.Tensor | None = None
+    """Extend only: int64 `[bs]` that holds what `last_rows` gives. For captured graphs."""
+    on_layer: Callable[[int], None] | None = None
+    """Called with each layer's number before its attention is launched. For captured graphs."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
     mostly_done: Event | None = None
@@ -92,6 +97,8 @@ class ForwardBatch:
 
     def begin_layer(self, layer_id: int) -> None:
         """Attention of a layer is about to be launched."""
+        if self.on_layer is not None:
+            self.on_layer(layer_id)
         pool = self.token_to_kv_pool
         if self.mostly_done is not None and layer_id == pool.start_layer + 3 * pool.layer_num // 4:
             self.mostly_done.record()
@@ -109,6 +116,8 @@ class ForwardBatch:
 
     def last_rows(self) -> torch.Tensor:
         """Extend only: the place of each request's last token in the step, int64 `[bs]`."""
+        if self.last_rows_in is not None:
+            return self.last_rows_in
         assert self.extend_seq_lens_cpu is not None
         ends = itertools.accumulate(self.extend_seq_lens_cpu)
         return on_device([end - 1 for end in ends], self.input_ids.device)

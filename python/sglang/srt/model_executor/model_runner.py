@@ -22,6 +22,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     estimate_graph_bytes,
     graph_batch_sizes,
 )
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import LoadConfig, get_model
@@ -84,7 +85,7 @@ class ModelRunner:
         self.kv_cache_dtype = _resolve_kv_dtype(
             config.kv_cache_dtype, config.model_config.dtype, config.device
         )
-        self._graphs: CudaGraphRunner | None = None
+        self._graphs: list[CudaGraphRunner | ExtendGraphRunner] = []
         self.attn_backend = create_attention_backend(
             config.attention_backend or default_attention_backend(config.device),
             AttentionConfig(
@@ -120,7 +121,7 @@ class ModelRunner:
         return per_layer * model.num_hidden_layers
 
     def graph_bytes(self) -> int:
-        """Estimate of the device memory that captured decode steps take; 0 where there are none."""
+        """Estimate of the device memory that captured steps take; 0 where there are none."""
         on_cuda = torch.device(self.config.device).type == "cuda"
         if not on_cuda or self.config.disable_cuda_graph or not self.attn_backend.can_be_captured:
             return 0
@@ -128,7 +129,7 @@ class ModelRunner:
         return estimate_graph_bytes(largest, self.model_config.vocab_size)
 
     def init_memory_pool(self, max_total_tokens: int, max_running_requests: int) -> None:
-        """Make the pools and the allocator; on CUDA, warm up, and capture decoding.
+        """Make the pools and the allocator; on CUDA, warm up and capture graphs.
 
         Args:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
@@ -162,26 +163,42 @@ class ModelRunner:
         self.attn_backend.warm_up()
         for batch in warm_up_batches(self.req_to_token_pool, self.token_to_kv_pool):
             self.forward(batch)
-        if not self.config.disable_cuda_graph and self.attn_backend.can_be_captured:
-            self._graphs = CudaGraphRunner(
+        if not self.config.disable_cuda_graph:
+            self._capture(graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests))
+
+    def _capture(self, batch_sizes: list[int]) -> None:
+        """Capture what the attention backend lets be captured; decoding of `batch_sizes`."""
+        if self.attn_backend.can_be_captured:
+            decoding = CudaGraphRunner(
                 self.model.forward,
                 self.attn_backend,
                 self.req_to_token_pool,
                 self.token_to_kv_pool,
-                batch_sizes=graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests),
-                vocab_size=model.vocab_size,
+                batch_sizes=batch_sizes,
+                vocab_size=self.model_config.vocab_size,
             )
+            self._graphs.append(decoding)
+        if self.attn_backend.captures_extend:
+            short_prefills = ExtendGraphRunner(
+                self.model.forward,
+                self.attn_backend,
+                self.req_to_token_pool,
+                self.token_to_kv_pool,
+                vocab_size=self.model_config.vocab_size,
+            )
+            self._graphs.append(short_prefills)
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run one step: stores the new tokens' keys and values, gives the last tokens' logits.
 
-        On CUDA this queues the work and returns. The logits of a captured decode step are
-        overwritten by the next: whatever reads them must be queued before that.
+        On CUDA this queues the work and returns. The logits of a captured step are overwritten by
+        the next: whatever reads them must be queued before that.
         """
         assert not forward_batch.forward_mode.is_idle(), "a single rank has no idle batches"
-        if self._graphs is not None and self._graphs.can_run(forward_batch):
-            return self._graphs.replay(forward_batch)
+        for graphs in self._graphs:
+            if graphs.can_run(forward_batch):
+                return graphs.replay(forward_batch)
         forward_batch.attn_backend = self.attn_backend
         self.attn_backend.init_forward_metadata(forward_batch)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ from sglang.srt.layers.attention.triton_ops.decode import (  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.extend import (  # noqa: E402
     ExtendWork,
     extend_attention,
+    plan_any_blocks,
     plan_blocks,
+    put_blocks,
 )
 from sglang.srt.layers.attention.triton_ops.pages import page_indices  # noqa: E402
 from sglang.test.attention_cases import (  # noqa: E402
@@ -116,6 +119,38 @@ def test_extend(
         assert_close(got, torch.cat(want), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [64, 200])
+def test_work_for_any_requests_takes_these(
+    shape: tuple[int, int, int], dtype: torch.dtype, size: int
+) -> None:
+    """One launch for all: other requests each time, and tokens behind them that are nobody's."""
+    heads, kv_heads, head_dim = shape
+    group = heads // kv_heads
+    work = plan_any_blocks(
+        size, 5, group=group, num_kv_heads=kv_heads, head_dim=head_dim, device=DEVICE
+    )
+    for requests in ([(0, 64)], [(700, 33), (0, 1), (65, 1), (9, 2), (300, 20)], [(1000, 5)]):
+        lens = [prefix + new for prefix, new in requests]
+        pool = PagedContexts(lens, kv_heads, head_dim, page_size=16, dtype=dtype, device=DEVICE)
+        q = queries(size, heads, head_dim, dtype)
+        begins = [0, *itertools.accumulate(new for _, new in requests)]
+        segments = [
+            (row, begin, prefix, new)
+            for row, begin, (prefix, new) in zip(pool.rows.tolist(), begins, requests, strict=False)
+        ]
+        put_blocks(work, segments, group)
+        got = torch.full((size, heads * head_dim), float("nan"), dtype=q.dtype, device=DEVICE)
+        extend_attention(q, pool.k, pool.v, pool.table, work, head_dim**-0.5, got)
+        want = [
+            attend(q[begin : begin + new], *pool.context(i, prefix + new), prefix=prefix)
+            for i, (_, begin, prefix, new) in enumerate(segments)
+        ]
+        assert_close(got[: begins[-1]], torch.cat(want), dtype)
+        assert not got[begins[-1] :].any()
+
+
 def plan_qwen(*segments: tuple[int, int, int, int]) -> ExtendWork:
     return plan_blocks(segments, group=4, num_kv_heads=8, head_dim=128, device="cpu")
 
@@ -133,7 +168,7 @@ def test_a_short_question_after_a_long_prefix_is_split() -> None:
 
 def test_splits_of_decode_fill_the_device() -> None:
     assert [plan_splits(bs, 8)[0] for bs in (1, 4, 16, 32)] == [32, 16, 4, 2]
-    assert [plan_splits(bs, 8) for bs in (64, 256)] == [(4, 2048)] * 2
+    assert [plan_splits(bs, 8) for bs in (64, 128, 256)] == [(16, 2048), (8, 2048), (4, 2048)]
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 500, 1024, 7 * 1024 + 3])

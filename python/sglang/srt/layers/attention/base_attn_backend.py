@@ -45,6 +45,9 @@ class AttentionBackend(ABC):
     """Decoding may be captured in a graph and replayed, with `init_forward_metadata_graph`
     before each."""
 
+    captures_extend = False
+    """Short prefills may be captured, with `init_forward_metadata_extend_graph` before each."""
+
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Compute, once for all layers, what this batch's attention needs (runs, masks)."""
@@ -59,6 +62,21 @@ class AttentionBackend(ABC):
             forward_batch: Of a captured size, with the same tensors every time, which hold the
                 step's input; `seq_lens_cpu` is the step's. Padding is requests of one token.
         """
+
+    def init_forward_metadata_extend_graph(
+        self, forward_batch: ForwardBatch, num_tokens: int, num_requests: int
+    ) -> None:
+        """Plan a short prefill that graphs run: called before the capture and before each replay.
+
+        What the captured kernels read must stay where it was when the size was first seen. For
+        backends with `captures_extend`.
+
+        Args:
+            forward_batch: The step as it is, of at most so many tokens and requests.
+            num_tokens: Of the graphs: those behind the step's own attend to nothing.
+            num_requests: Likewise.
+        """
+        raise NotImplementedError(type(self).__name__)
 
     def warm_up(self) -> None:
         """Do, before the first request, what the first use of a library costs once."""

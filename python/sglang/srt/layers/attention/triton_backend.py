@@ -6,6 +6,7 @@ gives the same words as a cold one, whatever the dtype of the pool.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,9 @@ from sglang.srt.layers.attention.triton_ops.decode import decode_attention, make
 from sglang.srt.layers.attention.triton_ops.extend import (
     ExtendWork,
     extend_attention,
+    plan_any_blocks,
     plan_blocks,
+    put_blocks,
 )
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class TritonAttnBackend(AttentionBackend):
     """Decoding needs no plan: see `decode_attention`."""
 
     can_be_captured = True
+    captures_extend = True
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
@@ -67,22 +71,17 @@ class TritonAttnBackend(AttentionBackend):
             and config.head_dim <= DENSE_HEAD_DIM
         )
         self._plan = _ExtendPlan()
+        self._captured: dict[int, ExtendWork] = {}
+        """By number of tokens."""
         self._arrivals = make_arrivals(config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_extend():
             return
-        prefix_lens = forward_batch.extend_prefix_lens_cpu
-        extend_lens = forward_batch.extend_seq_lens_cpu
-        assert prefix_lens is not None
-        assert extend_lens is not None
-        rows = forward_batch.req_pool_indices_cpu
-        assert rows is not None
         table = forward_batch.req_to_token_pool.req_to_token
         plan = _ExtendPlan()
         paged: list[tuple[int, int, int, int]] = []
-        begin = 0
-        for row, prefix, count in zip(rows, prefix_lens, extend_lens, strict=True):
+        for row, begin, prefix, count in _segments(forward_batch):
             dense = plan_dense(prefix, count if self._can_be_dense else 0)
             if dense.count:
                 slots = table[row, : prefix + dense.count].to(torch.int64)
@@ -90,7 +89,6 @@ class TritonAttnBackend(AttentionBackend):
             if dense.count < count:
                 rest = (row, begin + dense.count, prefix + dense.count, count - dense.count)
                 paged.append(rest)
-            begin += count
         if paged:
             plan.paged = plan_blocks(
                 paged,
@@ -100,6 +98,24 @@ class TritonAttnBackend(AttentionBackend):
                 device=table.device,
             )
         self._plan = plan
+
+    def init_forward_metadata_extend_graph(
+        self, forward_batch: ForwardBatch, num_tokens: int, num_requests: int
+    ) -> None:
+        config = self._config
+        group = config.num_heads // config.num_kv_heads
+        work = self._captured.get(num_tokens)
+        if work is None:
+            work = self._captured[num_tokens] = plan_any_blocks(
+                num_tokens,
+                num_requests,
+                group=group,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                device=config.device,
+            )
+        put_blocks(work, _segments(forward_batch), group)
+        self._plan = _ExtendPlan(paged=work)
 
     def forward_extend(
         self,
@@ -152,6 +168,19 @@ class TritonAttnBackend(AttentionBackend):
         q, k, v = torch.split(qkv, parts, dim=1)
         for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
             dense_attention(q[:tokens], k[:tokens], v[:tokens], 1.0, causal=True)
+
+
+def _segments(forward_batch: ForwardBatch) -> list[tuple[int, int, int, int]]:
+    """Of each request: its row of the table, first token in the batch, prefix, new tokens."""
+    rows = forward_batch.req_pool_indices_cpu
+    prefix_lens = forward_batch.extend_prefix_lens_cpu
+    extend_lens = forward_batch.extend_seq_lens_cpu
+    assert rows is not None
+    assert prefix_lens is not None
+    assert extend_lens is not None
+    begins = itertools.accumulate(extend_lens, initial=0)
+    # One begin more than requests: the end.
+    return list(zip(rows, begins, prefix_lens, extend_lens, strict=False))
 
 
 def _attend_densely(

@@ -20,10 +20,12 @@ BLOCK_N = 64
 PROGRAMS = 512
 """How many fill the device; more cost more than they even out."""
 MAX_SPLITS = 32
-LONG_SPLITS = 4
+LONG_SPLITS = (4, 16)
 LONG_TOKENS = 2048
+LONG_PROGRAMS = 8192
 """Batches that fill the device are split nevertheless, in parts of at least this: one long
-context among short ones would keep all waiting."""
+context among short ones would keep all waiting. Programs that find nothing to do cost little, so
+that there may be as many as this."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
 
@@ -91,7 +93,7 @@ def _decode_kernel(
         NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK, False, 0, False,
     )  # fmt: skip
     acc = acc / mass[:, None]
-    if SPLIT:
+    if SPLIT:  # noqa: SIM102 - known when this is compiled
         if parts > 1:
             part = out_row * splits + split
             tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
@@ -162,13 +164,19 @@ def make_arrivals(device: torch.device | str) -> torch.Tensor:
 
 
 def plan_splits(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
-    """Into how many parts contexts are split at most, a power of 2, and the least tokens of each."""
+    """How many parts a context is split into at most, a power of 2, and the least tokens of one."""
     if batch_size * num_kv_heads > _MOST_COUNTED:
         return 1, BLOCK_N
     wanted = PROGRAMS // (batch_size * num_kv_heads)
     if wanted < 2:
-        return LONG_SPLITS, LONG_TOKENS
-    return 1 << min(wanted, MAX_SPLITS).bit_length() - 1, BLOCK_N
+        least, most = LONG_SPLITS
+        wanted = min(max(LONG_PROGRAMS // (batch_size * num_kv_heads), least), most)
+        return _power_of_two_below(wanted), LONG_TOKENS
+    return _power_of_two_below(min(wanted, MAX_SPLITS)), BLOCK_N
+
+
+def _power_of_two_below(number: int) -> int:
+    return 1 << number.bit_length() - 1
 
 
 def decode_attention(
@@ -213,7 +221,7 @@ def decode_attention(
         parts = torch.empty((rows, count, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, count), dtype=torch.float32, device=q.device)
     if launch is None:
-        launch = (BLOCK_N, 4, 3 if k_pool.element_size() > 1 else 5)
+        launch = (BLOCK_N, 4, 2 if k_pool.element_size() > 1 else 5)
     group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
     _decode_kernel[(num_kv_heads, batch_size, count)](

@@ -115,6 +115,8 @@ class ExtendWork:
     begin: int
     """First token of the batch that is worked on; those of `blocks` count from it."""
     end: int
+    is_padded: bool = False
+    """The last tokens may be in no block: they get zeros."""
 
 
 def plan_blocks(
@@ -135,30 +137,76 @@ def plan_blocks(
         device: Of the pool.
     """
     longest = max(count for _, _, _, count in segments)
-    rows = max(16, 1 << (min(128, longest * group) - 1).bit_length(), 1 << (group - 1).bit_length())
-    per_block = rows // group
+    rows = _query_rows(longest, group)
     first, last = segments[0][1], segments[-1][1] + segments[-1][3]
+    blocks = cut_into_blocks(segments, rows // group)
+    context = max(prefix + count for _, _, prefix, count in segments)
+    if window:
+        context = min(context, window + rows // group)
+    splits = _count_splits(len(blocks), last - first, context, group, num_kv_heads, head_dim)
+    return ExtendWork(stage_to_device(blocks, device), rows, splits, first, last)
+
+
+def plan_any_blocks(
+    num_tokens: int,
+    num_requests: int,
+    *,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> ExtendWork:
+    """Work for any requests, at most `num_requests` with `num_tokens` new tokens together.
+
+    Its blocks are empty; `put_blocks` fills them. Launched always alike, it can be captured.
+    """
+    rows = _query_rows(num_tokens, group)
+    whole = -(-num_tokens // (rows // group))
+    splits = _count_splits(whole, num_tokens, None, group, num_kv_heads, head_dim)
+    blocks = torch.zeros((whole + num_requests - 1, 4), dtype=torch.int32, device=device)
+    return ExtendWork(blocks, rows, splits, 0, num_tokens, is_padded=True)
+
+
+def put_blocks(work: ExtendWork, segments: Sequence[tuple[int, int, int, int]], group: int) -> None:
+    """Fill work of `plan_any_blocks` with a step's requests, as of `plan_blocks`; does not wait."""
+    blocks = cut_into_blocks(segments, work.rows // group)
+    full = torch.zeros(work.blocks.shape, dtype=torch.int32)
+    full[: len(blocks)] = blocks
+    work.blocks.copy_(stage_to_device(full, work.blocks.device))
+
+
+def cut_into_blocks(segments: Sequence[tuple[int, int, int, int]], per_block: int) -> torch.Tensor:
+    """`ExtendWork.blocks` of `segments` on the CPU, with at most `per_block` tokens each."""
+    first = segments[0][1]
     blocks = [
         (row, token + begin - first, prefix + begin, min(per_block, count - begin))
         for row, token, prefix, count in segments
         for begin in range(0, count, per_block)
     ]
-    context = max(position + count for _, _, position, count in blocks)
-    if window:
-        context = min(context, window + per_block)
+    return torch.tensor(blocks, dtype=torch.int32)
+
+
+def _query_rows(longest: int, group: int) -> int:
+    """Rows of a block where the longest request has so many tokens."""
+    return max(16, 1 << (min(128, longest * group) - 1).bit_length(), 1 << (group - 1).bit_length())
+
+
+def _count_splits(
+    num_blocks: int,
+    num_tokens: int,
+    context: int | None,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> int:
+    """A power of 2 that fills the device; None: of a context of any length."""
     wanted = min(
-        PROGRAMS // (len(blocks) * num_kv_heads),
-        context // MIN_SPLIT_TOKENS,
+        PROGRAMS // (num_blocks * num_kv_heads),
+        MAX_SPLITS if context is None else context // MIN_SPLIT_TOKENS,
         MAX_SPLITS,
-        WORKSPACE_BYTES // ((last - first) * group * num_kv_heads * head_dim * 4),
+        WORKSPACE_BYTES // (num_tokens * group * num_kv_heads * head_dim * 4),
     )
-    return ExtendWork(
-        stage_to_device(torch.tensor(blocks, dtype=torch.int32), device),
-        rows,
-        1 << max(0, wanted.bit_length() - 1),
-        first,
-        last,
-    )
+    return 1 << max(0, wanted.bit_length() - 1)
 
 
 def extend_attention(
@@ -175,7 +223,8 @@ def extend_attention(
 ) -> None:
     """Attend, for the tokens that `work` names.
 
-    Rows of `out` before and behind them are left as they are, rows between them are garbage.
+    Rows of `out` before and behind them are left as they are, rows between them are garbage, or
+    zeros where the work is padded.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, dense but for the first stride.
@@ -194,6 +243,10 @@ def extend_attention(
         shape = (num_tokens * num_heads, splits)
         parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if work.is_padded:
+        out.zero_()
+        if splits > 1:
+            lse.fill_(math.inf)  # there is nothing to join but what a block says
     if launch is None:
         # fp32 takes twice the shared memory, and its products are made of three.
         launch = (64, 4, 3) if q.element_size() == 2 else (32, 4, 2)

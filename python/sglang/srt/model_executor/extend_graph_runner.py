@@ -1,0 +1,155 @@
+"""Short prefills as CUDA graphs, in pieces between which a layer's load is waited for.
+
+A question after a long prefix that the cache holds is a prefill of few tokens: running its kernels
+takes the GPU less time than launching them takes the CPU, and the first token waits for that. A
+graph for each layer launches them at once; one for all layers could not wait for the loads of
+single layers. A step is padded to the next captured number of tokens with tokens that attend to
+nothing and store in slot 0, the padding page.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.model_executor.cuda_graph_runner import Forward
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
+
+logger = logging.getLogger(__name__)
+
+TOKEN_COUNTS: Final = (16, 32, 64, 128, 256)
+"""From some 300 tokens on the GPU takes longer than the CPU."""
+MAX_REQUESTS: Final = 8
+
+
+class ExtendGraphRunner:
+    """Captures when it is made, replays afterwards; one thread uses it, the model's."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        attn_backend: AttentionBackend,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: KVCache,
+        *,
+        vocab_size: int,
+    ) -> None:
+        """Args:
+        forward: The model's.
+        attn_backend: One that `captures_extend`.
+        """
+        assert token_to_kv_pool.layer_transfer_counter is None, "waits cannot be captured"
+        self._forward = forward
+        self._attn_backend = attn_backend
+        self._req_to_token_pool = req_to_token_pool
+        self._token_to_kv_pool = token_to_kv_pool
+        table = req_to_token_pool.req_to_token
+        device = table.device
+        self._max_requests = min(MAX_REQUESTS, len(table))
+        self._token_counts = [count for count in TOKEN_COUNTS if count <= table.shape[1]]
+        with torch.inference_mode():
+            # Rows: input_ids, positions, out_cache_loc.
+            self._tokens = torch.zeros((3, TOKEN_COUNTS[-1]), dtype=torch.int64, device=device)
+            # Rows: req_pool_indices, seq_lens, last_rows.
+            self._no_request = torch.tensor([[0], [1], [0]], device=device)
+            self._requests = self._no_request.repeat(1, self._max_requests)
+            self._logits = torch.empty(
+                (self._max_requests, vocab_size), dtype=torch.float32, device=device
+            )
+            self._pieces = self._capture_all()
+
+    def can_run(self, forward_batch: ForwardBatch) -> bool:
+        """Whether there are graphs for this batch."""
+        return (
+            forward_batch.forward_mode.is_extend()
+            and bool(self._token_counts)
+            and len(forward_batch.input_ids) <= self._token_counts[-1]
+            and forward_batch.batch_size <= self._max_requests
+            and forward_batch.extend_logprob_start_lens_cpu is None
+        )
+
+    def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run a short prefill.
+
+        Returns:
+            Logits that the next replay overwrites.
+        """
+        count, requests = len(forward_batch.input_ids), forward_batch.batch_size
+        size = self._token_counts[bisect.bisect_left(self._token_counts, count)]
+        if count < size:
+            self._tokens[:, count:size] = 0
+        if requests < self._max_requests:
+            self._requests[:, requests:] = self._no_request
+        torch._foreach_copy_(
+            [*self._tokens[:, :count].unbind(), *self._requests[:, :requests].unbind()],
+            [
+                forward_batch.input_ids,
+                forward_batch.positions,
+                forward_batch.out_cache_loc,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                forward_batch.last_rows(),
+            ],
+        )
+        self._attn_backend.init_forward_metadata_extend_graph(
+            forward_batch, size, self._max_requests
+        )
+        first, *others = self._pieces[size]
+        first.replay()
+        for layer, piece in enumerate(others, self._token_to_kv_pool.start_layer):
+            forward_batch.begin_layer(layer)
+            self._token_to_kv_pool.wait_for_layer(layer)
+            piece.replay()
+        return LogitsProcessorOutput(next_token_logits=self._logits[:requests])
+
+    def _capture_all(self) -> dict[int, list[Graph]]:
+        """By number of tokens: what comes before the first layer's attention, then what goes from
+        each layer's to the next one's."""
+        capture = GraphCapture()
+        pieces = {size: self._capture(size, capture) for size in reversed(self._token_counts)}
+        logger.info(
+            "Captured prefills of %s tokens, %.2f s",
+            ", ".join(map(str, self._token_counts)),
+            capture.seconds,
+        )
+        return pieces
+
+    def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
+        batch = self._static_batch(size)
+        self._attn_backend.init_forward_metadata_extend_graph(batch, size, self._max_requests)
+
+        def run(cut: Callable[[], None]) -> None:
+            batch.on_layer = lambda layer: cut()
+            self._forward(batch.input_ids, batch.positions, batch)
+
+        return capture.capture_pieces(run)
+
+    def _static_batch(self, size: int) -> ForwardBatch:
+        """One request of `size` tokens, of which all stand in the padding page."""
+        ids, positions, loc = self._tokens[:, :size]
+        rows, seq_lens, last_rows = self._requests
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=ids,
+            positions=positions,
+            req_pool_indices=rows,
+            req_pool_indices_cpu=[0],
+            seq_lens=seq_lens,
+            seq_lens_cpu=[size],
+            out_cache_loc=loc,
+            req_to_token_pool=self._req_to_token_pool,
+            token_to_kv_pool=self._token_to_kv_pool,
+            extend_prefix_lens_cpu=[0],
+            extend_seq_lens_cpu=[size],
+            logits_out=self._logits,
+            last_rows_in=last_rows,
+            attn_backend=self._attn_backend,
+        )
