@@ -240,9 +240,12 @@ class Scheduler:
             len(decoding) and (self._last_was_prefill or self._decode.is_stalled)
         )
         step = self._launch_prefill() if is_prefill_turn else None
-        self._last_was_prefill = step is not None
         if step is None and not len(decoding) and state.in_flight is not None:
-            self._settle()  # What comes of it is all there is to decode.
+            # What comes of it is all there is to decode. First tokens go out before the next tick
+            # launches their second: that takes the CPU a millisecond.
+            self._settle()
+            return None
+        self._last_was_prefill = step is not None
         return step or self._launch_decode()
 
     def _launch_prefill(self) -> LaunchedStep | None:
