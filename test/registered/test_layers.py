@@ -37,6 +37,8 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     (
         "model_executor.model_runner",
         "model_executor.cuda_graph_runner",
+        "model_executor.extend_graph_runner",
+        "model_executor.graph_capture",
         "model_executor.warm_up",
     ),
     (

@@ -23,9 +23,9 @@ class TokenShower:
 
     def text(self, token_id: int) -> str:
         """The token alone; U+FFFD where it is only part of a character."""
-        return self.bytes(token_id).decode(errors="replace")
+        return self.raw(token_id).decode(errors="replace")
 
-    def bytes(self, token_id: int) -> bytes:
+    def raw(self, token_id: int) -> bytes:
         """The token's own bytes, so that clients can join them to characters."""
         shown = self._bytes.get(token_id)
         if shown is None:
@@ -93,5 +93,5 @@ def completion_logprobs(
 
 
 def _chat_entry(token_id: int, logprob: float, shower: TokenShower) -> dict[str, Any]:
-    raw = shower.bytes(token_id)
+    raw = shower.raw(token_id)
     return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": logprob}
