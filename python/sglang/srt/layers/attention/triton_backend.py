@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 DENSE_HEAD_DIM = 128
 WARM_UP_TOKENS = 8192
-"""Lengths up to which cuDNN's plans are made before the first request."""
+"""New tokens up to which cuDNN's plans are made before the first request."""
+WARM_UP_PIECES = tuple(UNIT << i for i in range(5))
+"""Pieces of a prefix, likewise."""
 
 
 class _DenseSegment(NamedTuple):
@@ -165,9 +167,16 @@ class TritonAttnBackend(AttentionBackend):
         parts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         shape = (WARM_UP_TOKENS, sum(parts), config.head_dim)
         qkv = torch.zeros(shape, dtype=config.dtype, device=config.device)
-        q, k, v = torch.split(qkv, parts, dim=1)
+        views = torch.split(qkv, parts, dim=1)
+        # What follows a prefix is copied: see _attend_densely.
+        copies = [part.contiguous() for part in views]
+        prefix = copies[1].new_zeros((WARM_UP_PIECES[-1], *copies[1].shape[1:]))
         for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
-            dense_attention(q[:tokens], k[:tokens], v[:tokens], 1.0, causal=True)
+            for q, k, v in (views, copies):
+                dense_attention(q[:tokens], k[:tokens], v[:tokens], 1.0, causal=True)
+            for piece in WARM_UP_PIECES:
+                keys = prefix[:piece]
+                dense_attention(copies[0][:tokens], keys, keys, 1.0, causal=False)
 
 
 def _segments(forward_batch: ForwardBatch) -> list[tuple[int, int, int, int]]:
@@ -198,11 +207,12 @@ def _attend_densely(
     """
     plan, slots = segment.plan, segment.slots
     k, v = new
+    # cuDNN's plans are for strides as well: either all are views of one tensor, or all are copies.
     if plan.pad or pool[0].dtype != q.dtype:
         k, v = (_read(buffer, slots[plan.whole :], q.dtype) for buffer in pool)
-    if plan.pad:
         q = F.pad(q, (0, 0, 0, 0, plan.pad, 0))
     out, lse = dense_attention(q, k, v, scaling, causal=True)
+    q = q.contiguous() if plan.pieces else q
     for begin, end in plan.pieces:
         piece_k, piece_v = (_read(buffer, slots[begin:end], q.dtype) for buffer in pool)
         # One mask cannot say both, and attending in parts reads nothing twice.
