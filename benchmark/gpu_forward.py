@@ -37,7 +37,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfi
 from sglang.srt.utils.device import device_memory
 from sglang.test.qwen3_8b import VOCAB_SIZE, dummy_model
 
-
 REST_S = 1.0
 
 
