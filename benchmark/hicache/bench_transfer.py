@@ -3,39 +3,30 @@
     python benchmark/hicache/bench_transfer.py [--tokens 8192] [--repeat 5] [--output FILE]
         [--page-sizes 64 16 1] [--no-transfers] [--no-compute] [--no-pinning] [--tune]
 
-Pools have the shape of Qwen3-8B's KV: 36 layers, 8 heads of 128, bf16. Pages are scattered at
-random over both pools, their bytes are random, and the bytes that arrive are compared. A load is
-issued as the engine issues it: layer by layer with an event each. The limit is one large copy
-between the same kinds of memory, measured in the same run; for both directions at once it is two
-such copies, and what counts is the sum of both speeds while both are under way. Further sections:
-how much a matrix product beside a copy slows down, how fast page-locked memory comes up,
-and who moves the bytes best (`--tune`). Prints one JSON line per result, each with what was
-expected.
+What is copied, and how it is timed: `transfer_rig.py`. The limit is one large copy between the
+same kinds of memory, measured in the same run; for both directions at once it is two such copies,
+and what counts is the sum of both speeds while both are under way. Further sections: how much a
+matrix product beside a copy slows down, how fast page-locked memory comes up, and who moves the
+bytes best (`--tune`). Prints one JSON line per result, each with what was expected.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
+from transfer_rig import HEAD_DIM, HEADS, LAYERS, Pools, Timeline, Work
 
+from sglang.benchmark.report import emit, provenance
 from sglang.srt.mem_cache.host_copy_cuda import EngineUse
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pinned_memory import allocate_pinned
 from sglang.srt.mem_cache.staged_copy import StagedLoadTuning
 from sglang.srt.utils.device import CopyStream
 
-LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 PAIRS: Final = (
     ("layer_first", "kernel"),
     ("page_first", "kernel"),
@@ -69,141 +60,6 @@ EXPECTED: Final[dict[tuple[str, str], dict[str, dict[int, float]]]] = {
         "both": {64: 0.97, 16: 0.97, 4: 0.90, 1: 0.59},
     },
 }
-
-Work: TypeAlias = Callable[[], None]
-
-
-class Timeline:
-    """Runs work on a load and a write stream and times it with events."""
-
-    def __init__(self) -> None:
-        self.load = CopyStream("cuda", "bench-load")
-        self.write = CopyStream("cuda", "bench-write")
-
-    def seconds(self, load: Work | None, write: Work | None, repeat: int) -> tuple[float, float]:
-        """Median seconds of one direction: on the device, and to issue it on the CPU."""
-        stream, work = (self.load, load) if load is not None else (self.write, write)
-        assert work is not None
-        device, issue = [], []
-        for turn in range(repeat + 1):
-            torch.accelerator.synchronize()
-            started = time.perf_counter()
-            start, end = self._submit(stream, work)
-            issued = time.perf_counter() - started
-            torch.accelerator.synchronize()
-            if turn:  # the first compiles and warms up
-                device.append(start.elapsed_time(end) / 1e3)
-                issue.append(issued)
-        return statistics.median(device), statistics.median(issue)
-
-    def copies_per_second(self, load: Work, write: Work, repeat: int) -> float:
-        """Copies of either direction per second while both are under way, median.
-
-        Each direction is issued by a thread of its own, four times over. What is counted ends
-        where the first direction ends; of the copy that is then under way in the other one, the
-        part that fits.
-        """
-        rates = []
-        with ThreadPoolExecutor(2) as threads:
-            for turn in range(repeat + 1):
-                torch.accelerator.synchronize()
-                rounds = [
-                    threads.submit(self._submit_four, self.load, load),
-                    threads.submit(self._submit_four, self.write, write),
-                ]
-                marks = [round.result() for round in rounds]
-                torch.accelerator.synchronize()
-                if turn:
-                    rates.append(_rate_of_both(marks))
-        return statistics.median(rates)
-
-    def _submit_four(self, stream: CopyStream, work: Work) -> list[tuple[torch.Event, torch.Event]]:
-        return [self._submit(stream, work) for _ in range(4)]
-
-    def _submit(self, stream: CopyStream, work: Work) -> tuple[torch.Event, torch.Event]:
-        start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-
-        def timed() -> None:
-            start.record()
-            work()
-            end.record()
-
-        stream.submit(timed)
-        return start, end
-
-
-def _rate_of_both(marks: list[list[tuple[torch.Event, torch.Event]]]) -> float:
-    zero = marks[0][0][0]
-    spans = [
-        [(zero.elapsed_time(start), zero.elapsed_time(end)) for start, end in one] for one in marks
-    ]
-    first = max(one[0][0] for one in spans)
-    last = min(one[-1][1] for one in spans)
-    done = sum(
-        max(0.0, min(end, last) - max(start, first)) / (end - start)
-        for one in spans
-        for start, end in one
-    )
-    return done / (last - first) * 1e3
-
-
-class Pools:
-    """A device pool and a host pool, and two disjoint scattered sets of pages in each."""
-
-    def __init__(
-        self, timeline: Timeline, layout: str, io_backend: str, page_size: int, tokens: int
-    ) -> None:
-        self.io_backend = io_backend
-        self.page_size = page_size
-        self.tokens = tokens
-        self.device = MHATokenToKVPool(
-            2 * tokens, page_size, torch.bfloat16, HEADS, HEAD_DIM, LAYERS, "cuda"
-        )
-        for buffer in (*self.device.k_buffer, *self.device.v_buffer):
-            buffer.normal_()
-        self.host = MHATokenToKVPoolHost(self.device, 1.0, 0, page_size, layout)
-        self.bytes = tokens * self.host.size_per_token
-        torch.manual_seed(0)
-        device_pages = torch.randperm(2 * tokens // page_size) + 1
-        host_pages = torch.randperm(2 * tokens // page_size)
-        count = tokens // page_size
-        self.source, self.target = (
-            self._slots(pages).to("cuda") for pages in (device_pages[:count], device_pages[count:])
-        )
-        self.host_slots, self.other_host_slots = (
-            self._slots(pages) for pages in (host_pages[:count], host_pages[count:])
-        )
-        # Page-locked memory that no copy has filled would be zeros.
-        timeline.write.submit(self.backup)
-        torch.accelerator.synchronize()
-
-    def _slots(self, pages: torch.Tensor) -> torch.Tensor:
-        return (pages[:, None] * self.page_size + torch.arange(self.page_size)).reshape(-1)
-
-    def backup(self) -> None:
-        self.host.backup_from_device_all_layer(
-            self.device, self.host_slots, self.source, self.io_backend
-        )
-
-    def backup_elsewhere(self) -> None:
-        self.host.backup_from_device_all_layer(
-            self.device, self.other_host_slots, self.source, self.io_backend
-        )
-
-    def load(self, first: torch.Event | None = None) -> None:
-        """An event a layer, as the engine has; `first` is the first layer's."""
-        for layer in range(LAYERS):
-            self.host.load_to_device_per_layer(
-                self.device, self.host_slots, self.target, layer, self.io_backend
-            )
-            event = torch.Event("cuda") if layer or first is None else first
-            event.record()
-
-    def check(self) -> None:
-        """What was backed up and loaded is what was there."""
-        for buffer in (*self.device.k_buffer, *self.device.v_buffer):
-            raw = buffer.view(torch.int16)
-            assert torch.equal(raw[self.target], raw[self.source]), "the bytes differ"
 
 
 def limits(timeline: Timeline, repeat: int) -> dict[str, float]:
@@ -406,48 +262,33 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.accelerator.is_available():
         parser.error("needs a CUDA device")
-
-    def emit(row: dict[str, Any]) -> None:
-        line = json.dumps(row)
-        print(line, flush=True)
-        if args.output:
-            with open(args.output, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
     timeline = Timeline()
-    emit(about())
+    emit(about(), args.output)
     limit = limits(timeline, args.repeat)
-    emit({"section": "limit", "gb_per_second": limit})
+    emit({"section": "limit", "gb_per_second": limit}, args.output)
     if args.tune:
         for row in tuning(timeline, limit, args.tokens, 3):
-            emit(row)
+            emit(row, args.output)
     if not args.no_transfers:
         for row in transfers(timeline, limit, args.page_sizes, args.tokens, args.repeat):
-            emit(row)
+            emit(row, args.output)
     if not args.no_compute:
         for row in beside_compute(timeline, args.tokens, args.repeat):
-            emit(row)
+            emit(row, args.output)
     if not args.no_pinning:
         for row in pinning():
-            emit(row)
-    emit({"section": "limit at the end", "gb_per_second": limits(timeline, args.repeat)})
+            emit(row, args.output)
+    at_the_end = limits(timeline, args.repeat)
+    emit({"section": "limit at the end", "gb_per_second": at_the_end}, args.output)
 
 
 def about() -> dict[str, Any]:
     """Command, commit and hardware."""
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    except OSError:
-        commit = ""
     gpu: Any = torch.get_device_module("cuda").get_device_name()
     return {
         "benchmark": "transfer",
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit or None,
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{gpu}, {platform.machine()}",
+        **provenance(),
+        "gpu": gpu,
         "torch": torch.__version__,
         "shape": f"{LAYERS} layers, {HEADS} heads of {HEAD_DIM}, bf16",
     }

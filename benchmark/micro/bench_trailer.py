@@ -11,11 +11,7 @@ GB/s, the ratio to the calls without a trailer, and the speed of the hash itself
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +19,7 @@ from typing import TypeAlias
 
 import torch
 
+from sglang.benchmark.report import emit, provenance
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
@@ -132,14 +129,10 @@ def main() -> None:
 
 def report(args: argparse.Namespace, raw: dict[str, list[float]]) -> None:
     median = {name: statistics.median(values) for name, values in raw.items()}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     result = {
         "benchmark": "trailer",
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, torch threads {torch.get_num_threads()}",
+        **provenance(),
+        "torch_threads": torch.get_num_threads(),
         "pages": args.pages,
         "page_kib": args.page_kib,
         "gb_per_second": median,
@@ -148,7 +141,7 @@ def report(args: argparse.Namespace, raw: dict[str, list[float]]) -> None:
         "get_key_only_ratio": round(median["get_key_only"] / median["get_raw"], 3),
         "raw": raw,
     }
-    print(json.dumps(result))
+    emit(result)
 
 
 if __name__ == "__main__":
