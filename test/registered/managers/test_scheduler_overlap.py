@@ -74,6 +74,21 @@ def test_a_step_is_launched_before_the_one_before_it_is_taken_in(
     assert events == ["launch", "take in"] * 5
 
 
+def test_first_tokens_go_out_before_their_second_is_launched(
+    model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """And a prompt that comes then does not take the turn of decoding."""
+    rig = make_rig(model, monkeypatch, overlap=True)
+    rig.step(rig.request("first", prompt(1, 9), greedy(3), stream=True))
+    rig.step()
+    assert events == ["launch", "take in"]
+    assert len(rig.results["first"].output_ids) == 1
+    rig.step(rig.request("second", prompt(2, 9), greedy(1)))
+    assert rig.scheduler.state.in_flight is not None
+    assert not rig.scheduler.state.in_flight.is_prefill
+    rig.run()
+
+
 def test_prompts_follow_each_other_without_a_gap(
     model: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
 ) -> None:
