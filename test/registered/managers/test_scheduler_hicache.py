@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from sglang.srt.managers.io_struct import (
     GetHiCacheStorageReqInput,
     RequestOutput,
 )
+from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
@@ -51,6 +54,7 @@ def make_rig(model: Path, *, storage: bool = True, **args: object) -> SchedulerR
             "hicache_storage_backend": "file",
             "hicache_storage_prefetch_policy": "wait_complete",
             "hicache_storage_backend_extra_config": EXTRA,
+            **args,
         }
     return SchedulerRig(model, **settings)  # type: ignore[arg-type]
 
@@ -117,6 +121,75 @@ def test_others_overtake_a_request_that_waits_for_storage(model: Path) -> None:
         last = rig.results["waits"].last
         assert last is not None
         assert last.cached_tokens_details.storage == 96
+    finally:
+        rig.close()
+
+
+class SlowParts:
+    """Makes L3 and the model of a rig take so much longer that it is known which is faster."""
+
+    def __init__(self, rig: SchedulerRig, *, read_s: float, compute_s: float) -> None:
+        """Args:
+        read_s: For each token read.
+        compute_s: For each token of a prompt.
+        """
+        tree = rig.tree
+        assert isinstance(tree, HiRadixCache)
+        storage_io = tree.cache_controller.storage_io
+        assert storage_io is not None and storage_io.storage is not None
+        self._get = storage_io.storage.batch_get_v2
+        self._forward = rig.scheduler._parts.worker.forward_batch_generation
+        self._seconds = read_s, compute_s
+        storage_io.storage.batch_get_v2 = self._slow_get  # type: ignore[method-assign]
+        rig.scheduler._parts.worker.forward_batch_generation = (  # type: ignore[method-assign]
+            self._slow_forward
+        )
+
+    def _slow_get(self, transfers: Any, extra_info: Any = None) -> Any:
+        time.sleep(self._seconds[0] * len(transfers[0].host_indices))
+        return self._get(transfers, extra_info)
+
+    def _slow_forward(self, batch: ModelWorkerBatch) -> Any:
+        if batch.forward.forward_mode.is_extend():
+            time.sleep(self._seconds[1] * len(batch.forward.input_ids))
+        return self._forward(batch)
+
+
+@pytest.mark.parametrize("policy", ["timeout", "wait_complete"])
+def test_a_burst_is_divided_between_a_slow_store_and_the_model(model: Path, policy: str) -> None:
+    rig = make_rig(model, pool_tokens=2048, hicache_storage_prefetch_policy=policy)
+    try:
+        prompts = {f"burst-{seed}": prompt(seed, 100) for seed in range(10)}
+        cold = SchedulerRig(model, disable_radix_cache=True, pool_tokens=2048)
+        words = dict(zip(prompts, cold.generate(prompts.values()), strict=True))
+        # Computing costs a quarter more than reading: alone every prompt is read.
+        SlowParts(rig, read_s=0.0004, compute_s=0.0005)
+        for rid, ids in prompts.items():
+            ask(rig, f"computed-{rid}", ids)
+        flush(rig)
+        for seed in range(5):
+            alone = ask(rig, f"read-{seed}", prompts[f"burst-{seed}"])
+            assert alone.cached_tokens_details.storage == 96
+        flush(rig)
+        rig.step(*[rig.request(rid, ids) for rid, ids in prompts.items()])
+        settle(rig)
+        assert {rid: rig.results[rid].output_ids for rid in prompts} == words
+        from_store = [
+            last.cached_tokens_details.storage
+            for rid in prompts
+            if (last := rig.results[rid].last) is not None
+        ]
+        read, computed = from_store.count(96), from_store.count(0)
+        assert read + computed == 10
+        overtaken = rig.scheduler.state.metrics.registry.get_sample_value(
+            "sglang:hicache_prefetch_total", {"reason": "overtaken"}
+        )
+        if policy == "wait_complete":
+            assert (read, overtaken) == (10, None)
+        else:
+            # Six and four, if nothing but the model and the store took time.
+            assert computed == overtaken
+            assert 2 <= computed <= 6, from_store
     finally:
         rig.close()
 

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.ballot import (
     from_vector,
     to_vector,
 )
+from sglang.srt.mem_cache.fetch_worth import Rates
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -57,9 +58,10 @@ def test_a_failure_on_one_rank_is_a_failure_for_all_in_its_turn() -> None:
 
 
 def test_unavailable_or_slow_anywhere_is_so_everywhere() -> None:
-    agreed = vote(Progress(available=False), Progress(worth=False))
+    agreed = vote(Progress(available=False, rates=Rates(9, 4)), Progress(rates=Rates(5, 7)))
     assert not agreed.available
-    assert not agreed.worth
+    assert agreed.rates == (5, 4)
+    assert vote(Progress(rates=Rates(9, 4)), Progress(reconnects=3)).rates == (0, 0)
 
 
 def test_different_books_stop_the_ranks() -> None:

@@ -117,6 +117,7 @@ class Scheduler:
         self._state = _make_state(server_args, parts)
         outputs = OutputCollector(server_args.stream_interval)
         self._outputs = outputs
+        parts.tree.watch_workload(self._state.workload)
         self._control = ControlHandler(self._state, outputs, server_args.to_public_dict())
         self._results = ResultProcessor(self._state, StopChecker(parts.tokenizer), outputs)
         self._grammar = GrammarQueue(parts.grammar_backend)

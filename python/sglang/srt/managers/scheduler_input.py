@@ -147,6 +147,7 @@ class InputHandler:
         key = req.match_key()
         match = tree.match_prefix(MatchPrefixParams(key, req=req))
         known = len(match.device_indices) + match.host_hit_length
+        req.cached_on_arrival = known
         tree.note_waiting(req.rid, req.arrival_number, match.last_host_node)
         tree.prefetch_from_storage(
             req.rid, match.last_host_node, key.token_ids[known:], extra_key=req.extra_key

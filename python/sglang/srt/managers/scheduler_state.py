@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.grammar_mask import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.schedule_policy import ceil_to_page
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, Workload
 
 if TYPE_CHECKING:
     from sglang.srt.managers.batch_pools import BatchPools
@@ -78,6 +78,20 @@ class SchedulerState:
         """Requests that decode, and those whose last part of the prompt is being computed."""
         works = [] if self.in_flight is None else self.in_flight.works
         return self.decoding.reqs + [work.req for work in works if work.is_last_chunk]
+
+    def workload(self) -> Workload:
+        """What of prompts is yet to be computed."""
+        computing = 0
+        if self.in_flight is not None:
+            computing = sum(work.extend_len for work in self.in_flight.works)
+        if self.chunked is not None:
+            computing += self.chunked.num_tokens - self.chunked.kv_committed_len
+        waiting = {
+            req.rid: req.num_tokens - req.cached_on_arrival
+            for req in self.waiting
+            if req.sample_of is None  # Samples of one prompt compute it once.
+        }
+        return Workload(computing, waiting)
 
     def free_tokens(self) -> int:
         """Slots that are free or can be evicted."""

@@ -4,7 +4,7 @@ Copies and transfers progress at different moments on different ranks, yet every
 the same decisions. So progress enters a decision only through one int64 vector of fixed size,
 reduced by MIN over the ranks. Pure functions; the reduction is handed in.
 
-Layout of the vector: the digest of the books and its negative, `available`, `worth`,
+Layout of the vector: the digest of the books and its negative, `available`, the two `rates`,
 `reconnects`; for each FIFO queue `done` and `first_failed`; for each prefetch slot `hit`,
 `landed`, `ended`, `-expired` and `-handed`.
 """
@@ -17,13 +17,15 @@ from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
+from sglang.srt.mem_cache.fetch_worth import Rates
+
 NONE_FAILED: Final = 2**62
 """`first_failed` of a queue in which nothing failed."""
 MAX_PREFETCHES: Final = 64
 """Prefetches that own host pages at most: the vector has a fixed size (unequal ones abort gloo)."""
 QUEUES: Final = ("write", "load", "backup")
 
-_HEAD: Final = 5
+_HEAD: Final = 6
 _VECTOR_SIZE: Final = _HEAD + 2 * len(QUEUES) + 5 * MAX_PREFETCHES
 
 Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -69,6 +71,7 @@ class PrefetchProgress(NamedTuple):
 
 
 _NO_PROGRESS: Final = QueueProgress()
+_NO_RATES: Final = Rates()
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,8 +82,8 @@ class Progress:
     """Of free counts and tree; must be equal on all ranks. At most 62 bits."""
     available: bool = True
     """No call to L3 is stuck."""
-    worth: bool = True
-    """Reading from L3 is not slower than computing."""
+    rates: Rates = _NO_RATES
+    """Of reading from L3 and of computing; those of the slowest rank, 0 where any knows none."""
     reconnects: int = 0
     """How often L3 came back after a failure, perhaps without what it held."""
     queues: dict[str, QueueProgress] = dataclasses.field(default_factory=dict)
@@ -97,7 +100,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     """int64 `[fixed]`, so that an element-wise MIN over ranks is the agreement."""
     assert len(progress.prefetches) <= MAX_PREFETCHES
     values = [progress.books_digest, -progress.books_digest]
-    values += [int(progress.available), int(progress.worth), progress.reconnects]
+    values += [int(progress.available), *progress.rates, progress.reconnects]
     for name in QUEUES:
         values += progress.of_queue(name)
     for one in progress.prefetches:
@@ -128,8 +131,8 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     return Progress(
         books_digest=values[0],
         available=bool(values[2]),
-        worth=bool(values[3]),
-        reconnects=values[4],
+        rates=Rates(values[3], values[4]),
+        reconnects=values[5],
         queues=queues,
         prefetches=prefetches,
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from sglang.srt.mem_cache.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree_node import TreeNode
@@ -123,6 +123,15 @@ class MatchResult(NamedTuple):
     cache_protected_len: int | None = None
 
 
+class Workload(NamedTuple):
+    """What a scheduler has yet to compute of prompts, in tokens."""
+
+    computing: int
+    """The device was given these, or they follow those in the prompt that is computed in parts."""
+    waiting: Mapping[str, int]
+    """By request in the queue: what no tier had of its prompt when it came."""
+
+
 class BasePrefixCache(ABC):
     """A prefix cache as the scheduler sees it.
 
@@ -227,6 +236,10 @@ class BasePrefixCache(ABC):
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """A prefill of `tokens` took `seconds`: what a page that is not found costs."""
+
+    def watch_workload(self, workload: Callable[[], Workload]) -> None:
+        """`workload` tells what waits to be computed, as of now, whenever the cache has to know.
+        It takes a moment for each request in the queue."""
 
     def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
         """Request `rid` waits, and will use the prefix that ends with `node`: what the queue will

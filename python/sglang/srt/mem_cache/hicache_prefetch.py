@@ -4,21 +4,24 @@ No bytes are moved here. The tree starts operations, feeds each tick's agreed pr
 back what landed and what is to be freed.
 
 Life of a prefetch: *under way* until its request is scheduled, which cuts it by the policy or
-finds it ended. What landed is then published. Of the rest of its host pages, those that the store
-was not yet given to write to are free at the next tick; those of the call under way when it was
-cut stay with it until that call has returned. Mooncake's can take minutes, if a store node hangs.
+finds it ended, or overtaken by computing (`fetch_choice.py`). What landed is then published. Of the
+rest of its host pages, those that the store was not yet given to write to are free at the next
+tick; those of the call under way when it was cut stay with it until that call has returned.
+Mooncake's can take minutes, if a store node hangs.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
 import torch
 
 from sglang.srt.mem_cache.ballot import MAX_PREFETCHES, PrefetchProgress
+from sglang.srt.mem_cache.fetch_worth import PendingRead
 from sglang.srt.mem_cache.storage_operation import PrefetchOperation
 
 _ANSWER_S: Final = 0.001
@@ -31,9 +34,9 @@ class PrefetchPolicy(StrEnum):
     BEST_EFFORT = "best_effort"
     """Not at all: it takes what has landed."""
     WAIT_COMPLETE = "wait_complete"
-    """To the end, at most `prefetch_timeout_max`."""
+    """To the end, at most `prefetch_timeout_max`, however slow L3 is."""
     TIMEOUT = "timeout"
-    """A base and some more for each 1,024 tokens."""
+    """A base and some more for each 1,024 tokens, and no longer than computing would take."""
 
 
 class PrefetchBoard:
@@ -133,10 +136,70 @@ class PrefetchBoard:
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
         """Whether its request need not wait any longer. From agreed progress only."""
-        if request_id not in self._under_way:
+        operation = self._under_way.get(request_id)
+        if operation is None or not self._is_reading(operation):
             return True
-        progress = self._agreed[request_id]
-        return progress.ended or progress.expired or policy is PrefetchPolicy.BEST_EFFORT
+        expired = self._agreed[request_id].expired
+        return expired or policy is PrefetchPolicy.BEST_EFFORT
+
+    # ---- from agreed progress: what is to be read, and what to be computed, in tokens --------
+
+    def _is_reading(self, operation: PrefetchOperation) -> bool:
+        """Of one under way."""
+        return not (self._agreed[operation.request_id].ended or operation.is_overtaken)
+
+    def waited_for(self) -> list[PrefetchOperation]:
+        """The reads that may bring more to requests, in their order."""
+        return [one for one in self._under_way.values() if self._is_reading(one)]
+
+    def pending(self, operation: PrefetchOperation, waiting: Mapping[str, int]) -> PendingRead:
+        """What is left of one of them.
+
+        Args:
+            operation: One of `waited_for`.
+            waiting: By request, what no tier had of its prompt when it came.
+        """
+        progress = self._agreed[operation.request_id]
+        landed = progress.landed * self._page_size
+        # Until the store has said what it has: all that it is asked for.
+        wanted = len(operation.host_indices)
+        if progress.hit >= 0:
+            wanted = progress.hit * self._page_size
+        missing = max(0, wanted - landed)
+        return PendingRead(
+            unread=max(0, missing - self._half_of_call(progress)),
+            missing=missing,
+            uncached=max(missing, waiting.get(operation.request_id, 0) - landed),
+            is_spared=operation.is_spared,
+        )
+
+    def unread_tokens(self) -> int:
+        """What these will read, as far as the store has answered."""
+        known = [one for one in self.waited_for() if self._agreed[one.request_id].hit >= 0]
+        return sum(self.pending(one, {}).unread for one in known)
+
+    def abandoned_tokens(self) -> int:
+        """What is read before the first of `waited_for` though nobody waits for it. To be asked
+        right after `agree`."""
+        before = itertools.takewhile(
+            lambda one: not self._is_reading(one), self._under_way.values()
+        )
+        calls = [self._half_of_call(self._agreed[one.request_id]) for one in before]
+        return sum(calls) + self.stuck_tokens() // 2
+
+    def uncached(self, request_id: str, tokens: int) -> int:
+        """What of a request's `tokens` waits to be computed now: none while L3 may bring them."""
+        operation = self._under_way.get(request_id)
+        if operation is None:
+            return tokens
+        if self._is_reading(operation):
+            return 0
+        return max(0, tokens - self._agreed[request_id].landed * self._page_size)
+
+    def _half_of_call(self, progress: PrefetchProgress) -> int:
+        """A call to the store that is under way has done half of its work, on the average."""
+        pages = 0 if progress.ended else max(0, progress.handed - progress.landed)
+        return pages * self._page_size // 2
 
     def finish(self, request_id: str) -> tuple[PrefetchOperation, int] | None:
         """End the wait: the operation and its agreed landed pages, None without one.

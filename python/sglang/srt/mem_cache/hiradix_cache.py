@@ -1,8 +1,9 @@
 """The radix tree over three tiers: what `host_tier_cache.py` does, and L3 below it.
 
-This file decides what is read from L3 and what is written to it; `storage_io.py` has the threads
-that do it, `hicache_prefetch.py` the book of reads under way. L3 never fails a request: whatever
-it does shortens a prefix, and is counted with its reason.
+This file says what is read from L3 and what is written to it; `storage_io.py` has the threads
+that do it, `hicache_prefetch.py` the book of reads under way, and `fetch_choice.py` decides which
+are worth it. L3 never fails a request: whatever it does shortens a prefix, and is counted with its
+reason.
 
 Threads: the scheduler's only.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,7 +21,10 @@ import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.ballot import NONE_FAILED, Progress, QueueProgress, Reduce
+from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.fetch_choice import FetchChoice
+from sglang.srt.mem_cache.fetch_worth import Rates
 from sglang.srt.mem_cache.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
@@ -97,13 +101,13 @@ class HiRadixCache(HostTierCache):
             reduce=reduce,
         )
         self._board = PrefetchBoard(self.page_size)
+        self._choice = FetchChoice(self._board)
         self._backups: deque[StorageOperation] = deque()
         self._backup_tokens = 0
         self._postponed: dict[int, TreeNode] = {}
         """Nodes whose write to L3 waits for room among the writes under way, parents first."""
         self._loaded_from_storage: dict[str, int] = {}
         self._available = True
-        self._worth = True
         self._reconnects = 0
         self._storage_epoch = 0
         self._attachment = StorageAttachment(
@@ -172,9 +176,6 @@ class HiRadixCache(HostTierCache):
         settings = self._attachment.settings
         least = settings.threshold_pages(self.page_size) * self.page_size
         reason, host_indices = self._room_for_prefetch(req_id, len(new), least)
-        if host_indices is not None and not storage_io.worth.admit(self._worth):
-            self.host_pool.free(host_indices)
-            reason, host_indices = "slower_than_computing", None
         if host_indices is None:
             self.metrics.prefetch_outcomes.labels(reason).inc()
             if reason != "too_short":
@@ -215,6 +216,8 @@ class HiRadixCache(HostTierCache):
         wanted = min(wanted, share // page * page)
         if self._board.is_full or wanted < least:
             return "queue_full", None
+        if not self._choice.may_begin(req_id, wanted, self._attachment.prefetch_policy):
+            return "slower_than_computing", None
         missing = wanted - self.host_pool.available_size()
         if missing > 0:
             self.evict_host(missing)
@@ -243,10 +246,12 @@ class HiRadixCache(HostTierCache):
         if finished is None:
             return
         operation, landed_pages = finished
+        if landed_pages:
+            self._choice.note_read()
         published = self._publish(operation, landed_pages * self.page_size)
         if published:
             self._loaded_from_storage[req_id] = published
-        if not operation.ended:
+        if not operation.ended and not operation.is_overtaken:
             self._say.info("late", "an L3 read was cut; %d tokens of it are used", published)
 
     def _publish(self, operation: PrefetchOperation, landed: int) -> int:
@@ -272,10 +277,22 @@ class HiRadixCache(HostTierCache):
         return end - known
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """What computing costs here: L3 is read only where that is not faster."""
+        """What computing costs here: L3 is read only where that is not much faster."""
         storage_io = self.cache_controller.storage_io
         if storage_io is not None:
             storage_io.worth.prefills.add(tokens, seconds)
+
+    def watch_workload(self, workload: Callable[[], Workload]) -> None:
+        self._choice.watch(workload)
+
+    def _cut_overtaken(self) -> None:
+        """Let requests go on whose prompts are computed before L3 would bring them."""
+        for operation in self._choice.cut_overtaken(self._attachment.prefetch_policy):
+            self._say.info(
+                "overtaken",
+                "an L3 read of %d tokens is cut: computing them is going to be sooner",
+                len(operation.host_indices),
+            )
 
     # ---- L2 to L3 --------------------------------------------------------------------------
 
@@ -388,6 +405,7 @@ class HiRadixCache(HostTierCache):
     # ---- one tick --------------------------------------------------------------------------
 
     def check_hicache_events(self) -> None:
+        self._choice.begin_tick()
         self._submit_prefetches()
         super().check_hicache_events()
 
@@ -416,13 +434,13 @@ class HiRadixCache(HostTierCache):
         storage_io = self.cache_controller.storage_io
         if storage_io is not None:
             progress.available = storage_io.available
-            progress.worth = storage_io.worth.is_worth()
+            progress.rates = storage_io.worth.rates()
             progress.reconnects = storage_io.reconnects
         return progress
 
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
-        self._available, self._worth = agreed.available, agreed.worth
+        self._available, self._choice.rates = agreed.available, agreed.rates
         backup = agreed.of_queue("backup")
         for _ in range(backup.successes):
             self._settle_backup(success=True)
@@ -434,6 +452,7 @@ class HiRadixCache(HostTierCache):
             self._storage_epoch += 1
         for slots in self._board.agree(agreed.prefetches):
             self.host_pool.free(slots)
+        self._cut_overtaken()
         if not self._available and (stuck := self._board.stuck_tokens()):
             self._say.warning(
                 "stuck", "an L3 read hangs: %d tokens of L2 stay with it until it returns", stuck
@@ -463,7 +482,7 @@ class HiRadixCache(HostTierCache):
         )
         if done:
             self.write_policy = hicache_write_policy or self.write_policy
-            self._available = self._worth = True
+            self._available, self._choice.rates = True, Rates()
             self._storage_epoch += 1 if "attached" in message else 0
         return done, message
 

@@ -315,7 +315,7 @@ class StorageIO:
     def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
         """Pages that the store has of each prompt, or why that is not known."""
         answers: list[int | CacheOutcome] = [
-            CacheOutcome.LATE if operation.is_terminated else CacheOutcome.UNAVAILABLE
+            operation.why_cut if operation.is_terminated else CacheOutcome.UNAVAILABLE
             for operation in group
         ]
         reaches = [self._timeouts["get"].leading_allowed(operation.hashes) for operation in group]
@@ -359,7 +359,8 @@ class StorageIO:
         for begin in range(0, pages, self._pages_per_read):
             end = min(begin + self._pages_per_read, pages)
             if not operation.hand_over(end):
-                return CacheOutcome.LATE
+                return operation.why_cut
+            started = time.monotonic()
             landed, why = self._transfer(
                 self.storage.batch_get_v2,
                 "get",
@@ -368,6 +369,8 @@ class StorageIO:
                 [*operation.prefix_hashes, *operation.hashes[:begin]],
             )
             operation.landed_pages += landed
+            # Of calls, not of prompts: long ones tell how fast reads are while they last.
+            self.worth.reads.add(landed * self._page_size, time.monotonic() - started)
             if not why:
                 self._say.warning(
                     f"get-{why}", "L3: page %d of %d is %s; the rest is recomputed",
@@ -375,7 +378,7 @@ class StorageIO:
                 )  # fmt: skip
                 return why
         self._close_breaker()
-        return CacheOutcome.LANDED
+        return CacheOutcome.OVERTAKEN if operation.is_overtaken else CacheOutcome.LANDED
 
     def _report_prefetch(
         self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float
@@ -383,7 +386,6 @@ class StorageIO:
         self._metrics.prefetch_outcomes.labels(outcome.value).inc()
         self._metrics.transfer_seconds.labels("prefetch").observe(seconds)
         if operation.landed_pages:
-            self.worth.reads.add(operation.landed_pages * self._page_size, seconds)
             self._metrics.prefetched.inc(operation.landed_pages * self._page_size)
             rate = operation.landed_pages * self._page_bytes / max(seconds, 1e-9)
             self._metrics.prefetch_bandwidth.set(rate / 1e9)

@@ -53,6 +53,10 @@ class PrefetchOperation:
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     is_terminated: bool = False
     """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
+    is_overtaken: bool = False
+    """Scheduler, before `is_terminated`: that is because computing was going to be sooner."""
+    is_spared: bool = False
+    """Scheduler: not to be overtaken, so that it shows how fast reads are."""
     _answered: threading.Event = field(default_factory=threading.Event)
     _owned: list[tuple[int, int]] = field(init=False)
     """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
@@ -91,6 +95,16 @@ class PrefetchOperation:
     def _slots(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
         parts = [self.host_indices[begin:end] for begin, end in ranges]
         return parts[0] if len(parts) == 1 else torch.cat([self.host_indices[:0], *parts])
+
+    def overtake(self) -> None:
+        """Scheduler: cut it, because computing the prompt is going to be sooner."""
+        self.is_overtaken = True
+        self.is_terminated = True
+
+    @property
+    def why_cut(self) -> CacheOutcome:
+        """How it ends once it is terminated."""
+        return CacheOutcome.OVERTAKEN if self.is_overtaken else CacheOutcome.LATE
 
     def hand_over(self, pages: int) -> bool:
         """Transfer thread, before the store may write to the pages before `pages`: whether it may.

@@ -29,6 +29,8 @@ class CacheOutcome(StrEnum):
     """There, but truncated, altered or another key's object."""
     LATE = "late"
     """Not there in time."""
+    OVERTAKEN = "overtaken"
+    """A read that was cut, because computing was going to be done sooner."""
     REVOKED = "revoked"
     """Given up as not worth it: below the threshold."""
     UNAVAILABLE = "unavailable"

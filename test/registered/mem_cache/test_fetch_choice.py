@@ -1,0 +1,315 @@
+"""Which reads are begun and which are cut, from what the ranks agreed on and what waits."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.ballot import PrefetchProgress
+from sglang.srt.mem_cache.base_prefix_cache import Workload
+from sglang.srt.mem_cache.fetch_choice import FetchChoice
+from sglang.srt.mem_cache.fetch_worth import Rates
+from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome
+from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.storage_operation import PrefetchOperation
+from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+PAGE = 10
+ASKED = 1000
+EQUAL = Rates(1000, 1000)
+TIMEOUT = PrefetchPolicy.TIMEOUT
+
+
+class Queue:
+    """A choice over a board of its own, and what its scheduler has to compute."""
+
+    def __init__(self, rates: Rates = EQUAL) -> None:
+        self.board = PrefetchBoard(PAGE)
+        self.choice = FetchChoice(self.board)
+        self.choice.rates = rates
+        self.computing = 0
+        self.waiting: dict[str, int] = {}
+        self.looks = 0
+        self.choice.watch(self._look)
+
+    def _look(self) -> Workload:
+        self.looks += 1
+        return Workload(self.computing, self.waiting)
+
+    def comes(self, *rids: str, uncached: int = ASKED) -> None:
+        """Requests of so many tokens that no tier has, of which L3 is asked for `ASKED`."""
+        for rid in rids:
+            self.waiting[rid] = uncached
+            self.board.start(
+                PrefetchOperation(
+                    request_id=rid,
+                    key=RadixKey([]),
+                    start=0,
+                    host_indices=torch.arange(ASKED),
+                    hashes=[PageHash("")] * (ASKED // PAGE),
+                    prefix_hashes=[],
+                    deadline=1e9,
+                    epoch=0,
+                )
+            )
+
+    def agree(self, **progress: PrefetchProgress) -> None:
+        """The ranks' progress; those that are not named have none."""
+        self.board.agree(
+            [progress.get(one.request_id, PrefetchProgress()) for one in self.board.operations()]
+        )
+
+    def cut(self, policy: PrefetchPolicy = TIMEOUT) -> list[str]:
+        return [one.request_id for one in self.choice.cut_overtaken(policy)]
+
+
+def test_what_is_cut_goes_on_at_once_and_is_computed_before_those_that_come_later() -> None:
+    queue = Queue()
+    queue.comes("a", "b")
+    assert queue.cut() == ["b"]
+    assert [queue.board.may_schedule(rid, TIMEOUT) for rid in "ab"] == [False, True]
+    assert queue.cut() == [], "once"
+    queue.comes("c", "d")
+    # c is read behind a, while b is computed; d would be read behind both.
+    assert queue.cut() == ["d"]
+    queue.waiting |= {"b": 0, "d": 0}
+    assert queue.cut() == ["c"], "nothing but itself would be computed"
+
+
+@pytest.mark.parametrize("policy", [PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.WAIT_COMPLETE])
+def test_other_policies_cut_nothing(policy: PrefetchPolicy) -> None:
+    queue = Queue(Rates(10, 1000))
+    queue.comes("a", "b")
+    assert queue.cut(policy) == []
+    assert queue.cut() == ["a", "b"]
+
+
+def test_what_has_landed_is_neither_to_read_nor_to_compute() -> None:
+    queue = Queue(Rates(500, 1000))
+    queue.comes("a", "b")
+    landed = PrefetchProgress(hit=100, landed=80)
+    queue.computing = 1450
+    queue.agree(a=landed)
+    # To read: 200 and 1000. To compute: 1450 and 1000.
+    assert queue.cut() == []
+    queue.computing = 850
+    assert queue.cut() == ["b"]
+    queue.waiting["b"] = 0
+    assert queue.board.uncached("a", 1000) == 0, "L3 brings it"
+    queue.agree(a=landed._replace(ended=True))
+    assert queue.board.uncached("a", 1000) == 200
+    assert queue.board.uncached("of no read", 1000) == 1000
+
+
+def test_what_the_store_lacks_is_not_waited_for() -> None:
+    queue = Queue(Rates(1000, 1000))
+    queue.comes("a", "b")
+    queue.agree(a=PrefetchProgress(hit=0, ended=True))
+    assert queue.cut() == []
+    queue.comes("c")
+    queue.agree(a=PrefetchProgress(hit=0, ended=True), b=PrefetchProgress(hit=10))
+    assert queue.cut() == [], "b reads a hundred tokens, and a's thousand are computed first"
+
+
+def test_the_call_under_way_of_one_that_was_cut_still_takes_time() -> None:
+    queue = Queue(Rates(700, 1000))
+    queue.comes("a")
+    assert queue.cut() == ["a"]
+    queue.agree(a=PrefetchProgress(hit=100, handed=100))
+    assert queue.board.abandoned_tokens() == 500, "half of it, by and large"
+    queue.waiting["a"] = 500
+    queue.comes("b")
+    assert queue.cut() == ["b"]
+    queue.agree(a=PrefetchProgress(hit=100, handed=100, ended=True))
+    assert queue.board.abandoned_tokens() == 0
+    queue.waiting["b"] = 0
+    queue.comes("c")
+    assert queue.cut() == []
+
+
+def test_every_32nd_read_given_up_is_made_after_all_and_to_its_end() -> None:
+    queue = Queue(Rates(1, 1000))
+    spared = []
+    for number in range(84):
+        rid = f"r{number}"
+        queue.comes(rid)
+        queue.waiting.clear()
+        if queue.cut() != [rid]:
+            spared.append(number)
+            assert queue.cut() == [], "neither now nor later"
+    assert spared == [31, 63]
+    # One that lands says how fast reads are: no need to try for as long.
+    queue.choice.note_read()
+    queue.board = queue.choice._board = PrefetchBoard(PAGE)
+    for number in range(31):
+        queue.comes(f"s{number}")
+        queue.waiting.clear()
+        assert queue.cut() == [f"s{number}"]
+
+
+def begun(queue: Queue, count: int, policy: PrefetchPolicy = TIMEOUT) -> int:
+    queue.choice.begin_tick()
+    return sum(queue.choice.may_begin(f"new{n}", ASKED, policy) for n in range(count))
+
+
+def test_hopeless_reads_are_not_begun_but_for_every_32nd() -> None:
+    queue = Queue(Rates(100, 1000))
+    assert [begun(queue, 1) for _ in range(64)] == ([0] * 31 + [1]) * 2
+    assert begun(queue, 1, PrefetchPolicy.WAIT_COMPLETE) == 1, "who waits to the end gets it"
+    queue.choice.rates = Rates()
+    assert begun(queue, 3) == 3
+
+
+def test_behind_a_long_queue_a_slow_store_is_good_enough() -> None:
+    queue = Queue(Rates(400, 1000))
+    assert begun(queue, 1) == 0
+    queue.waiting = {"new0": ASKED}
+    assert begun(queue, 1) == 0, "what it waits for is not what it is itself"
+    queue.waiting["other"] = 500
+    assert begun(queue, 1) == 1
+    # Those that come in the same tick wait for the ones that are not begun; one look is enough.
+    queue.waiting, queue.looks = {}, 0
+    assert begun(queue, 3) == 2
+    assert queue.looks == 1
+
+
+# ---- two ranks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="storage_dir", autouse=True)
+def make_storage_dir(tmp_path: Path) -> Iterator[Path]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
+        yield tmp_path
+
+
+class TwoRanks:
+    """Two engines that agree once a tick, each with a store and with rates of its own."""
+
+    def __init__(self, rates: list[Rates]) -> None:
+        settings = HiCacheSettings(
+            hicache_storage_backend="file",
+            hicache_storage_prefetch_policy="timeout",
+            hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": 4}),
+        )
+        self.rigs = [CacheRig(settings=settings) for _ in rates]
+        self._barrier = threading.Barrier(len(rates), timeout=20)
+        self._votes = [torch.empty(0)] * len(rates)
+        self._pool = ThreadPoolExecutor(len(rates))
+        for rank, (rig, known) in enumerate(zip(self.rigs, rates, strict=True)):
+            rig.hi._reduce = self._reduce(rank)
+            storage_io = rig.hi.cache_controller.storage_io
+            assert storage_io is not None
+            for _ in range(4):
+                storage_io.worth.reads.add(known.reads, 1.0)
+                storage_io.worth.prefills.add(known.prefills, 1.0)
+
+    def _reduce(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def reduce(vector: torch.Tensor) -> torch.Tensor:
+            self._votes[rank] = vector
+            self._barrier.wait()
+            agreed = torch.stack(self._votes).min(dim=0).values
+            self._barrier.wait()
+            return agreed
+
+        return reduce
+
+    def tick(self) -> None:
+        list(self._pool.map(CacheRig.tick, self.rigs))
+
+    def until(self, condition: Callable[[CacheRig], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not all(map(condition, self.rigs)):
+            assert time.monotonic() < deadline, [rig.hi.is_busy() for rig in self.rigs]
+            self.tick()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for rig in self.rigs:
+            rig.close()
+
+
+def hold_gets(rig: CacheRig, goes_on: threading.Event) -> None:
+    """Reads of `rig` hang until `goes_on`."""
+    storage_io = rig.hi.cache_controller.storage_io
+    assert storage_io is not None and storage_io.storage is not None
+    get = storage_io.storage.batch_get_v2
+
+    def held(*args: object) -> Mapping[str, object]:
+        assert goes_on.wait(20)
+        return get(*args)  # type: ignore[arg-type]
+
+    storage_io.storage.batch_get_v2 = held  # type: ignore[method-assign, assignment]
+
+
+def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
+    # Alone the first would cut every read, the second none.
+    ranks = TwoRanks([Rates(reads=100, prefills=4000), Rates(reads=10_000, prefills=1000)])
+    first, second = ranks.rigs
+    prompts = {"a": list(range(17)), "b": list(range(100, 133))}
+    goes_on = threading.Event()
+    try:
+        for ids in prompts.values():
+            for rig in ranks.rigs:
+                request, _ = rig.admit("writer", ids)
+                rig.finish(request)
+            ranks.until(lambda rig: not rig.hi.is_busy())
+        for rig in ranks.rigs:
+            rig.hi.reset()
+            rig.allocator.clear()
+        hold_gets(first, goes_on)
+        # To read, even if half of a call is done: a takes 0.08 to 0.16 s, b 0.16 to 0.32 more. To
+        # compute, with what is before them: 0.136 and 0.152.
+        computing = 120
+        for rig in ranks.rigs:
+            rig.hi.watch_workload(lambda: Workload(computing, {}))
+            rig.arrive("a", prompts["a"])
+        operation = second.hi._board.operations()[0]
+        ranks.until(lambda rig: rig is first or operation.ended)
+        for _ in range(3):
+            ranks.tick()
+            assert [rig.hi.check_prefetch_progress("a") for rig in ranks.rigs] == [False, False]
+        computing = 10_000
+        for rig in ranks.rigs:
+            rig.arrive("b", prompts["b"])
+        computing = 120
+        for _ in range(3):
+            ranks.tick()
+            assert [rig.hi._board.may_schedule("b", TIMEOUT) for rig in ranks.rigs] == [True] * 2
+            assert [rig.hi._board.may_schedule("a", TIMEOUT) for rig in ranks.rigs] == [False] * 2
+        computing = 0
+        ranks.tick()
+        # One has read all of both; as the other has not, nobody uses any of it.
+        assert [rig.hi.check_prefetch_progress(rid) for rid in "ab" for rig in ranks.rigs] == [
+            True
+        ] * 4
+        assert [rig.hi.pop_prefetch_loaded_tokens(rid) for rid in "ab" for rig in ranks.rigs] == [
+            0
+        ] * 4
+        goes_on.set()
+        ranks.until(lambda rig: not rig.hi.is_busy())
+        for rig in ranks.rigs:
+            rig.hi.check_integrity()
+            assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
+        counted = first.hi.metrics.prefetch_outcomes.labels("overtaken")
+        ranks.until(lambda rig: counted._value.get() == 2)
+        assert operation.outcome is CacheOutcome.LANDED, "it had, before it was cut"
+    finally:
+        goes_on.set()
+        ranks.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
