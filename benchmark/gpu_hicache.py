@@ -57,8 +57,12 @@ first pages of some conversations, and with them the use of all that follow."""
 L1: Final = ("--page-size", "64", "--max-total-tokens", str(WORKING_SET // 10))
 L2: Final = ("--enable-hierarchical-cache", "--hicache-size", f"{4e-10 * WORKING_SET * KV_BYTES:f}")
 L3: Final = ("--hicache-storage-backend", "mooncake")
-EXPECTED_S: Final = {"GPU only": 64.0, "+ L2": 31.0, "+ Mooncake": 28.0, "pre-populated": 25.0}
-"""The first two from earlier runs; the others if a page is got at 6 GB/s."""
+EXPECTED_S: Final = {"GPU only": 66.0, "+ L2": 31.0, "+ Mooncake": 27.0, "pre-populated": 23.0}
+"""The first two from earlier runs. The others were 29.9 and 30.1 when every read was waited for;
+now a read is cut where computing is sooner. `hicache/simulate_store.py` gives that 0.74 of the time
+where the store is filled and read at 4.9 GB/s (24.7 and 18.3 s). Where it begins empty the device
+was busy for half of the run and the reader for two thirds; but in the simulation, where nothing
+else is in the way, cutting costs 6%."""
 
 _TOUCH_BYTES: Final = 32 << 20
 

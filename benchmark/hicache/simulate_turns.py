@@ -89,9 +89,9 @@ class Talk:
             self.waiting.append(sent[-1])
         return sent
 
-    def served(self) -> None:
-        """The first of the queue has got its answer."""
-        client, turn = self.waiting.pop(0)
+    def served(self, place: int = 0) -> None:
+        """The one at that place of the queue has got its answer."""
+        client, turn = self.waiting.pop(place)
         if turn + 1 < self._rounds:
             (self._resting if self._barrier else self._ready).append((client, turn + 1))
 

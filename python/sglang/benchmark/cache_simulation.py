@@ -137,10 +137,12 @@ class SimulatedCache:
             self._tree = HiRadixCache(params, settings)
             assert self._tree.host_pool.size == sizes.l2_pages * page_size
 
-    def arrive(self, rid: str, number: int, ids: TokenArray) -> None:
-        """A prompt enters the queue as the `number`-th; `serve` it later under this `rid`."""
+    def arrive(self, rid: str, number: int, ids: TokenArray) -> int:
+        """A prompt enters the queue as the `number`-th; `serve` it later under this `rid`. The
+        tokens that L1 and L2 have of it."""
         match = self._tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1])))
         self._tree.note_waiting(rid, number, match.last_host_node)
+        return len(match.device_indices) + match.host_hit_length
 
     def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
         """Serve one prompt; the tokens that L1 and L2 had of it."""

@@ -66,6 +66,15 @@ def test_simulate_turns_knows_the_queue() -> None:
     )
 
 
+def test_simulate_store_divides_prompts_between_a_slow_store_and_the_device() -> None:
+    _, none, *runs = run("hicache/simulate_store.py", "--read-gb-s", "2")
+    seconds = {(one["store"], one["reads"]): one["seconds"] for one in runs}
+    assert seconds["filled", "whole"] > 2 * none["seconds"]
+    assert seconds["filled", "overtaken"] < none["seconds"]
+    assert seconds["empty", "overtaken"] < seconds["empty", "whole"]
+    assert [one["cut"] > 0 for one in runs] == [False, True, False, True]
+
+
 def test_simulate_trace_stops_in_time() -> None:
     flags = ("--fractions", "0.5", "--max-seconds", "0")
     assert len(run("hicache/simulate_trace.py", *flags, status=1)) == 1

@@ -1,0 +1,217 @@
+"""What L3 can bring to conversations, by how fast it is read, before measuring.
+
+    python benchmark/hicache/simulate_store.py [--read-gb-s 2 4.9 10] [--output-file store.jsonl]
+
+The conversations of `simulate_turns.py` on the real tree, with eviction that heeds the queue, and a
+store below that one thread reads, prompt after prompt, in calls of 64 pages. One device computes
+one prompt after the other, the first in the queue that does not wait for the store. `whole`: every
+read is waited for; `overtaken`: one is cut where computing is going to be sooner, by the engine's
+own rule and its own estimates of both rates (`fetch_worth.py`).
+
+`empty`: the store has what was computed before; `filled`: everything from the start, as if an
+earlier server had had the same conversations. Writing to it costs nothing here, HTTP neither.
+One JSON line for each, means over three random orders; `none` is L1 and L2 without a store. 10 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from simulate_turns import Talk, request_seconds
+
+from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
+from sglang.benchmark.report import emit, provenance, writable_file
+from sglang.srt.mem_cache.fetch_worth import FetchWorth, PendingRead, overtaken
+from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL
+
+_SEEDS: Final = (5, 6, 7)
+_TURN, _CLIENTS, _ROUNDS, _PAGE = 2048, 20, 10, 64
+_CALL: Final = PAGES_PER_CALL * _PAGE
+_TOKEN_BYTES: Final = 147456
+_WORKING_SET: Final = _CLIENTS * _ROUNDS * _TURN // _PAGE
+_SIZES: Final = CacheSizes(l1_pages=_WORKING_SET // 10, l2_pages=4 * _WORKING_SET // 10)
+_THRESHOLD: Final = 256
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--read-gb-s", type=float, nargs="+", default=[2.0, 4.9, 10.0])
+    parser.add_argument("--order", default="4:random", help="as in simulate_turns.py")
+    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
+    return parser.parse_args(argv)
+
+
+@dataclass(eq=False)
+class Request:
+    """One in the server's queue. Tokens."""
+
+    client: int
+    round: int
+    total: int
+    known: int
+    """L1 and L2 had these when it came."""
+    hit: int
+    """The store has these after them."""
+    landed: int = 0
+    reads: bool = True
+    """Whether it waits for the store."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.client}-{self.round}"
+
+
+class Server:
+    """One run, event by event: the end of a call to the store, or of a prompt's computing."""
+
+    def __init__(self, order: str, seed: int, *, read_tokens_per_s: float, filled: bool,
+                 cuts: bool) -> None:  # fmt: skip
+        shape = argparse.Namespace(
+            num_rounds=_ROUNDS, num_clients=_CLIENTS, enable_round_barrier=False
+        )
+        self._talk = Talk(shape, order, seed)
+        self._cache = SimulatedCache(
+            _SIZES, page_size=_PAGE, policy="lru", arrangement=Arrangement.WRITE_THROUGH
+        )
+        rng = np.random.default_rng(1)
+        self._texts = rng.integers(0, 1 << 17, (_CLIENTS, _ROUNDS * _TURN), dtype=np.uint32)
+        self._rate, self._filled, self._cuts = read_tokens_per_s, filled, cuts
+        self._worth = FetchWorth()
+        self._stored = [0] * _CLIENTS
+        self._queue: list[Request] = []
+        self._call: tuple[Request, int, float] | None = None
+        """Whose, how many tokens, and when it ends."""
+        self._step: tuple[Request, int, float] | None = None
+        self._arrivals = 0
+        self.now = self.busy_s = 0.0
+        self.from_store = self.num_cut = 0
+
+    def run(self) -> None:
+        """To the last answer."""
+        self._arrive()
+        while self._queue:
+            self._cut_overtaken()
+            self._start_call()
+            self._start_step()
+            ends = [event[2] for event in (self._call, self._step) if event is not None]
+            self.now = min(ends)
+            if self._call is not None and self._call[2] <= self.now:
+                request, tokens, _ = self._call
+                request.landed += tokens
+                request.reads = request.reads and request.landed < request.hit
+                self._worth.reads.add(tokens, tokens / self._rate)
+                self._call = None
+            if self._step is not None and self._step[2] <= self.now:
+                self._answer(self._step[0])
+        self._cache.close()
+
+    def _arrive(self) -> None:
+        for client, turn in self._talk.send():
+            total = (turn + 1) * _TURN
+            known = self._cache.arrive(
+                f"{client}-{turn}", self._arrivals, self._texts[client][:total]
+            )
+            stored = total - _PAGE if self._filled else self._stored[client]
+            hit = max(0, stored - known) if self._rate else 0
+            self._arrivals += 1
+            self._queue.append(Request(client, turn, total, known, hit, reads=hit >= _THRESHOLD))
+
+    def _start_call(self) -> None:
+        reading = [one for one in self._queue if one.reads]
+        if self._call is None and reading:
+            tokens = min(_CALL, reading[0].hit - reading[0].landed)
+            self._call = reading[0], tokens, self.now + tokens / self._rate
+
+    def _start_step(self) -> None:
+        ready = [one for one in self._queue if not one.reads]
+        if self._step is not None or not ready:
+            return
+        request = ready[0]
+        ids = self._texts[request.client][: request.total]
+        device, host = self._cache.serve(ids, rid=request.name)
+        landed = max(0, request.known + request.landed - device - host)
+        cached = device + host + landed
+        seconds = request_seconds(cached, request.total, host + landed)
+        self._worth.prefills.add(request.total - cached, seconds)
+        self.from_store += landed
+        self.busy_s += seconds
+        self._step = request, request.total - cached, self.now + seconds
+
+    def _answer(self, request: Request) -> None:
+        self._step = None
+        self._stored[request.client] = request.total
+        self._talk.served(self._queue.index(request))
+        self._queue.remove(request)
+        self._arrive()
+
+    def _cut_overtaken(self) -> None:
+        if not self._cuts:
+            return
+        step = None if self._step is None else self._step[0]
+        waits = [one for one in self._queue if not one.reads and one is not step]
+        reading = [one for one in self._queue if one.reads]
+        half = self._call[1] // 2 if self._call is not None else 0
+        whose = self._call[0] if self._call is not None else None
+        later = overtaken(
+            [
+                PendingRead(
+                    one.hit - one.landed - (half if one is whose else 0),
+                    one.hit - one.landed,
+                    one.total - one.known - one.landed,
+                )
+                for one in reading
+            ],
+            self._worth.rates(),
+            ahead=0 if whose is None or whose.reads else half,
+            waiting=(0 if self._step is None else self._step[1])
+            + sum(one.total - one.known - one.landed for one in waits),
+        )
+        for request, is_later in zip(reading, later, strict=True):
+            if is_later:
+                request.reads = False
+                self.num_cut += 1
+
+
+def simulate(order: str, gb_s: float, *, filled: bool, cuts: bool) -> dict[str, float]:
+    """Means over the orders."""
+    runs = []
+    for seed in _SEEDS:
+        server = Server(
+            order, seed, read_tokens_per_s=gb_s * 1e9 / _TOKEN_BYTES, filled=filled, cuts=cuts
+        )
+        server.run()
+        runs.append((server.now, server.busy_s, server.from_store, server.num_cut))
+    names = ("seconds", "device_busy_s", "tokens_from_store", "cut")
+    return {
+        name: round(statistics.mean(column), 2)
+        for name, column in zip(names, zip(*runs, strict=True), strict=True)
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    torch.set_num_threads(1)
+    emit({"benchmark": "simulate_store", **provenance(), **vars(args)}, args.output_file)
+    figures = simulate(args.order, 0.0, filled=False, cuts=False)
+    emit({"store": "none", "read_gb_s": 0.0, **figures}, args.output_file)
+    for gb_s in args.read_gb_s:
+        for store in ("empty", "filled"):
+            for waits in ("whole", "overtaken"):
+                figures = simulate(
+                    args.order, gb_s, filled=store == "filled", cuts=waits == "overtaken"
+                )
+                record = {"store": store, "read_gb_s": gb_s, "reads": waits, **figures}
+                emit(record, args.output_file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
