@@ -28,17 +28,12 @@ class ForwardMode(IntEnum):
     """Prefill: each request computes the tokens after those that the pool already holds."""
     DECODE = 2
     """Each request computes one token."""
-    IDLE = 3
-    """No request: the rank takes part in collectives alone."""
 
     def is_extend(self) -> bool:
         return self is ForwardMode.EXTEND
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
-
-    def is_idle(self) -> bool:
-        return self is ForwardMode.IDLE
 
 
 @dataclass(kw_only=True)

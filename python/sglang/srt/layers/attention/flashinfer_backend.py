@@ -100,7 +100,7 @@ class FlashInferAttnBackend(AttentionBackend):
             if forward_batch.forward_mode.is_decode():
                 self._decoding = self._eager
                 self._plan_decode(self._eager, self._pages(forward_batch))
-            elif forward_batch.forward_mode.is_extend():
+            else:
                 self._plan_extend(forward_batch)
 
     def init_forward_metadata_graph(self, forward_batch: ForwardBatch) -> None:

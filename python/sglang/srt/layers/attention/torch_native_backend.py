@@ -60,7 +60,7 @@ class TorchNativeAttnBackend(AttentionBackend):
                 dtype=self._config.dtype,
                 device=device,
             )
-        elif forward_batch.forward_mode.is_extend():
+        else:
             prefix_lens = forward_batch.extend_prefix_lens_cpu
             extend_lens = forward_batch.extend_seq_lens_cpu
             assert prefix_lens is not None
