@@ -153,7 +153,9 @@ class ServerArgs:
     disable_overlap_schedule: bool = flag(
         False, "On a GPU, take in each step's tokens before the next step is launched."
     )
-    disable_cuda_graph: bool = flag(False, "On a GPU, launch decode steps and short prefills kernel by kernel.")
+    disable_cuda_graph: bool = flag(
+        False, "On a GPU, launch decode steps and short prefills kernel by kernel."
+    )
     cuda_graph_max_bs: int | None = flag(
         None, "Most requests whose decode steps are captured as CUDA graphs; absent: 256."
     )
