@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.host_layout import HostLayout
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES
-from sglang.srt.mem_cache.storage.mooncake_store import page_batches
+from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store, page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -476,6 +476,43 @@ def test_the_probe_replaces_a_client_that_moves_nothing(
     # A store that works is left as it is.
     assert store.probe()
     assert store.get_stats()["rebuilds"] == 1
+    store.close()
+
+
+def test_a_client_whose_get_was_not_ended_is_given_up_once_nobody_uses_it(
+    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transfers could still write: the nightly test of late writes has what then happens."""
+    store = connect(cluster)
+    store.clear()
+    bench = Bench(store)
+    assert bench.put() == [LANDED] * 3
+    lingering = store._client
+    ended: list[str] = []
+
+    def get() -> None:
+        with pytest.raises(StorageUnavailable, match="a store node hangs"):
+            bench.get()
+        ended.append("get")
+
+    thread = threading.Thread(target=get)
+    with monkeypatch.context() as patched:
+        patched.setattr(mooncake_store, "_LINGERS_AFTER_S", -1.0)
+        with lingering.using() as raw:
+            thread.start()
+            assert wait_until(lambda: lingering.is_given_up, timeout=10)
+            # Who was in a call of its gets to the end of it.
+            assert raw.is_exist(bench.object_key(0)) == 1
+            assert not ended
+        thread.join(10)
+    assert ended == ["get"]
+    for call in (bench.get, bench.put):
+        with pytest.raises(StorageUnavailable, match="given up"):
+            call()
+    assert store.probe()
+    assert store._client is not lingering
+    assert bench.get() == [LANDED] * 3
+    assert bench.host_is_intact()
     store.close()
 
 

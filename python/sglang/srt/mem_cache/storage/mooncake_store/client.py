@@ -5,9 +5,11 @@ All addresses that reach C++ come from tensors registered here.
 
 from __future__ import annotations
 
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -33,8 +35,9 @@ REACH_SECONDS: Final = 2.0
 class MooncakeClient:
     """A set-up `MooncakeDistributedStore`, its slice budget, and the memory it knows.
 
-    Calls on `store` may come from several threads at once. A client that is replaced is only
-    let go of, not closed: another thread may be inside one of its calls for up to a minute.
+    Calls on `store` may come from several threads at once, each within `using`. A client that is
+    replaced is only let go of, not closed: another thread may be inside one of its calls for up to
+    a minute.
     """
 
     def __init__(self, config: MooncakeStoreConfig, protocol: str) -> None:
@@ -45,6 +48,9 @@ class MooncakeClient:
         self.has_read = False
         """Some node has answered a get, so that there is a session with it. Prefetch thread."""
         self._registered: dict[int, torch.Tensor] = {}
+        self._users = 0
+        self._given_up = False
+        self._changed = threading.Condition()
         self.store: Any = load_mooncake_store()()
         code = self._set_up(config, protocol)
         if code:
@@ -75,6 +81,37 @@ class MooncakeClient:
         )
         return code
 
+    @property
+    def is_given_up(self) -> bool:
+        """It is to be replaced; every use of it raises."""
+        return self._given_up
+
+    @contextmanager
+    def using(self) -> Iterator[Any]:
+        """The store, for a call of its. Raises StorageUnavailable once it was given up."""
+        with self._changed:
+            if self._given_up:
+                raise StorageUnavailable("the Mooncake client was given up and not replaced yet")
+            self._users += 1
+        try:
+            yield self.store
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Disconnect for good: from the return on nothing writes to registered memory.
+
+        Waits for other threads' calls to return. `registered` still tells what a replacement is
+        to know. Idempotent.
+        """
+        with self._changed:
+            is_first, self._given_up = not self._given_up, True
+            self._changed.wait_for(lambda: self._users == 0)
+        if is_first:
+            self.store.close()
+
     def register(self, tensor: torch.Tensor) -> None:
         """Make a contiguous tensor's memory known, once. It is kept alive until `unregister`.
 
@@ -100,7 +137,7 @@ class MooncakeClient:
 
     def unregister(self, tensor: torch.Tensor) -> None:
         """Forget a tensor; no transfer may be using it."""
-        if self._registered.pop(tensor.data_ptr(), None) is not None:
+        if self._registered.pop(tensor.data_ptr(), None) is not None and not self._given_up:
             self.store.unregister_buffer(tensor.data_ptr())
 
     def registered(self) -> Iterable[torch.Tensor]:
@@ -111,7 +148,7 @@ class MooncakeClient:
         """Unregister everything and disconnect. No other call may be in flight."""
         for tensor in self.registered():
             self.unregister(tensor)
-        self.store.close()
+        self.give_up()
 
 
 def load_mooncake_store() -> Any:

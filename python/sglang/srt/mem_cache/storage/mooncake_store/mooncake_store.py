@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _GETS_AT_ONCE: Final = 4
 """From a stand-alone client; one with `--threads=4` serves them side by side."""
+_LINGERS_AFTER_S: Final = 59.0
+"""Mooncake's calls wait 60 s for their transfers, and then return without ending them."""
 
 __all__ = [
     "MooncakeBaseStore",
@@ -241,7 +244,8 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             if outcome is CacheOutcome.DAMAGED:
                 self._warn.warning("damaged", "L3 object is damaged: %s", key)
                 # A put would keep the damaged bytes; without them the next writer heals the page.
-                self._client.store.remove(key, True)
+                with self._client.using() as store:
+                    store.remove(key, True)
         return outcomes
 
     def _set_batches(
@@ -297,12 +301,11 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
 
         Raises StorageUnavailable when no page got through for want of a working store.
         """
-        call = (
-            client.store.batch_get_into_multi_buffers
-            if is_get
-            else client.store.batch_put_from_multi_buffers
-        )
-        with client.budget.hold(batch.num_slices):
+        with client.budget.hold(batch.num_slices), client.using() as store:
+            started = time.monotonic()
+            call = (
+                store.batch_get_into_multi_buffers if is_get else store.batch_put_from_multi_buffers
+            )
             first = batch.keys[:1] if is_get and not client.has_read else []
             # A hung node takes a minute a key to open a session with: ask it for one key first.
             codes: list[int] = call(first, batch.ptrs[:1], batch.sizes[:1]) if first else []
@@ -311,6 +314,8 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             elif rest := batch.keys[len(first) :]:
                 codes += call(rest, batch.ptrs[len(first) :], batch.sizes[len(first) :])
                 client.has_read = client.has_read or is_get
+        if is_get and time.monotonic() - started > _LINGERS_AFTER_S:
+            self._end_transfers(client)
         if len(codes) != len(batch.keys):
             raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {len(batch.keys)}")
         if is_get:
@@ -321,11 +326,25 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             raise StorageUnavailable(f"Mooncake failed a {way} of {len(codes)} pages: {codes[0]}")
         return codes
 
+    def _end_transfers(self, client: MooncakeClient) -> None:
+        """Make sure that a get which Mooncake gave up writes no more. Raises StorageUnavailable.
+
+        Its transfers wait in line for a node that hangs, and go on when that does: minutes later,
+        into pages that have been freed and given to others since. They end with their client,
+        which the next probe replaces. A stand-alone client's are in another process.
+        """
+        if client.is_standalone:
+            return
+        client.give_up()
+        self._moved_nothing = True
+        raise StorageUnavailable("a store node hangs: Mooncake did not end a get within a minute")
+
     def _exist(self, object_keys: list[str]) -> list[bool]:
         """Which objects exist. Raises StorageUnavailable if the master cannot say."""
         if not object_keys:
             return []
-        codes: list[int] = self._client.store.batch_is_exist(object_keys)
+        with self._client.using() as store:
+            codes: list[int] = store.batch_is_exist(object_keys)
         if len(codes) != len(object_keys) or all(code < 0 for code in codes):
             raise StorageUnavailable(f"Mooncake's master does not answer: {codes[:1]}")
         return [code == 1 for code in codes]
@@ -335,7 +354,8 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        raw: bytes = self._client.store.get(key)
+        with self._client.using() as store:
+            raw: bytes = store.get(key)
         data, trailer = memoryview(raw)[:-TRAILER_BYTES], memoryview(raw)[-TRAILER_BYTES:]
         if not is_intact(trailer, [data], key, verify_checksum=self._verify):
             return None
@@ -360,7 +380,9 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         if source is None:
             raise ValueError("value: MooncakeStore stores a tensor")
         raw = source.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        code: int = self._client.store.put(key, raw + seal([raw], key, with_checksum=self._verify))
+        sealed = raw + seal([raw], key, with_checksum=self._verify)
+        with self._client.using() as store:
+            code: int = store.put(key, sealed)
         return bool(set_outcome(code))
 
     def exists(self, key: str) -> bool:
@@ -388,36 +410,39 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         """
         if not is_reachable(self.config):
             return False
-        if self._moves_bytes(full_is_fine=not self._moved_nothing):
-            self._moved_nothing = False
-            return True
         try:
+            if not self._client.is_given_up and self._moves_bytes(
+                full_is_fine=not self._moved_nothing
+            ):
+                self._moved_nothing = False
+                return True
             self.rebuild()
+            self._moved_nothing = False
+            self._counters.bump("rebuilds")
+            return self._moves_bytes()
         except StorageUnavailable as error:
             self._warn.warning("rebuild", "Mooncake client could not be replaced: %s", error)
             return False
-        self._moved_nothing = False
-        self._counters.bump("rebuilds")
-        return self._moves_bytes()
 
     def _moves_bytes(self, *, full_is_fine: bool = True) -> bool:
         """Put and get a few bytes: a broken client still answers questions, but moves nothing."""
-        store = self._client.store
-        key = f"{self.storage_config.namespace}/probe-{os.getpid()}-{id(store):x}"
-        payload = b"probe"
-        code: int = store.put(key, payload)
-        if is_full(code):
-            return full_is_fine and bool(store.health_check() == 0)
-        got: bytes = store.get(key)
-        store.remove(key, True)
-        return code == 0 and got == payload
+        with self._client.using() as store:
+            key = f"{self.storage_config.namespace}/probe-{os.getpid()}-{id(store):x}"
+            payload = b"probe"
+            code: int = store.put(key, payload)
+            if is_full(code):
+                return full_is_fine and bool(store.health_check() == 0)
+            got: bytes = store.get(key)
+            store.remove(key, True)
+            return code == 0 and got == payload
 
     def clear(self) -> None:
         """Remove this namespace's objects. Raises ValueError without one, StorageUnavailable."""
         namespace = self.storage_config.namespace
         if not namespace:
             raise ValueError("clear: the storage config has no namespace to clear")
-        removed: int = self._client.store.remove_by_regex(f"^{re.escape(namespace)}/", True)
+        with self._client.using() as store:
+            removed: int = store.remove_by_regex(f"^{re.escape(namespace)}/", True)
         if removed < 0:
             raise StorageUnavailable(f"Mooncake could not remove objects (code {removed})")
         logger.info("Mooncake store: removed %d objects", removed)
@@ -446,7 +471,8 @@ def _tell_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) 
     told = list(codes)
     for index, code in enumerate(codes):
         if is_transfer_failure(code):
-            size: int = client.store.get_size(batch.keys[index])
+            with client.using() as store:
+                size: int = store.get_size(batch.keys[index])
             if size != sum(batch.sizes[index]):
                 told[index] = size
     return told
