@@ -7,12 +7,16 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
 from sglang.srt.mem_cache.circuit_breaker import _LONGEST_PAUSE_S
+from sglang.srt.mem_cache.hiradix_cache import _CHECK_EVERY
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until
-from sglang.test.cache_rig import Reused
+from sglang.test.cache_rig import CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.mooncake_cluster import MooncakeCluster
@@ -66,6 +70,70 @@ def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None
             wait_for(resumed, _LONGEST_PAUSE_S)
             assert not storage_io_of(reader).is_open
             reader.settle()
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool) -> None:
+    """It dies and is back before the engine asks it for anything; the hot prompt is all in L1.
+
+    The next call fails, for Mooncake's connection is that of before, and so is noticed, unless
+    somebody else made it.
+    """
+    prompt = [*range(160), 7]
+    with MooncakeCluster(segment_size="64mb") as cluster, StorageRigs.on(cluster) as rigs:
+        writer, reader = rigs.make(), rigs.make()
+        writer.run(prompt)
+        writer.settle()
+        keys = sorted(cluster.master.keys())
+        assert len(keys) == 40
+        capacity = cluster.capacity_bytes()
+        cluster.master.restart()
+        assert wait_until(lambda: cluster.capacity_bytes() == capacity, 30), "the node is back"
+        # The first call of a client fails; after that it has a connection to the new master.
+        for rig in (reader,) if is_noticed else (reader, writer):
+            assert wait_until(partial(knows_the_master, rig), 30)
+        assert cluster.master.keys() == []
+
+        uses = use_until(writer, prompt, lambda: sorted(cluster.master.keys()) == keys)
+        if is_noticed:
+            assert storage_io_of(writer).reconnects == 1
+        else:
+            assert uses <= _CHECK_EVERY + 1
+            assert storage_io_of(writer).reconnects == 0, "no error told of it"
+            assert counts(writer.hi.metrics.pages)["check/miss"] == 1
+        assert reader.run(prompt) == Reused(storage=160)
+
+        # One object alone, that the store has evicted.
+        assert raw_client(reader).remove(keys[3], True) == 0
+        storage_io_of(writer)._check_at = 0.0
+        use_until(writer, prompt, lambda: len(cluster.master.keys()) == 40)
+        reader.flush()
+        assert reader.run(prompt) == Reused(storage=160)
+        for rig in (writer, reader):
+            rig.settle()
+
+
+def raw_client(rig: CacheRig) -> Any:
+    """Mooncake's own client in a rig."""
+    store = storage_io_of(rig).storage
+    assert isinstance(store, MooncakeStore)
+    return store._client.store
+
+
+def knows_the_master(rig: CacheRig) -> bool:
+    return bool(raw_client(rig).is_exist("anything") == 0)
+
+
+def use_until(rig: CacheRig, prompt: list[int], condition: Callable[[], bool]) -> int:
+    """Ask `prompt`, which is in L1, until `condition` holds; how often that was."""
+    uses = 0
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"not after {uses} uses"
+        assert rig.run(prompt) == Reused(device=160)
+        rig.settle()
+        uses += 1
+    return uses
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:

@@ -57,6 +57,17 @@ def test_a_failure_on_one_rank_is_a_failure_for_all_in_its_turn() -> None:
     assert not vote(waiting, bad).queues["backup"].failure_follows
 
 
+def test_what_one_rank_has_lost_is_lost_for_all_once_all_have_looked() -> None:
+    there, lost = QueueProgress(done=1), QueueProgress(done=1, first_failed=0)
+    found = Progress(queues={"check": there})
+    missing = Progress(queues={"check": lost})
+    agreed = vote(found, missing).of_queue("check")
+    assert agreed.done == 1
+    assert agreed.failure_follows
+    assert not vote(found, found).of_queue("check").failure_follows
+    assert vote(missing, Progress()).of_queue("check").done == 0
+
+
 def test_unavailable_or_slow_anywhere_is_so_everywhere() -> None:
     agreed = vote(Progress(available=False, rates=Rates(9, 4)), Progress(rates=Rates(5, 7)))
     assert not agreed.available

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache import hicache_prefetch
+from sglang.srt.mem_cache import hicache_prefetch, hiradix_cache
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
@@ -315,6 +315,31 @@ def test_what_was_read_or_written_before_the_store_came_back_counts_as_lost() ->
     rig.run(range(16))
     rig.settle()
     assert {node.storage_epoch for node in rig.hi.nodes()} == {1}
+
+
+def test_pages_that_l3_has_lost_are_written_again_while_they_are_used(storage_dir: Path) -> None:
+    """It is asked of one use in 61, and what it lacks goes with the next use."""
+    rig = three_tiers()
+    flaky = FlakyStorage(rig)
+    rig.run(range(16))
+    rig.settle()
+    files = [path for path in storage_dir.rglob("*") if path.is_file()]
+    assert len(files) == 4
+    lost = sorted(files)[2]
+    lost.unlink()
+    asked = len(flaky.calls)
+    for _ in range(hiradix_cache._CHECK_EVERY - 1):
+        assert rig.run(range(16)) == Reused(device=12)
+    assert len(flaky.calls) == asked, "uses cost no question"
+    rig.run(range(16))
+    rig.settle()
+    assert flaky.calls[asked:] == ["prompts_exist"]
+    assert not lost.exists()
+    rig.run(range(16))
+    rig.settle()
+    assert lost.exists()
+    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    rig.close()
 
 
 class FlakyStorage:

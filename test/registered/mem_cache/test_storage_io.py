@@ -24,7 +24,11 @@ from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.recent_timeouts import PERIOD_S, RecentTimeouts
 from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL, next_group
 from sglang.srt.mem_cache.storage_io import StorageIO
-from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.storage_operation import (
+    CheckOperation,
+    PrefetchOperation,
+    StorageOperation,
+)
 from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -206,6 +210,43 @@ def test_pages_are_left_alone_for_a_period() -> None:
     assert timeouts.leading_allowed([first, second, third]) == 2
     now = 2 * PERIOD_S
     assert timeouts.leading_allowed([first, second, third]) == 3
+
+
+def test_l3_is_asked_what_it_still_has_now_and_then_and_less_often_where_it_loses_pages(
+    bench: Bench,
+) -> None:
+    def check(*pages: str) -> CacheOutcome:
+        operation = CheckOperation([PageHash(page) for page in pages], epoch=0)
+        bench.io.submit_check(operation)
+        wait_for(lambda: operation.outcome is not None)
+        assert operation.outcome is not None
+        return operation.outcome
+
+    def pause() -> float:
+        left = bench.io._check_at - time.monotonic()
+        bench.io._check_at = 0.0
+        return left
+
+    assert check("a", "b") is CacheOutcome.LANDED
+    bench.store.absent = {"b"}
+    assert check("a", "b") is CacheOutcome.LANDED, "not asked again so soon"
+    assert bench.store.questions == [1]
+    assert 25 < pause() <= 30
+    for longer in (60, 120, 240, 480, 600, 600):
+        assert check("a", "b") is CacheOutcome.MISS
+        assert longer - 5 < pause() <= longer
+    bench.store.is_mute = True
+    assert check("a", "b") is CacheOutcome.LANDED, "whether it has lost anything is not known"
+    assert bench.io.is_open
+    bench.store.is_mute, bench.store.absent = False, set()
+    bench.let_the_pause_pass()
+    bench.io._check_at = time.monotonic() + 100
+    asked = len(bench.store.questions)
+    assert check("a", "b") is CacheOutcome.LANDED
+    assert (len(bench.store.questions), bench.io.reconnects) == (asked, 1), "probed all the same"
+    bench.io._check_at = 0.0
+    assert check("a", "b") is CacheOutcome.LANDED
+    assert 25 < pause() <= 30
 
 
 def test_prompts_of_one_tick_are_one_question(bench: Bench) -> None:

@@ -152,8 +152,9 @@ def _stop_threads(storage_io: StorageIO) -> None:
 def _ungroup(waiting: queue.SimpleQueue[Any]) -> None:
     """Make a question of its own of each prompt."""
     for _ in range(waiting.qsize()):
-        for operation in waiting.get():
-            waiting.put([operation])
+        one = waiting.get()
+        for asked in one if isinstance(one, list) else [one]:
+            waiting.put([asked] if isinstance(one, list) else asked)
 
 
 def _serve(waiting: queue.SimpleQueue[Any], serve: Callable[[], None], count: int | None) -> None:

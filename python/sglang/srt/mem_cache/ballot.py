@@ -23,7 +23,7 @@ NONE_FAILED: Final = 2**62
 """`first_failed` of a queue in which nothing failed."""
 MAX_PREFETCHES: Final = 64
 """Prefetches that own host pages at most: the vector has a fixed size (unequal ones abort gloo)."""
-QUEUES: Final = ("write", "load", "backup")
+QUEUES: Final = ("write", "load", "backup", "check")
 
 _HEAD: Final = 6
 _VECTOR_SIZE: Final = _HEAD + 2 * len(QUEUES) + 5 * MAX_PREFETCHES

@@ -10,6 +10,7 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -32,7 +33,11 @@ from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES, HostTierCache, parts_of
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey, TokenArray
-from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.storage_operation import (
+    CheckOperation,
+    PrefetchOperation,
+    StorageOperation,
+)
 from sglang.srt.mem_cache.tree_node import TreeNode
 
 logger = logging.getLogger(__name__)
@@ -40,6 +45,9 @@ logger = logging.getLogger(__name__)
 _PREFETCH_SHARE: Final = 0.5
 _BACKUP_SHARE: Final = 0.5
 """Of L2: reads and writes of L3 under way may hold this much each, so that neither starves L2."""
+_CHECK_EVERY: Final = 61
+"""Of the uses of prompts that L3 has, every so many may ask whether it still has them. A prime
+number: of prompts that come in turn it takes each in time."""
 
 
 class HiCacheArgs(Protocol):
@@ -106,6 +114,8 @@ class HiRadixCache(HostTierCache):
         self._backup_tokens = 0
         self._postponed: dict[int, TreeNode] = {}
         """Nodes whose write to L3 waits for room among the writes under way, parents first."""
+        self._check: CheckOperation | None = None
+        self._uses_of_stored = 0
         self._loaded_from_storage: dict[str, int] = {}
         self._available = True
         self._reconnects = 0
@@ -132,11 +142,17 @@ class HiRadixCache(HostTierCache):
             counts["prefetches"] = len(self._board)
         if self._backups or self._postponed:
             counts["backups"] = len(self._backups) + len(self._postponed)
+        if self._check is not None:
+            counts["checks"] = 1
         return counts
 
     def _has_operations(self) -> bool:
         return bool(
-            len(self._board) or self._backups or self._postponed or super()._has_operations()
+            len(self._board)
+            or self._backups
+            or self._postponed
+            or self._check is not None
+            or super()._has_operations()
         )
 
     def read_metrics(self) -> None:
@@ -299,8 +315,28 @@ class HiRadixCache(HostTierCache):
     def _after_insert(self, path: list[TreeNode]) -> None:
         super()._after_insert(path)
         if self.cache_controller.storage_io is not None:
-            # What an L3 that was attached or came back since does not have.
+            self._check_now_and_then(path)
+            # What an L3 that was attached, came back or lost pages since does not have.
             self._back_up([node for node in path if node.backuped])
+
+    def _check_now_and_then(self, path: list[TreeNode]) -> None:
+        """Ask L3 whether it still has what is used here, once in a while.
+
+        A page that it has is not written again, and while it is in L1 or L2 it is not asked for
+        either: nothing else would tell that the store was restarted, or has evicted it. Counted
+        and not timed, so that all ranks ask at the same tick.
+        """
+        if not path or not self._is_stored(path[0]):
+            return
+        self._uses_of_stored += 1
+        if self._uses_of_stored % _CHECK_EVERY or self._check is not None or not self._available:
+            return
+        storage_io = self.cache_controller.storage_io
+        assert storage_io is not None
+        stored = itertools.takewhile(self._is_stored, path)
+        hashes = [page for node in stored for page in node.page_hashes(self.page_size)]
+        self._check = CheckOperation(hashes, self._storage_epoch)
+        storage_io.submit_check(self._check)
 
     def _on_host_landed(self, nodes: list[TreeNode]) -> None:
         if self.cache_controller.storage_io is None:
@@ -431,6 +467,8 @@ class HiRadixCache(HostTierCache):
             done += 1
         if done:
             progress.queues["backup"] = QueueProgress(done, failed)
+        if self._check is not None and self._check.outcome is not None:
+            progress.queues["check"] = QueueProgress(1, NONE_FAILED if self._check.outcome else 0)
         storage_io = self.cache_controller.storage_io
         if storage_io is not None:
             progress.available = storage_io.available
@@ -450,6 +488,10 @@ class HiRadixCache(HostTierCache):
         if agreed.reconnects != self._reconnects:
             self._reconnects = agreed.reconnects
             self._storage_epoch += 1
+        if (check := self._check) is not None and agreed.of_queue("check").done:
+            self._check = None
+            if agreed.of_queue("check").failure_follows and check.epoch == self._storage_epoch:
+                self._storage_epoch += 1
         for slots in self._board.agree(agreed.prefetches):
             self.host_pool.free(slots)
         self._cut_overtaken()

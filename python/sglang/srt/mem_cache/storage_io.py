@@ -41,7 +41,11 @@ from sglang.srt.mem_cache.storage_groups import (
     questions,
     waits_in_vain,
 )
-from sglang.srt.mem_cache.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.storage_operation import (
+    CheckOperation,
+    PrefetchOperation,
+    StorageOperation,
+)
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
@@ -52,8 +56,12 @@ _GATHER_S: Final = 0.1
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLOSE_TIMEOUT_S: Final = 5.0
+_CHECK_PAUSE_S: Final = 30.0
+_LONGEST_CHECK_PAUSE_S: Final = 600.0
+"""Between two questions whether L3 still has what it had; they grow where it does not: a store that
+is too small is not to be filled over and over."""
 
-_Prefetches: TypeAlias = Sequence[PrefetchOperation]
+_Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
 AgreeHit = Callable[[int], int]
 """MIN over the ranks of a prefetch's hit, in pages. Called once per prefetch, in queue order."""
 
@@ -109,6 +117,9 @@ class StorageIO:
         self.worth = FetchWorth()
         """Fed with reads here, and with prefills by the scheduler."""
         self.storage: HiCacheStorage | None = None
+        self._check_pause = _CHECK_PAUSE_S
+        self._check_at = 0.0
+        """`time.monotonic()` seconds: not before."""
         self.reconnects = 0
         """How often the store came back: what it held before may be gone."""
         try:
@@ -152,6 +163,10 @@ class StorageIO:
         """Queue reads, which the store is asked about together. Each ends in any case; watch its
         `ended`."""
         self._prefetches.put(operations)
+
+    def submit_check(self, operation: CheckOperation) -> None:
+        """Queue a question. It ends in any case; watch `operation.outcome`."""
+        self._prefetches.put(operation)
 
     def submit_backup(self, operation: StorageOperation) -> None:
         """Queue a write. It ends in any case; watch `operation.ended`."""
@@ -289,6 +304,9 @@ class StorageIO:
     def _prefetch_thread(self) -> None:
         leave_cores_to_model()
         while (operations := self._prefetches.get()) is not None:
+            if isinstance(operations, CheckOperation):
+                operations.outcome = self._check(operations.hashes)
+                continue
             for group in questions(operations):
                 self._prefetch_group(group)
 
@@ -379,6 +397,32 @@ class StorageIO:
                 return why
         self._close_breaker()
         return CacheOutcome.OVERTAKEN if operation.is_overtaken else CacheOutcome.LANDED
+
+    def _check(self, hashes: Sequence[PageHash]) -> CacheOutcome:
+        """Whether the store still has pages that it had: MISS, or LANDED also where it is not time
+        to ask, or it does not answer."""
+        # A store that failed may get its probe here: nobody else asks while all is in L1 and L2.
+        if not self._allowed() or time.monotonic() < self._check_at:
+            return CacheOutcome.LANDED
+        assert self.storage is not None
+        there: int | None = None
+        with self._reporting_failures("question"), self._calling("exists"):
+            (answer,) = self.storage.prompts_exist([self._keys(hashes)], [self._extra_info(())])
+            there = answer.kv_hit_pages
+        if there is None:
+            return CacheOutcome.LANDED
+        is_whole = there == len(hashes)
+        longer = min(2 * self._check_pause, _LONGEST_CHECK_PAUSE_S)
+        self._check_pause = _CHECK_PAUSE_S if is_whole else longer
+        self._check_at = time.monotonic() + self._check_pause
+        if is_whole:
+            return CacheOutcome.LANDED
+        self._metrics.pages.labels("check", CacheOutcome.MISS.value).inc()
+        logger.warning(
+            "L3 has lost page %d of %d of a prompt: whatever prompts use is looked for there "
+            "again, and written where it is missing", there, len(hashes),
+        )  # fmt: skip
+        return CacheOutcome.MISS
 
     def _report_prefetch(
         self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float

@@ -156,6 +156,18 @@ class StorageOperation:
         self.outcome = outcome
 
 
+@dataclass(eq=False, slots=True)
+class CheckOperation:
+    """Ask whether L3 still has the pages of a prompt, all of which it has had."""
+
+    hashes: list[PageHash]
+    """From the first page of the prompt on."""
+    epoch: int
+    """Of the store when this was queued."""
+    outcome: CacheOutcome | None = None
+    """Transfer thread: MISS where a page has gone, else LANDED, also where nobody was asked."""
+
+
 def _outside(ranges: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
     """What of `ranges` is not from `begin` to `end`."""
     parts = [
