@@ -131,7 +131,8 @@ class PrefetchBoard:
             )
             if len(slots):
                 freed.append(slots)
-        self._cut = [operation for operation in self._cut if operation.owned_tokens]
+        if self._cut:
+            self._cut = [operation for operation in self._cut if operation.owned_tokens]
         return freed
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:

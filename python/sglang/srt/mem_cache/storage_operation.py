@@ -84,15 +84,20 @@ class PrefetchOperation:
 
     def release(self, begin: int, end: int) -> torch.Tensor:
         """Scheduler: let go of all but the tokens from `begin` to `end`; the host slots."""
-        freed = _outside(self._owned, begin, end)
-        self._owned = [
-            (max(first, begin), min(last, end))
-            for first, last in self._owned
-            if first < end and last > begin
-        ]
+        freed, kept = self._owned, []
+        if begin < end:
+            freed = _outside(freed, begin, end)
+            kept = [
+                (max(first, begin), min(last, end))
+                for first, last in self._owned
+                if first < end and last > begin
+            ]
+        self._owned = kept
         return self._slots(freed)
 
     def _slots(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
+        if ranges == [(0, len(self.host_indices))]:
+            return self.host_indices
         parts = [self.host_indices[begin:end] for begin, end in ranges]
         return parts[0] if len(parts) == 1 else torch.cat([self.host_indices[:0], *parts])
 
