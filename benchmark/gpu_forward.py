@@ -217,7 +217,7 @@ def main() -> None:
         least = least_seconds(model, work, limits)
         report(
             rows, f"prefill {new} after {prefix}", first_s=seconds[0], s=sorted(seconds[1:])[1],
-            rested_s=sorted(rested)[1] if rested else 0.0,
+            **({"rested_s": sorted(rested)[1]} if rested else {}),
             target_or_expected_s=expected.get((prefix, new), 0.0), limit_s=least,
             of_limit=least / sorted(seconds[1:])[1],
         )  # fmt: skip

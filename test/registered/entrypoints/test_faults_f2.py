@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Final
 
 import httpx
@@ -11,21 +10,12 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import ADMIN_KEY
-from sglang.test.keyed_server import HEADERS, USER_KEY, KeyedServer, keyed_server, serves_on
+from sglang.test.keyed_server import HEADERS, USER_KEY, KeyedServer
 
 register_cpu_ci(est_time=10, suite="base-b-test-cpu")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[KeyedServer]:
-    with keyed_server() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _serves_on(server: KeyedServer) -> Iterator[None]:
-    with serves_on(server):
-        yield
+pytestmark = pytest.mark.usefixtures("server_serves_on")
 
 
 USER_PATHS: Final = [

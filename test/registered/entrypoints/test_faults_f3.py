@@ -8,7 +8,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,21 +19,12 @@ import zmq
 from sglang.srt.managers.io_struct import ControlReqOutput, encode
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.keyed_server import USER_KEY, KeyedServer, keyed_server, serves_on
+from sglang.test.keyed_server import USER_KEY, KeyedServer
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[KeyedServer]:
-    with keyed_server() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _serves_on(server: KeyedServer) -> Iterator[None]:
-    with serves_on(server):
-        yield
+pytestmark = pytest.mark.usefixtures("server_serves_on")
 
 
 def test_f3_tcp_is_loopback_but_for_the_ports_that_the_log_names(server: KeyedServer) -> None:

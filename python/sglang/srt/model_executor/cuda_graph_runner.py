@@ -8,7 +8,6 @@ of one token, row 0 of the table and slot 0, which is the padding page and nobod
 from __future__ import annotations
 
 import bisect
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,8 +17,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
-
-logger = logging.getLogger(__name__)
 
 MAX_BATCH_SIZE = 256
 _FIXED_BYTES = 512 << 20
@@ -85,7 +82,12 @@ class CudaGraphRunner:
             self._inputs = self._padding.repeat(1, largest)
             self._logits = torch.empty((largest, vocab_size), dtype=torch.float32, device=device)
             self._batches = {size: self._static_batch(size) for size in self._batch_sizes}
-            self._graphs = self._capture_all()
+            capture = GraphCapture()
+            self._graphs = capture.capture_sizes(
+                "decoding of %s requests",
+                self._batch_sizes,
+                lambda size: self._capture(size, capture),
+            )
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether there is a graph for this batch."""
@@ -119,16 +121,6 @@ class CudaGraphRunner:
         self._attn_backend.init_forward_metadata_graph(batch)
         self._graphs[size].replay()
         return LogitsProcessorOutput(next_token_logits=self._logits[:count])
-
-    def _capture_all(self) -> dict[int, Graph]:
-        capture = GraphCapture()
-        graphs = {size: self._capture(size, capture) for size in reversed(self._batch_sizes)}
-        logger.info(
-            "Captured decoding of %s requests, %.2f s",
-            ", ".join(map(str, self._batch_sizes)),
-            capture.seconds,
-        )
-        return graphs
 
     def _capture(self, size: int, capture: GraphCapture) -> Graph:
         batch = self._batches[size]

@@ -10,7 +10,6 @@ nothing and store in slot 0, the padding page.
 from __future__ import annotations
 
 import bisect
-import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -22,8 +21,6 @@ from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
-
-logger = logging.getLogger(__name__)
 
 TOKEN_COUNTS: Final = (16, 32, 64, 128, 256)
 """From some 300 tokens on the GPU takes longer than the CPU."""
@@ -64,7 +61,12 @@ class ExtendGraphRunner:
             self._logits = torch.empty(
                 (self._max_requests, vocab_size), dtype=torch.float32, device=device
             )
-            self._pieces = self._capture_all()
+            capture = GraphCapture()
+            self._pieces = capture.capture_sizes(
+                "prefills of %s tokens",
+                self._token_counts,
+                lambda size: self._capture(size, capture),
+            )
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether there are graphs for this batch."""
@@ -110,19 +112,9 @@ class ExtendGraphRunner:
             piece.replay()
         return LogitsProcessorOutput(next_token_logits=self._logits[:requests])
 
-    def _capture_all(self) -> dict[int, list[Graph]]:
-        """By number of tokens: what comes before the first layer's attention, then what goes from
-        each layer's to the next one's."""
-        capture = GraphCapture()
-        pieces = {size: self._capture(size, capture) for size in reversed(self._token_counts)}
-        logger.info(
-            "Captured prefills of %s tokens, %.2f s",
-            ", ".join(map(str, self._token_counts)),
-            capture.seconds,
-        )
-        return pieces
-
     def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
+        """What comes before the first layer's attention, then what goes from each layer's to the
+        next one's."""
         batch = self._static_batch(size)
         self._attn_backend.init_forward_metadata_extend_graph(batch, size, self._max_requests)
 

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _WARM_UP_RUNS: Final = 2
 
 Graph: TypeAlias = torch.cuda.CUDAGraph
+T = TypeVar("T")
 
 
 class GraphCapture:
-    """Captures runs into one memory pool, so no two of them may be replayed at the same time.
-
-    Capture the largest first: the others fit into what it took.
-    """
+    """Captures runs into one memory pool, so no two of them may be replayed at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._started = time.monotonic()
         gc.collect()  # what dies while a graph is captured might be freed in it
         torch.cuda.synchronize()
 
-    @property
-    def seconds(self) -> float:
-        """Since this was made."""
-        return time.monotonic() - self._started
+    def capture_sizes(
+        self, what: str, sizes: Sequence[int], capture: Callable[[int], T]
+    ) -> dict[int, T]:
+        """What `capture` makes of each size, and a line in the log.
+
+        Args:
+            what: Of the sizes, for the log: "decoding of %s requests".
+            sizes: Ascending.
+        """
+        started = time.monotonic()
+        # The largest first: the others fit into what it took.
+        made = {size: capture(size) for size in reversed(sizes)}
+        named = what % ", ".join(map(str, sizes))
+        logger.info("Captured %s, %.2f s", named, time.monotonic() - started)
+        return made
 
     def capture(self, run: Callable[[], object]) -> Graph:
         """One graph of all that `run` launches."""

@@ -30,6 +30,11 @@ class AttentionConfig:
     device: str
 
     @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def kv_bytes(self) -> int:
         """Of one token's keys and values in one layer of the pool."""
         return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize

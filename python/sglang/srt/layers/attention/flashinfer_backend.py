@@ -65,7 +65,7 @@ class FlashInferAttnBackend(AttentionBackend):
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
         self._scaling = config.head_dim**-0.5
-        self._use_tensor_cores = config.num_heads // config.num_kv_heads >= TENSOR_CORE_GROUP
+        self._use_tensor_cores = config.group >= TENSOR_CORE_GROUP
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=config.device)
         self._paged: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
         self._short: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(

@@ -94,7 +94,7 @@ class TritonAttnBackend(AttentionBackend):
         if paged:
             plan.paged = plan_blocks(
                 paged,
-                group=self._config.num_heads // self._config.num_kv_heads,
+                group=self._config.group,
                 num_kv_heads=self._config.num_kv_heads,
                 head_dim=self._config.head_dim,
                 device=table.device,
@@ -105,18 +105,17 @@ class TritonAttnBackend(AttentionBackend):
         self, forward_batch: ForwardBatch, num_tokens: int, num_requests: int
     ) -> None:
         config = self._config
-        group = config.num_heads // config.num_kv_heads
         work = self._captured.get(num_tokens)
         if work is None:
             work = self._captured[num_tokens] = plan_any_blocks(
                 num_tokens,
                 num_requests,
-                group=group,
+                group=config.group,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 device=config.device,
             )
-        put_blocks(work, _segments(forward_batch), group)
+        put_blocks(work, _segments(forward_batch), config.group)
         self._plan = _ExtendPlan(paged=work)
 
     def forward_extend(
