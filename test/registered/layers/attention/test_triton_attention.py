@@ -18,6 +18,9 @@ ON_GPU = DEVICE == "cuda"
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.decode import (  # noqa: E402
@@ -32,6 +35,7 @@ from sglang.srt.layers.attention.triton_ops.extend import (  # noqa: E402
     plan_blocks,
     put_blocks,
 )
+from sglang.srt.layers.attention.triton_ops.paged import split_range  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.pages import page_indices  # noqa: E402
 from sglang.test.attention_cases import (  # noqa: E402
     FP8,
@@ -169,6 +173,46 @@ def test_a_short_question_after_a_long_prefix_is_split() -> None:
 def test_splits_of_decode_fill_the_device() -> None:
     assert [plan_splits(bs, 8)[0] for bs in (1, 4, 16, 32)] == [32, 16, 4, 2]
     assert [plan_splits(bs, 8) for bs in (64, 128, 256)] == [(16, 2048), (8, 2048), (4, 2048)]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_range_kernel(
+    out_ptr: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    splits: tl.tensor,
+    least: tl.tensor,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    split = tl.program_id(0)
+    begin, end, parts = split_range(first, last, split, splits, least, BLOCK_N)
+    tl.store(out_ptr + 3 * split, begin)
+    tl.store(out_ptr + 3 * split + 1, end)
+    tl.store(out_ptr + 3 * split + 2, parts)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "splits", "least", "parts"),
+    [
+        (0, 2100, 4, 2048, 1),
+        (0, 4096, 4, 2048, 2),
+        (7, 4200, 4, 2048, 2),
+        (0, 9000, 4, 2048, 4),
+        (0, 32768, 4, 2048, 4),
+        (0, 63, 8, 64, 1),
+        (5, 640, 8, 64, 5),
+        (0, 1, 8, 64, 1),
+    ],
+)
+def test_parts_of_a_context_are_not_smaller_than_worth_it(
+    first: int, last: int, splits: int, least: int, parts: int
+) -> None:
+    got = torch.zeros(splits, 3, dtype=torch.int64, device=DEVICE)
+    _store_range_kernel[(splits,)](got, first, last, splits, least, BLOCK_N=64)
+    ranges = got[:parts].tolist()
+    assert [count for _, _, count in got.tolist()] == [parts] * splits
+    assert [first, *(end for _, end, _ in ranges)] == [*(begin for begin, _, _ in ranges), last]
+    assert all(begin >= end for begin, end, _ in got[parts:].tolist())
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 500, 1024, 7 * 1024 + 3])
