@@ -117,7 +117,7 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--tool-call-parser", "pythonic"], "--tool-call-parser pythonic"),
         (["--reasoning-parser", "kimi"], "--reasoning-parser kimi"),
         (["--max-queued-requests", "0"], "--max-queued-requests 0: must be at least 1"),
-        (["--enable-mixed-chunk"], "does not yet: batches in halves, mixed or several"),
+        (["--enable-mixed-chunk"], "not yet: prefill and decode in one batch .--target-inter"),
         (["--disaggregation-bootstrap-port", "1"], "does not yet: prefill and decode"),
         (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill: SGLang has it"),
         (["--tensor-parallel-size", "2"], "--tp-size 2: SGLang has it, .* not yet"),

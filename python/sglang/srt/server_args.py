@@ -140,6 +140,12 @@ class ServerArgs:
     schedule_conservativeness: float = flag(
         1.0, "Above 1: admit fewer requests, retract less; below 1: the opposite."
     )
+    target_inter_token_latency: float | None = flag(
+        None,
+        "Seconds between two tokens of a request on the average, while prompts are computed in "
+        "between: a smaller one lets prompts wait longer; absent: prefills and decode steps "
+        "alternate.",
+    )
     disable_radix_cache: bool = flag(False, "Reuse no prefixes.")
     radix_eviction_policy: str = flag(
         "lru", "Which prefixes go first.", choices=("lru", "lfu", "fifo", "priority", "slru")
@@ -343,9 +349,14 @@ def _check_numbers(args: ServerArgs) -> None:
         check(field, value is None or value >= 1, "at least 1")
     check("port", 1 <= args.port <= 65535, "from 1 to 65535")
     check("random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1")
-    for field in ("watchdog_timeout", "schedule_conservativeness", "hicache_ratio"):
+    for field in (
+        "watchdog_timeout",
+        "schedule_conservativeness",
+        "hicache_ratio",
+        "target_inter_token_latency",
+    ):
         value = getattr(args, field)
-        check(field, math.isfinite(value) and value > 0, "a number above 0")
+        check(field, value is None or (math.isfinite(value) and value > 0), "a number above 0")
     check("hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more")
     fraction = args.mem_fraction_static
     check("mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1")

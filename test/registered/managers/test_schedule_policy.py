@@ -8,12 +8,14 @@ import pytest
 
 from sglang.srt.managers.schedule_policy import (
     LPM_MAX_WAITING,
+    MAX_DECODE_STEPS_IN_TURN,
     AddOutcome,
     AddPlan,
     BatchLimits,
     NewTokenEstimate,
     PrefillAdder,
     SchedulePolicy,
+    Turns,
     newest,
     order_waiting,
     pages_to_decode,
@@ -141,6 +143,49 @@ def test_decode_needs_a_page_where_the_last_one_is_full() -> None:
 
 def test_the_newest_gives_way() -> None:
     assert newest([Waiting(1), Waiting(7), Waiting(3)]).arrival_number == 7
+
+
+def decode_steps_after_prefill(turns: Turns, prefill: float, step: float) -> int:
+    """How many go by before the next prefill, at these seconds each."""
+    turns.on_prefill(100.0)
+    now, count = 100.0 + prefill, 0
+    while not turns.is_prefills(now):
+        turns.on_decode()
+        now, count = now + step, count + 1
+        assert count <= 1000
+    return count
+
+
+def test_a_server_that_has_just_started_may_prefill() -> None:
+    assert Turns(None).is_prefills(5.0)
+    assert Turns(0.001).is_prefills(5.0)
+
+
+def test_without_a_target_prefills_and_decode_steps_alternate() -> None:
+    assert decode_steps_after_prefill(Turns(None), prefill=0.2, step=0.01) == 1
+    assert decode_steps_after_prefill(Turns(None), prefill=20.0, step=0.01) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "steps"), [(0.5, 1), (0.21, 1), (0.05, 5), (0.03, 10), (0.02, 20)]
+)
+def test_decode_steps_follow_until_the_mean_time_between_tokens_is_the_target(
+    target: float, steps: int
+) -> None:
+    slack = 1e-6  # the same sums, added up in another order
+    assert decode_steps_after_prefill(Turns(target + slack), prefill=0.2, step=0.01) == steps
+
+
+def test_a_target_that_decoding_alone_misses_delays_prompts_by_a_bound() -> None:
+    turns = Turns(0.005)
+    assert decode_steps_after_prefill(turns, 0.2, 0.01) == MAX_DECODE_STEPS_IN_TURN
+
+
+def test_a_clock_that_is_set_back_delays_nobody() -> None:
+    turns = Turns(0.02)
+    turns.on_prefill(1000.0)
+    turns.on_decode()
+    assert turns.is_prefills(10.0)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,26 @@ def test_a_batch_gives_what_each_gives_alone(
         assert counters.prefill_batches >= 160 // 16
 
 
+@pytest.mark.parametrize(("target", "steps_between"), [(None, 1), (3.0, 1), (1.25, 4)])
+def test_a_target_between_tokens_sets_how_many_steps_lie_between_prefills(
+    model: Path, target: float | None, steps_between: int
+) -> None:
+    """The rig's ticks are a second apart: of k steps and a prefill, k + 1 seconds for k tokens."""
+    rig = SchedulerRig(
+        model, chunked_prefill_size=16, page_size=16, target_inter_token_latency=target
+    )
+    rig.step(rig.request("decodes", prompt(1, 8), greedy(30)))
+    counters = rig.scheduler.state.counters
+    rig.step(rig.request("comes", prompt(2, 64)))
+    kinds = []
+    while counters.prefill_tokens < 8 + 64 and len(kinds) < 40:
+        before = counters.prefill_batches
+        rig.step()
+        kinds.append("P" if counters.prefill_batches > before else "d")
+    between = "".join(kinds).lstrip("d").split("P")[1:-1]
+    assert [len(steps) for steps in between] == [steps_between] * 3
+
+
 def test_the_second_time_all_but_the_last_page_is_cached(model: Path) -> None:
     rig = SchedulerRig(model, page_size=16)
     ids = prompt(1, 64)

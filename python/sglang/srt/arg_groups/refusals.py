@@ -55,9 +55,11 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "cuda_graph_bs", "enable_cudagraph_gc", "enable_profile_cuda_graph", "enable_torch_compile",
         "torch_compile_*",
         "enable_piecewise_cuda_graph", "piecewise_cuda_graph_*")),
-    (NOT_YET, "batches in halves, mixed or several steps long",
+    (NOT_YET, "batches in halves or several steps long",
         ("enable_two_batch_overlap", "enable_single_batch_overlap",
-        "enable_mixed_chunk", "num_continuous_decode_steps")),
+        "num_continuous_decode_steps")),
+    (NOT_YET, "prefill and decode in one batch (--target-inter-token-latency divides the time "
+        "between them)", ("enable_mixed_chunk",)),
     (NOT_YET, "other backends for prefill, decode or sampling alone, and their tuning",
         ("prefill_attention_backend",
         "decode_attention_backend", "sampling_backend", "mm_attention_backend", "nsa_*", "dsa_*",

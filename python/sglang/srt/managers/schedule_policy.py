@@ -15,6 +15,9 @@ LPM_MAX_WAITING: Final = 128
 """Beyond this many waiting requests, matching each of them costs more than the order gains."""
 MAX_RESERVED_NEW_TOKENS: Final = 4096
 """Longer wishes are rarely used up; reserving for them would leave the pool idle."""
+MAX_DECODE_STEPS_IN_TURN: Final = 64
+"""Between two prefills while prompts wait: a target that decoding alone misses delays prompts by
+this much and no more."""
 
 
 class SchedulePolicy(str, Enum):
@@ -170,6 +173,39 @@ class PrefillAdder:
         if part == 0:
             return AddPlan(AddOutcome.NO_BUDGET)
         return AddPlan(AddOutcome.CHUNKED, part)
+
+
+class Turns:
+    """Whether prompts or requests that decode get the next step, where both want it.
+
+    Without a target they alternate, so that neither starves. With one, a prefill is followed by
+    decode steps until the mean time between tokens since that prefill began is down to the target:
+    of `p` seconds of prefill and steps of `d` seconds that takes `p / (target - d)` steps. Tokens
+    come faster, first tokens later; what the device does in all stays the same.
+
+    Args:
+        target: Seconds between two tokens of a request, on the average; None: alternate.
+    """
+
+    def __init__(self, target: float | None) -> None:
+        self._target = target
+        self._prefill_began = 0.0
+        self._decode_steps = MAX_DECODE_STEPS_IN_TURN
+
+    def is_prefills(self, now: float) -> bool:
+        """Whether a prefill may come next; `now`: seconds of the tick, the same on every rank."""
+        steps = self._decode_steps
+        if self._target is None or steps == 0 or steps >= MAX_DECODE_STEPS_IN_TURN:
+            return steps > 0
+        return now - self._prefill_began <= self._target * steps
+
+    def on_prefill(self, now: float) -> None:
+        """A prefill was launched."""
+        self._prefill_began, self._decode_steps = now, 0
+
+    def on_decode(self) -> None:
+        """A decode step was launched."""
+        self._decode_steps += 1
 
 
 class NewTokenEstimate:

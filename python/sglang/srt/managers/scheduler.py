@@ -30,7 +30,12 @@ from sglang.srt.managers.schedule_batch import (
     ModelWorkerBatch,
     make_prefill_batch,
 )
-from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
+from sglang.srt.managers.schedule_policy import (
+    BatchLimits,
+    NewTokenEstimate,
+    SchedulePolicy,
+    Turns,
+)
 from sglang.srt.managers.scheduler_control import ControlHandler
 from sglang.srt.managers.scheduler_decode import DecodeScheduler
 from sglang.srt.managers.scheduler_grammar import GrammarQueue
@@ -100,8 +105,8 @@ class SchedulerParts:
 class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
-    A tick launches either a prefill batch or a decode step; after a prefill batch comes a decode
-    step if anything decodes, so that neither starves. With `overlap` the tick then takes in the
+    A tick launches either a prefill batch or a decode step; where both could be, `Turns` says
+    which, so that neither starves. With `overlap` the tick then takes in the
     step that was launched in the tick before: the device runs one while the CPU is busy with the
     other. Tokens are the same: a request that turns out to have ended has run one step too many,
     which is dropped.
@@ -126,7 +131,7 @@ class Scheduler:
         )
         self._prefill = PrefillScheduler(self._state)
         self._decode = DecodeScheduler(self._state)
-        self._last_was_prefill = False
+        self._turns = Turns(server_args.target_inter_token_latency)
         self._last_end = 0.0
         self._did_forward = False
         self._is_verified = False
@@ -237,8 +242,8 @@ class Scheduler:
     def _launch(self) -> LaunchedStep | None:
         """The next step, on its way; None: nothing can run."""
         state, decoding = self._state, self._state.decoding
-        is_prefill_turn = not (
-            len(decoding) and (self._last_was_prefill or self._decode.is_stalled)
+        is_prefill_turn = not len(decoding) or (
+            self._turns.is_prefills(state.now) and not self._decode.is_stalled
         )
         step = self._launch_prefill() if is_prefill_turn else None
         if step is None and not len(decoding) and state.in_flight is not None:
@@ -246,7 +251,6 @@ class Scheduler:
             # launches their second: that takes the CPU a millisecond.
             self._settle()
             return None
-        self._last_was_prefill = step is not None
         return step or self._launch_decode()
 
     def _launch_prefill(self) -> LaunchedStep | None:
@@ -271,6 +275,7 @@ class Scheduler:
             batch.forward.mostly_done = make_event(state.pools.device)
         started = time.monotonic()
         result, _ = self._forward(batch)
+        self._turns.on_prefill(state.now)
         self._prefill.on_launched(works)
         return LaunchedStep(
             result=result, launched=started, works=works, mostly_done=batch.forward.mostly_done
@@ -284,6 +289,7 @@ class Scheduler:
         batch = decoding.worker_batch(info)
         started = time.monotonic()
         result, token_ids = self._forward(batch)
+        self._turns.on_decode()
         info.accumulate(token_ids)
         decoding.advance(token_ids)
         return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
