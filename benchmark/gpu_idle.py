@@ -32,6 +32,7 @@ from sglang.srt.managers.scheduler_process import build_scheduler
 from sglang.srt.managers.scheduler_results import ResultProcessor
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.qwen3_8b import dummy_model
@@ -118,8 +119,8 @@ def run_load(scheduler: Scheduler, seed: int) -> float:
     params.normalize(tokenizer=object())
     messages = [
         TokenizedGenerateReqInput(
-            rid=f"{seed}-{i}", input_ids=random_prompt(seed + i, INPUT), sampling_params=params,
-            seed=i, stream=True,
+            rid=f"{seed}-{i}", input_ids=token_array(random_prompt(seed + i, INPUT)),
+            sampling_params=params, seed=i, stream=True,
         )
         for i in range(REQUESTS)
     ]  # fmt: skip

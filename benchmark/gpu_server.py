@@ -32,6 +32,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.launched_step import StepResult
 from sglang.srt.managers.scheduler import Scheduler, Tick
 from sglang.srt.managers.scheduler_process import build_scheduler
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.engine_server import EngineServer
@@ -71,8 +72,8 @@ def measure_steps(scheduler: Scheduler, waiting: Waiting, count: int, context: i
         params.normalize(tokenizer=object())
         messages.append(
             TokenizedGenerateReqInput(
-                rid=f"{count}-{i}", input_ids=random_prompt(i, context), sampling_params=params,
-                seed=i, stream=True,
+                rid=f"{count}-{i}", input_ids=token_array(random_prompt(i, context)),
+                sampling_params=params, seed=i, stream=True,
             )
         )  # fmt: skip
     scheduler.step(Tick(time.time(), messages))

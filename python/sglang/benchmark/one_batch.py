@@ -18,6 +18,7 @@ from sglang.srt.managers.batch_pools import BatchPools
 from sglang.srt.managers.schedule_batch import DecodeBatch, PrefillWork, make_prefill_batch
 from sglang.srt.managers.schedule_req import Req
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import synchronize
 
@@ -76,7 +77,7 @@ class StaticBatch:
         self._reqs = [
             Req(
                 rid=str(number),
-                origin_input_ids=list(prompt),
+                origin_input_ids=token_array(prompt),
                 sampling_params=GREEDY,
                 seed=0,
                 arrival_number=number,

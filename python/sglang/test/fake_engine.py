@@ -156,7 +156,7 @@ class FakeScheduler:
 
     def _step(self, one: _Running) -> RequestOutput | None:
         request, params = one.request, one.request.sampling_params
-        ids = request.input_ids
+        ids = request.input_ids.tolist()
         reason: FinishReason | None = None
         first = one.sent
         while reason is None:

@@ -24,6 +24,7 @@ from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
 from sglang.srt.managers.scheduler_stop import StopTokenizer
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
@@ -140,7 +141,7 @@ class SchedulerRig:
         """A message, not sent yet."""
         fields.setdefault("seed", 7)
         return TokenizedGenerateReqInput(
-            rid=rid, input_ids=input_ids, sampling_params=params or greedy(), **fields
+            rid=rid, input_ids=token_array(input_ids), sampling_params=params or greedy(), **fields
         )
 
     def step(self, *messages: ToScheduler) -> None:

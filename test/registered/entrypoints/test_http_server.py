@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.request_state import RequestState
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
@@ -145,7 +146,7 @@ def test_a_token_that_is_shown_often_is_decoded_once() -> None:
             return chr(token_ids[0])
 
     request = GenerateRequest(text="x", return_logprob=True, top_logprobs_num=2)
-    state = RequestState.start(request, [65] * 1000, now=0.0)
+    state = RequestState.start(request, token_array([65] * 1000), now=0.0)
     state.logprob_ids = [65] * 1000
     state.input_logprobs = [-1.0] * 999
     state.input_top_logprobs = [[(-1.0, 65), (-2.0, 66)]] * 999

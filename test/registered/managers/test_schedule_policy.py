@@ -8,7 +8,8 @@ import pytest
 
 from sglang.srt.managers.schedule_policy import (
     LPM_MAX_WAITING,
-    MAX_DECODE_STEPS_IN_TURN,
+    MAX_DECODE_STEPS_A_PREFILL,
+    MAX_PREFILLS_IN_TURN,
     AddOutcome,
     AddPlan,
     BatchLimits,
@@ -145,15 +146,21 @@ def test_the_newest_gives_way() -> None:
     assert newest([Waiting(1), Waiting(7), Waiting(3)]).arrival_number == 7
 
 
-def decode_steps_after_prefill(turns: Turns, prefill: float, step: float) -> int:
-    """How many go by before the next prefill, at these seconds each."""
-    turns.on_prefill(100.0)
-    now, count = 100.0 + prefill, 0
-    while not turns.is_prefills(now):
+def prefills_and_steps(turns: Turns, prefill: float, step: float, waiting: int) -> tuple[int, int]:
+    """Of these seconds each, while `waiting` prefills are wanted in a row: how many of them come,
+    and how many decode steps until there may be another."""
+    now, prefills, steps = 100.0, 0, 0
+    turns.on_prefill(now)
+    while True:
+        now, prefills = now + prefill, prefills + 1
+        if prefills == waiting or not turns.is_prefills(now):
+            break
+        turns.on_prefill(now)
+    while steps == 0 or not turns.is_prefills(now):
         turns.on_decode()
-        now, count = now + step, count + 1
-        assert count <= 1000
-    return count
+        now, steps = now + step, steps + 1
+        assert steps <= 10000
+    return prefills, steps
 
 
 def test_a_server_that_has_just_started_may_prefill() -> None:
@@ -162,23 +169,26 @@ def test_a_server_that_has_just_started_may_prefill() -> None:
 
 
 def test_without_a_target_prefills_and_decode_steps_alternate() -> None:
-    assert decode_steps_after_prefill(Turns(None), prefill=0.2, step=0.01) == 1
-    assert decode_steps_after_prefill(Turns(None), prefill=20.0, step=0.01) == 1
+    assert prefills_and_steps(Turns(None), prefill=0.2, step=0.01, waiting=3) == (1, 1)
+    assert prefills_and_steps(Turns(None), prefill=20.0, step=0.01, waiting=3) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("target", "steps"), [(0.5, 1), (0.21, 1), (0.05, 5), (0.03, 10), (0.02, 20)]
+    ("target", "waiting", "steps"),
+    [(0.5, 1, 1), (0.21, 1, 1), (0.05, 1, 5), (0.03, 1, 10), (0.03, 3, 30), (0.02, 4, 80)],
 )
-def test_decode_steps_follow_until_the_mean_time_between_tokens_is_the_target(
-    target: float, steps: int
+def test_prompts_go_in_a_row_and_then_steps_until_the_mean_is_the_target(
+    target: float, waiting: int, steps: int
 ) -> None:
     slack = 1e-6  # the same sums, added up in another order
-    assert decode_steps_after_prefill(Turns(target + slack), prefill=0.2, step=0.01) == steps
+    turns = Turns(target + slack)
+    assert prefills_and_steps(turns, prefill=0.2, step=0.01, waiting=waiting) == (waiting, steps)
 
 
-def test_a_target_that_decoding_alone_misses_delays_prompts_by_a_bound() -> None:
-    turns = Turns(0.005)
-    assert decode_steps_after_prefill(turns, 0.2, 0.01) == MAX_DECODE_STEPS_IN_TURN
+def test_neither_a_queue_nor_a_target_that_decoding_misses_starves_the_other() -> None:
+    prefills, steps = prefills_and_steps(Turns(0.005), prefill=0.2, step=0.01, waiting=1000)
+    assert prefills == MAX_PREFILLS_IN_TURN
+    assert steps == MAX_PREFILLS_IN_TURN * MAX_DECODE_STEPS_A_PREFILL
 
 
 def test_a_clock_that_is_set_back_delays_nobody() -> None:

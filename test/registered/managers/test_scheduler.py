@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import ModelWorkerBatch
 from sglang.srt.managers.schedule_req import Req
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
@@ -61,24 +62,41 @@ def test_a_batch_gives_what_each_gives_alone(
         assert counters.prefill_batches >= 160 // 16
 
 
-@pytest.mark.parametrize(("target", "steps_between"), [(None, 1), (3.0, 1), (1.25, 4)])
-def test_a_target_between_tokens_sets_how_many_steps_lie_between_prefills(
-    model: Path, target: float | None, steps_between: int
+@pytest.mark.parametrize(("target", "kinds"), [(None, "PdPdPd"), (3.0, "PPPdd"), (1.25, "PPPdd")])
+def test_prompts_alternate_with_decode_steps_or_go_in_a_row_where_there_is_a_target(
+    model: Path, target: float | None, kinds: str
 ) -> None:
-    """The rig's ticks are a second apart: of k steps and a prefill, k + 1 seconds for k tokens."""
     rig = SchedulerRig(
         model, chunked_prefill_size=16, page_size=16, target_inter_token_latency=target
     )
     rig.step(rig.request("decodes", prompt(1, 8), greedy(30)))
     counters = rig.scheduler.state.counters
     rig.step(rig.request("comes", prompt(2, 64)))
-    kinds = []
-    while counters.prefill_tokens < 8 + 64 and len(kinds) < 40:
+    seen = ""
+    for _ in range(12):
         before = counters.prefill_batches
         rig.step()
-        kinds.append("P" if counters.prefill_batches > before else "d")
-    between = "".join(kinds).lstrip("d").split("P")[1:-1]
-    assert [len(steps) for steps in between] == [steps_between] * 3
+        seen += "P" if counters.prefill_batches > before else "d"
+    assert kinds in seen
+
+
+@pytest.mark.parametrize(("target", "ticks"), [(None, 0), (3.0, 0), (1.5, 1), (1.25, 3)])
+def test_a_prompt_waits_until_the_mean_time_between_tokens_is_the_target(
+    model: Path, target: float | None, ticks: int
+) -> None:
+    """Ticks are a second apart: after a prefill and k decode steps the mean is (k + 1) / k."""
+    rig = SchedulerRig(model, target_inter_token_latency=target)
+    for rid, length in (("decodes", 8), ("is computed", 9)):
+        rig.step(rig.request(rid, prompt(length, length), greedy(30)))
+        while rig.scheduler.state.waiting:
+            rig.step()
+        rig.step()
+    rig.step(rig.request("comes", prompt(3, 8)))
+    waited = 0
+    while rig.scheduler.state.waiting:
+        rig.step()
+        waited += 1
+    assert waited == ticks
 
 
 def test_the_second_time_all_but_the_last_page_is_cached(model: Path) -> None:
@@ -387,15 +405,20 @@ def test_shutdown_ends_what_takes_too_long(model: Path) -> None:
 
 def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
     message = TokenizedGenerateReqInput(
-        rid="r", input_ids=[5, 6, 7, 8], sampling_params=greedy(8), seed=0, extra_key="k"
+        rid="r",
+        input_ids=token_array([5, 6, 7, 8]),
+        sampling_params=greedy(8),
+        seed=0,
+        extra_key="k",
     )
     req = Req.from_message(message, arrival_number=0, max_request_tokens=64, eos_token_ids=[])
     assert (list(req.match_key()), req.match_key().extra_key) == ([5, 6, 7], "k")
     for output in (9, 10):
         req.output_ids.append(output)
         req.kv_committed_len = req.num_tokens - 1
-        assert req.kv_committed_ids.tolist() == req.all_ids[:-1]
-        assert list(req.match_key()) == req.all_ids[:-1]
+        before = [5, 6, 7, 8, *req.output_ids[:-1]]
+        assert req.kv_committed_ids.tolist() == before
+        assert list(req.match_key()) == before
     req.kv_committed_len = 2
     assert req.kv_committed_ids.tolist() == [5, 6]
     req.logprob_start_len = 1

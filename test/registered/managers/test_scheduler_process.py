@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.ipc import IpcAddresses
 from sglang.srt.managers.ready_message import receive_ready
 from sglang.srt.managers.scheduler_process import on_this_machine, run_scheduler_process
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.device import detect_device
@@ -95,7 +96,7 @@ def scheduler(**args: Any) -> Iterator[tuple[Peer, Any, dict[str, Any]]]:
 def generate(rid: str, max_new_tokens: int) -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(
         rid=rid,
-        input_ids=list(range(1, 200)),
+        input_ids=token_array(range(1, 200)),
         sampling_params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
         seed=1,
         stream=True,

@@ -8,7 +8,12 @@ import msgspec
 
 from sglang.srt.entrypoints.http_body import convert, refuse_fields
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.managers.generate_request import GenerateRequest, new_rid
+from sglang.srt.managers.generate_request import (
+    GenerateRequest,
+    PromptIds,
+    new_rid,
+    prompt_ids,
+)
 from sglang.srt.managers.samples import expand_samples
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -172,7 +177,7 @@ def _start_of(logprob_start_len: int | None) -> int:
     return -1 if logprob_start_len is None else logprob_start_len
 
 
-def _prompts(body: GenerateBody) -> tuple[list[str | list[int]], bool]:
+def _prompts(body: GenerateBody) -> tuple[list[str | PromptIds], bool]:
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text, input_ids: give exactly one of them", "text")
     if isinstance(body.text, str):
@@ -194,14 +199,13 @@ def _batch(field: str, values: list[Any]) -> list[Any]:
     return values
 
 
-def _flat_ids(field: str, values: int | list[Any]) -> list[int]:
+def _flat_ids(field: str, values: int | list[Any]) -> PromptIds:
     if not isinstance(values, list):
         raise bad_request(f"{field}: expected a list of token ids, as in the first prompt", field)
-    # Of the few types that there are, not of the many values: those may be a hundred thousand.
-    for kind in set(map(type, values)):
-        if not issubclass(kind, int):
-            raise bad_request(f"{field}: expected token ids, got a list among them", field)
-    return values
+    try:
+        return prompt_ids(values)
+    except TypeError:
+        raise bad_request(f"{field}: expected token ids, got a list among them", field) from None
 
 
 def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:

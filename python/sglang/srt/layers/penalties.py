@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang.srt.mem_cache.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import on_device
 
@@ -24,7 +25,7 @@ class Penalties:
         params: Sequence[SamplingParams],
         rows: list[int],
         *,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | TokenArray],
         outputs: Sequence[Sequence[int]],
         vocab_size: int,
         device: torch.device | str,

@@ -12,6 +12,7 @@ import torch
 
 from sglang.srt.layers.grammar_mask import GrammarMask, GrammarRow
 from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties
+from sglang.srt.mem_cache.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import on_device
 
@@ -58,7 +59,7 @@ class SamplingBatchInfo:
         device: torch.device | str,
         *,
         eos_token_ids: Sequence[int] = (),
-        prompt_ids: Sequence[Sequence[int]] | None = None,
+        prompt_ids: Sequence[Sequence[int] | TokenArray] | None = None,
         output_ids: Sequence[Sequence[int]] | None = None,
         grammars: Sequence[GrammarRow] = (),
     ) -> SamplingBatchInfo:

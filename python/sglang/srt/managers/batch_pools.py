@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sglang.srt.managers.schedule_policy import ceil_to_page
 from sglang.srt.managers.schedule_req import NO_SLOTS, Req
-from sglang.srt.utils.device import on_device
+from sglang.srt.utils.device import on_device, stage_to_device
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.mem_cache.radix_key import TokenArray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +32,11 @@ class BatchPools:
     def int64(self, values: Sequence[int]) -> torch.Tensor:
         """`values` as an int64 tensor on the device, in order with the current stream."""
         return on_device(values, self.device, torch.int64)
+
+    def tokens(self, parts: Sequence[TokenArray]) -> torch.Tensor:
+        """Tokens, one part after the other, as `int64` gives them."""
+        ids = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
+        return stage_to_device(ids, self.device)
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from sglang.srt.mem_cache.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -30,6 +33,22 @@ class EngineUnavailable(RuntimeError):
     """The engine is shutting down, has died, or did not answer in time: HTTP 503."""
 
 
+PromptIds: TypeAlias = Sequence[int] | TokenArray
+"""Token ids as clients sent them; an array where all of them fit one."""
+
+
+def prompt_ids(values: Sequence[int]) -> PromptIds:
+    """`values` as an array; as they are where one is no u32, which `check_prompt` then names.
+
+    Raises:
+        TypeError: Not all of them are whole numbers.
+    """
+    try:
+        return token_array(values)
+    except OverflowError:
+        return values
+
+
 def new_rid() -> str:
     """An id for a request whose client gave none."""
     return uuid.uuid4().hex
@@ -41,7 +60,7 @@ class GenerateRequest:
 
     rid: str = field(default_factory=new_rid)
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: PromptIds | None = None
     add_special_tokens: bool = True
     """Whether the tokenizer may add e.g. a BOS to `text`; chat templates bring their own."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)

@@ -12,8 +12,13 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+PackedTokens: TypeAlias = npt.NDArray[np.uint32]
+"""Token ids; on a socket their bytes, u32 little-endian: a long prompt is copied, not converted."""
 
 TopLogprobs: TypeAlias = list[tuple[float, int]]
 """(logprob, token id), most likely first."""
@@ -30,7 +35,7 @@ class TokenizedGenerateReqInput(Message):
     """One request, checked against every limit and ready to be scheduled."""
 
     rid: str
-    input_ids: list[int]
+    input_ids: PackedTokens
     sampling_params: SamplingParams
     seed: int
     """Drives sampling. `sampling_params.sampling_seed`, or drawn by the server."""
@@ -207,7 +212,23 @@ ToScheduler: TypeAlias = (
 ToDetokenizer: TypeAlias = BatchTokenIDOutput
 ToServer: TypeAlias = BatchStrOutput | ControlReqOutput
 
-_encoder = msgspec.msgpack.Encoder()
+_WIRE_TOKEN = np.dtype("<u4")
+
+
+def _pack(value: object) -> bytes:
+    assert isinstance(value, np.ndarray), f"no message has a {type(value).__name__}"
+    return value.astype(_WIRE_TOKEN, copy=False).tobytes()
+
+
+def _unpack(kind: object, value: object) -> PackedTokens:
+    """Raises ValueError or TypeError, which msgspec turns into its own."""
+    assert kind == PackedTokens, f"no message has a {kind}"
+    if not isinstance(value, bytes):
+        raise TypeError("token ids are bytes, four for each")
+    return np.frombuffer(value, dtype=_WIRE_TOKEN)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
 def encode(message: Message) -> bytes:
@@ -223,7 +244,7 @@ def frame_of(messages: Sequence[bytes]) -> bytes:
 def scheduler_decoder() -> msgspec.msgpack.Decoder[list[ToScheduler]]:
     """Decoder of the frames that the scheduler receives. Raises `msgspec.DecodeError` on hostile
     bytes."""
-    return msgspec.msgpack.Decoder(list[ToScheduler])
+    return msgspec.msgpack.Decoder(list[ToScheduler], dec_hook=_unpack)
 
 
 def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:

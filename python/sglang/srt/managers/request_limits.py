@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.srt.managers.generate_request import GenerateRequest, InvalidRequest
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.managers.generate_request import GenerateRequest, InvalidRequest, PromptIds
+from sglang.srt.mem_cache.radix_key import TokenArray, token_array
 
 MAX_KEY_CHARS: Final = 4096
 """Of `extra_key` and `cache_salt` each."""
@@ -101,20 +101,21 @@ def check_text(text: str, limits: RequestLimits, field: str) -> None:
         )
 
 
-def check_prompt(input_ids: list[int], limits: RequestLimits, field: str) -> None:
-    """Check the prompt's tokens and their number.
+def check_prompt(input_ids: PromptIds, limits: RequestLimits, field: str) -> TokenArray:
+    """Check the prompt's tokens and their number; the tokens as an array.
 
     Raises:
         InvalidRequest: Names `field`, what is wrong and what is allowed.
     """
-    if not input_ids:
+    if not len(input_ids):
         raise InvalidRequest(f"{field} is empty: give at least one token", field=field)
+    tokens = None
     try:
         tokens = token_array(input_ids)
         low, high = int(tokens.min()), int(tokens.max())
     except OverflowError:
         low, high = min(input_ids), max(input_ids)
-    if low < 0 or high >= limits.vocab_size:
+    if tokens is None or low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(
             f"{field} has token id {wrong}, the vocabulary has ids 0 to {limits.vocab_size - 1}",
@@ -130,6 +131,7 @@ def check_prompt(input_ids: list[int], limits: RequestLimits, field: str) -> Non
             field=field,
             code="context_length_exceeded",
         )
+    return tokens
 
 
 def check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:

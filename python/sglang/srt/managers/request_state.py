@@ -15,6 +15,7 @@ from sglang.srt.managers.io_struct import (
     TopLogprobs,
 )
 from sglang.srt.managers.stop_trimmer import StopTrimmer
+from sglang.srt.mem_cache.radix_key import TokenArray
 
 CLIENT_ABORT_STATUS: Final = 499
 """Of a request that was aborted on demand: it has ended, with what it had, and did not fail."""
@@ -53,7 +54,7 @@ class RequestState:
     _joined_parts: int = 0
 
     @classmethod
-    def start(cls, request: GenerateRequest, input_ids: list[int], now: float) -> RequestState:
+    def start(cls, request: GenerateRequest, input_ids: TokenArray, now: float) -> RequestState:
         """State of a request that is about to be sent to the scheduler."""
         params = request.sampling_params
         trimmer = StopTrimmer(
@@ -69,7 +70,9 @@ class RequestState:
             stream=request.stream,
             no_stop_trim=request.no_stop_trim,
             sample_of=request.sample_of,
-            logprob_ids=input_ids[start:] if (start := request.logprob_start_len) >= 0 else [],
+            logprob_ids=(
+                input_ids[start:].tolist() if (start := request.logprob_start_len) >= 0 else []
+            ),
         )
 
     @property

@@ -68,7 +68,7 @@ def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
     if wanted is None or wanted >= end:
         return work.extend_len, []
     assert wanted >= begin, "what gives logprobs is never taken from the cache"
-    return wanted - begin, req.origin_input_ids[wanted + 1 : end + 1]
+    return wanted - begin, req.origin_input_ids[wanted + 1 : end + 1].tolist()
 
 
 def make_prefill_batch(
@@ -86,9 +86,10 @@ def make_prefill_batch(
     prefix_lens = [work.req.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]
     seq_lens = [p + e for p, e in zip(prefix_lens, extend_lens, strict=True)]
-    input_ids: list[int] = []
-    for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True):
-        input_ids.extend(work.req.all_ids[begin:end])
+    new_ids = [
+        work.req.first_ids(end)[begin:]
+        for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True)
+    ]
     reqs = [work.req for work in works]
     rows = [req.row for req in reqs]
     return_logprob, top_nums = _top_logprobs_nums(reqs)
@@ -99,7 +100,7 @@ def make_prefill_batch(
     return ModelWorkerBatch(
         forward=ForwardBatch(
             forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
-            input_ids=pools.int64(input_ids),
+            input_ids=pools.tokens(new_ids),
             positions=compute_extend_positions(prefix_lens, extend_lens, pools.device),
             req_pool_indices=pools.int64(rows),
             req_pool_indices_cpu=rows,

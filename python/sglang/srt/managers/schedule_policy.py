@@ -15,9 +15,11 @@ LPM_MAX_WAITING: Final = 128
 """Beyond this many waiting requests, matching each of them costs more than the order gains."""
 MAX_RESERVED_NEW_TOKENS: Final = 4096
 """Longer wishes are rarely used up; reserving for them would leave the pool idle."""
-MAX_DECODE_STEPS_IN_TURN: Final = 64
-"""Between two prefills while prompts wait: a target that decoding alone misses delays prompts by
-this much and no more."""
+MAX_PREFILLS_IN_TURN: Final = 8
+"""Prefills in a row while requests decode, where a target allows more than one."""
+MAX_DECODE_STEPS_A_PREFILL: Final = 64
+"""Decode steps that a prefill in turn can cost at most while prompts wait: a target that decoding
+alone misses delays prompts by so much and no more."""
 
 
 class SchedulePolicy(str, Enum):
@@ -178,10 +180,11 @@ class PrefillAdder:
 class Turns:
     """Whether prompts or requests that decode get the next step, where both want it.
 
-    Without a target they alternate, so that neither starves. With one, a prefill is followed by
-    decode steps until the mean time between tokens since that prefill began is down to the target:
-    of `p` seconds of prefill and steps of `d` seconds that takes `p / (target - d)` steps. Tokens
-    come faster, first tokens later; what the device does in all stays the same.
+    Without a target they alternate, so that neither starves. With one, prompts that wait are
+    computed in a row, and decode steps follow until the mean time between tokens since that row
+    began is down to the target: of `p` seconds of prefills and steps of `d` seconds that takes
+    `p / (target - d)` steps. Tokens come faster and first tokens later. In a row, since requests
+    that are prefilled together decode together: fuller steps, and fewer of them.
 
     Args:
         target: Seconds between two tokens of a request, on the average; None: alternate.
@@ -189,19 +192,26 @@ class Turns:
 
     def __init__(self, target: float | None) -> None:
         self._target = target
-        self._prefill_began = 0.0
-        self._decode_steps = MAX_DECODE_STEPS_IN_TURN
+        self._row_began = 0.0
+        self._prefills = 0
+        self._decode_steps = 1
 
     def is_prefills(self, now: float) -> bool:
         """Whether a prefill may come next; `now`: seconds of the tick, the same on every rank."""
         steps = self._decode_steps
-        if self._target is None or steps == 0 or steps >= MAX_DECODE_STEPS_IN_TURN:
+        if self._target is None:
             return steps > 0
-        return now - self._prefill_began <= self._target * steps
+        if steps == 0:
+            return self._prefills < MAX_PREFILLS_IN_TURN
+        if steps >= self._prefills * MAX_DECODE_STEPS_A_PREFILL:
+            return True
+        return now - self._row_began <= self._target * steps
 
     def on_prefill(self, now: float) -> None:
         """A prefill was launched."""
-        self._prefill_began, self._decode_steps = now, 0
+        if self._decode_steps:
+            self._row_began, self._prefills, self._decode_steps = now, 0, 0
+        self._prefills += 1
 
     def on_decode(self) -> None:
         """A decode step was launched."""

@@ -38,7 +38,7 @@ class Req:
     """One request from its arrival to its last output. A `CacheableRequest`."""
 
     rid: str
-    origin_input_ids: list[int]
+    origin_input_ids: TokenArray
     sampling_params: SamplingParams
     seed: int
     arrival_number: int
@@ -87,8 +87,6 @@ class Req:
     prefix_indices: torch.Tensor = NO_SLOTS
     cache_protected_len: int = 0
     last_node: TreeNode = field(init=False)
-    _prompt: TokenArray | None = None
-    """`origin_input_ids`, once they have been needed as an array."""
 
     # What the client and the metrics are told
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
@@ -114,7 +112,7 @@ class Req:
         stops = () if params.ignore_eos else (*eos_token_ids, *(params.stop_token_ids or ()))
         return cls(
             rid=message.rid,
-            origin_input_ids=message.input_ids,
+            origin_input_ids=token_array(message.input_ids),
             sampling_params=params,
             seed=message.seed,
             arrival_number=arrival_number,
@@ -132,13 +130,8 @@ class Req:
         )
 
     @property
-    def all_ids(self) -> list[int]:
-        """Prompt and output so far: what a prefill computes."""
-        return self.origin_input_ids + self.output_ids
-
-    @property
     def num_tokens(self) -> int:
-        """Length of `all_ids`."""
+        """Prompt and output so far: what a prefill computes."""
         return len(self.origin_input_ids) + len(self.output_ids)
 
     @property
@@ -150,7 +143,7 @@ class Req:
     @property
     def kv_committed_ids(self) -> TokenArray:
         """Tokens whose keys and values are in the pool: prompt, then output."""
-        return self._first_ids(self.kv_committed_len)
+        return self.first_ids(self.kv_committed_len)
 
     @property
     def rest_new_tokens(self) -> int:
@@ -180,17 +173,15 @@ class Req:
         gives logprobs."""
         length, wanted = self.num_tokens - 1, self.next_input_logprob
         return RadixKey(
-            self._first_ids(length if wanted is None else min(length, wanted)), self.extra_key
+            self.first_ids(length if wanted is None else min(length, wanted)), self.extra_key
         )
 
-    def _first_ids(self, length: int) -> TokenArray:
-        """The first of `all_ids`; the prompt is converted once."""
-        if self._prompt is None:
-            self._prompt = token_array(self.origin_input_ids)
-        rest = length - len(self._prompt)
+    def first_ids(self, length: int) -> TokenArray:
+        """The first tokens of prompt and output."""
+        rest = length - len(self.origin_input_ids)
         if rest <= 0:
-            return self._prompt[:length]
-        return np.concatenate([self._prompt, token_array(self.output_ids[:rest])])
+            return self.origin_input_ids[:length]
+        return np.concatenate([self.origin_input_ids, token_array(self.output_ids[:rest])])
 
     def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
         """int64: the slots that it owns itself, which are those after the tree's."""

@@ -22,6 +22,7 @@ from sglang.srt.managers.generate_request import (
     EngineUnavailable,
     GenerateRequest,
     InvalidRequest,
+    PromptIds,
 )
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -46,6 +47,7 @@ from sglang.srt.managers.request_limits import (
     fit_max_new_tokens,
 )
 from sglang.srt.managers.request_state import RequestState
+from sglang.srt.mem_cache.radix_key import TokenArray
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.cache_key import combine_extra_key
@@ -209,8 +211,8 @@ class TokenizerManager:
         check_fields(request)
         self._check_rid(request.rid)
         check_sampling(request, self.limits, self.tokenizer)
-        input_ids = await self._prompt_ids(request)
-        check_prompt(input_ids, self.limits, request.prompt_field)
+        given = await self._prompt_ids(request)
+        input_ids = check_prompt(given, self.limits, request.prompt_field)
         check_logprob_start(request, len(input_ids))
         fit_max_new_tokens(request, len(input_ids), self.limits)
         # Again, for the wait above: two requests of one id may have passed the first look.
@@ -230,7 +232,7 @@ class TokenizerManager:
                 f"rid {rid!r} is in use by a running request: choose another", field="rid"
             )
 
-    async def _prompt_ids(self, request: GenerateRequest) -> list[int]:
+    async def _prompt_ids(self, request: GenerateRequest) -> PromptIds:
         if request.input_ids is not None:
             return request.input_ids
         if not request.text:
@@ -342,7 +344,7 @@ class TokenizerManager:
 
 
 def _to_message(
-    request: GenerateRequest, input_ids: list[int], now: float
+    request: GenerateRequest, input_ids: TokenArray, now: float
 ) -> TokenizedGenerateReqInput:
     seed = request.sampling_params.sampling_seed
     return TokenizedGenerateReqInput(

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import psutil
 import torch
 
@@ -231,7 +232,7 @@ def stage_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.T
 
 
 def on_device(
-    values: Sequence[int] | Sequence[float],
+    values: Sequence[int] | Sequence[float] | npt.NDArray[Any],
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +31,7 @@ from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, completion
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
 from sglang.srt.entrypoints.streams import gather_or_cancel, merge
-from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.generate_request import GenerateRequest, PromptIds, prompt_ids
 from sglang.srt.managers.request_state import OutputCursor, RequestState
 from sglang.srt.managers.samples import expand_samples
 
@@ -70,7 +70,7 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
 
 
 def _request(
-    body: CompletionBody, prompt: str | list[int], index: int, count: int
+    body: CompletionBody, prompt: str | PromptIds, index: int, count: int
 ) -> GenerateRequest:
     request = GenerateRequest(
         text=prompt if isinstance(prompt, str) else None,
@@ -93,19 +93,23 @@ def _request(
     return request
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | PromptIds]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise bad_request("prompt is empty: give text or token ids", "prompt")
-    numbers = [item for item in prompt if isinstance(item, int)]
-    if len(numbers) == len(prompt):
-        return [numbers]
-    if numbers:
-        raise bad_request("prompt: token ids and texts are mixed; send one kind", "prompt")
+    mixed = bad_request("prompt: token ids and texts are mixed; send one kind", "prompt")
+    if isinstance(prompt[0], int):
+        try:
+            return [prompt_ids(cast(list[int], prompt))]
+        except TypeError:
+            raise mixed from None
     if len(prompt) > MAX_BATCH:
         raise bad_request(f"prompt has {len(prompt)} prompts, at most {MAX_BATCH}", "prompt")
-    return [item for item in prompt if not isinstance(item, int)]
+    texts_or_ids = [item for item in prompt if not isinstance(item, int)]
+    if len(texts_or_ids) < len(prompt):
+        raise mixed
+    return texts_or_ids
 
 
 class CompletionAnswers:
@@ -151,7 +155,8 @@ class CompletionAnswers:
         request = self._requests[index]
         if request.text is not None:
             return request.text
-        text = self._manager.tokenizer.decode(request.input_ids or [])
+        ids = [] if request.input_ids is None else [int(i) for i in request.input_ids]
+        text = self._manager.tokenizer.decode(ids)
         assert isinstance(text, str)
         return text
 
