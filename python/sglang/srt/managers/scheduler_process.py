@@ -221,12 +221,18 @@ def _init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
         context_len=runner.model_config.context_len,
         max_running_requests=server_args.max_running_requests,
     )
-    runner.init_memory_pool(size.amount, rows.amount)
+    runner.init_memory_pool(size.amount, rows.amount, _longest_pass(server_args))
     gigabytes = (size.amount + page_size) * runner.kv_bytes_per_token() / 1e9
     return (
         f"L1: {size.amount} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
         f"{server_args.device} ({size.reason}); {rows.amount} requests at once ({rows.reason})"
     )
+
+
+def _longest_pass(server_args: ServerArgs) -> int:
+    """New tokens that a prefill usually has at most; prompts that are not cut may have more."""
+    chunk = server_args.chunked_prefill_size
+    return server_args.max_prefill_tokens if chunk is None or chunk == -1 else chunk
 
 
 def _make_tree(

@@ -128,12 +128,15 @@ class ModelRunner:
         largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
         return estimate_graph_bytes(largest, self.model_config.vocab_size)
 
-    def init_memory_pool(self, max_total_tokens: int, max_running_requests: int) -> None:
+    def init_memory_pool(
+        self, max_total_tokens: int, max_running_requests: int, longest_pass: int = 0
+    ) -> None:
         """Make the pools and the allocator; on CUDA, warm up and capture graphs.
 
         Args:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
             max_running_requests: Rows of the table of slots.
+            longest_pass: New tokens of the longest prefill to warm up for; 0: only short ones.
 
         Raises:
             ValueError: `max_total_tokens` is not a positive multiple of the page size.
@@ -161,7 +164,8 @@ class ModelRunner:
         if torch.device(self.config.device).type != "cuda":
             return
         self.attn_backend.warm_up()
-        for batch in warm_up_batches(self.req_to_token_pool, self.token_to_kv_pool):
+        pools = self.req_to_token_pool, self.token_to_kv_pool
+        for batch in warm_up_batches(*pools, longest_pass):
             self.forward(batch)
         if not self.config.disable_cuda_graph:
             self._capture(graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests))

@@ -15,33 +15,45 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
 PREFIX_TOKENS = 4096
+UNEVEN_TOKENS = 96
+"""Past the end of a whole pass: prefixes of any length take other kernels than those of some."""
 
 
 def warm_up_batches(
-    req_to_token_pool: ReqToTokenPool, token_to_kv_pool: KVCache
+    req_to_token_pool: ReqToTokenPool, token_to_kv_pool: KVCache, longest_pass: int
 ) -> Iterator[ForwardBatch]:
-    """Extend steps that between them use every kernel of short prefills.
+    """Extend steps that between them use every kernel of prefills, and all the memory that the
+    longest pass takes.
 
     They read and write the padding page alone. The table must be new: its rows are all zeros.
+
+    Args:
+        longest_pass: New tokens that one pass may have.
     """
-    device = req_to_token_pool.device
-    longest = req_to_token_pool.max_context_len - max(NEW_TOKENS)
-    for prefix in sorted({0, min(PREFIX_TOKENS, max(0, longest))}):
-        for new in NEW_TOKENS:
-            if prefix + new > req_to_token_pool.max_context_len:
-                continue
-            zeros = torch.zeros(new, dtype=torch.int64, device=device)
-            yield ForwardBatch(
-                forward_mode=ForwardMode.EXTEND,
-                input_ids=zeros,
-                positions=compute_extend_positions([prefix], [new], device),
-                req_pool_indices=zeros[:1],
-                req_pool_indices_cpu=[0],
-                seq_lens=torch.tensor([prefix + new], device=device),
-                seq_lens_cpu=[prefix + new],
-                out_cache_loc=zeros,
-                req_to_token_pool=req_to_token_pool,
-                token_to_kv_pool=token_to_kv_pool,
-                extend_prefix_lens_cpu=[prefix],
-                extend_seq_lens_cpu=[new],
-            )
+    context = req_to_token_pool.max_context_len
+    for prefix, new in warm_up_lengths(context, longest_pass):
+        zeros = torch.zeros(new, dtype=torch.int64, device=req_to_token_pool.device)
+        yield ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=zeros,
+            positions=compute_extend_positions([prefix], [new], req_to_token_pool.device),
+            req_pool_indices=zeros[:1],
+            req_pool_indices_cpu=[0],
+            seq_lens=torch.tensor([prefix + new], device=req_to_token_pool.device),
+            seq_lens_cpu=[prefix + new],
+            out_cache_loc=zeros,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool=token_to_kv_pool,
+            extend_prefix_lens_cpu=[prefix],
+            extend_seq_lens_cpu=[new],
+        )
+
+
+def warm_up_lengths(context: int, longest_pass: int) -> list[tuple[int, int]]:
+    """Prefix and new tokens of each step, as far as `context` tokens have room for them."""
+    short = min(PREFIX_TOKENS, max(0, context - max(NEW_TOKENS)))
+    new_long = min(longest_pass, context)
+    prefixes = (0, min(longest_pass + UNEVEN_TOKENS, context - new_long))
+    lengths = {(prefix, new) for prefix in (0, short) for new in NEW_TOKENS}
+    lengths |= {(prefix, new_long) for prefix in prefixes}
+    return sorted((prefix, new) for prefix, new in lengths if new and prefix + new <= context)

@@ -1,0 +1,57 @@
+"""What is run once at the start, so that no request waits for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.warm_up import warm_up_batches, warm_up_lengths
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tiny_models import save_tiny_checkpoint
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+SHORT = [(0, new) for new in (1, 4, 8, 16, 32, 64)]
+
+
+def test_long_passes_come_first_in_the_context_and_after_an_uneven_prefix() -> None:
+    lengths = warm_up_lengths(40_960, 8192)
+    after_prefix = [(4096, new) for new in (1, 4, 8, 16, 32, 64)]
+    assert lengths == [*SHORT, (0, 8192), *after_prefix, (8288, 8192)]
+
+
+def test_no_step_is_longer_than_the_context() -> None:
+    for context in (1, 3, 64, 100, 8192, 8200, 12_000):
+        lengths = warm_up_lengths(context, 8192)
+        assert lengths
+        assert all(prefix >= 0 and 0 < new <= context - prefix for prefix, new in lengths)
+        assert (0, min(context, 8192)) in lengths
+    assert (3808, 8192) in warm_up_lengths(12_000, 8192)
+
+
+def test_without_a_long_pass_only_short_ones_are_run() -> None:
+    assert max(new for _, new in warm_up_lengths(40_960, 0)) == 64
+
+
+def test_the_steps_run_and_write_into_the_padding_page_alone(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3", eos_token_id=None)
+    config = ModelConfig.from_path(str(tmp_path))
+    runner = ModelRunner(ModelRunnerConfig(model_config=config, page_size=4, show_progress=False))
+    runner.init_memory_pool(64, 2)
+    pool = runner.token_to_kv_pool
+    before = [pool.get_kv_buffer(0)[part][4:].clone() for part in (0, 1)]
+    count = 0
+    for batch in warm_up_batches(runner.req_to_token_pool, pool, longest_pass=48):
+        assert torch.isfinite(runner.forward(batch).next_token_logits).all()
+        count += 1
+    assert count == len(warm_up_lengths(config.context_len, 48))
+    after = [pool.get_kv_buffer(0)[part][4:] for part in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
