@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang.srt.arg_groups.refusals import refusal
+from sglang.srt.arg_groups.refusals import other_name, refusal, refused_choice
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -112,8 +113,20 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--speculative-algorithm=EAGLE"], "does not: speculative decoding"),
         (["--dp-size", "2"], "does not: data-parallel attention"),
         (["--quantization", "fp8"], "does not: quantization"),
-        (["--constrained-json-whitespace-pattern", " "], "does not yet: tool servers and white"),
-        (["--grammar-backend", "outlines"], "--grammar-backend outlines"),
+        (
+            ["--constrained-json-whitespace-pattern", " "],
+            "does not yet: whitespace of constrained JSON",
+        ),
+        (
+            ["--revision", "main"],
+            "--revision: SGLang has it, .* does not: downloads .*--model-path",
+        ),
+        (["--skip-tokenizer-init"], "does not: a server without a tokenizer"),
+        (["--hicache-storage-backend", "nixl"], "nixl: SGLang has it, .* use mooncake or file"),
+        (["--hicache-storage-backend", "hf3fs"], "hf3fs: SGLang has it, .* use mooncake or file"),
+        (["--hicache-storage-backend", "redis"], "redis: choose one of file, mooncake, dynamic"),
+        (["--attention-backend", "fa3"], "fa3: SGLang has it, .* leave the flag out"),
+        (["--grammar-backend", "outlines"], "--grammar-backend outlines: SGLang has it"),
         (["--tool-call-parser", "pythonic"], "--tool-call-parser pythonic"),
         (["--reasoning-parser", "kimi"], "--reasoning-parser kimi"),
         (["--max-queued-requests", "0"], "--max-queued-requests 0: must be at least 1"),
@@ -147,6 +160,54 @@ def test_refusals_name_the_flag_and_the_remedy(argv: list[str], message: str) ->
     with pytest.raises(ValueError, match=message) as error:
         prepare(*argv)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--max-model-len", "use --context-length"),
+        ("--max-num-seqs", "use --max-running-requests"),
+        ("--gpu-memory-utilization", "use --mem-fraction-static"),
+        ("--max-num-batched-tokens", "use --max-prefill-tokens .* --chunked-prefill-size"),
+        ("--enable-prefix-caching", "reused unless --disable-radix-cache is given; remove"),
+        ("--no-enable-prefix-caching", "use --disable-radix-cache"),
+        ("--block-size", "use --page-size"),
+        ("--swap-space", "use --enable-hierarchical-cache"),
+        ("--enforce-eager", "use --disable-cuda-graph"),
+        ("--disable-log-requests", "not logged unless --log-requests"),
+        ("--tokenizer", "use --tokenizer-path"),
+        ("--seed", "use --random-seed"),
+    ],
+)
+def test_names_of_vllm_get_the_flag_that_is_meant(flag: str, remedy: str) -> None:
+    for argv in ([flag, "1"], [f"{flag}=1"]):
+        with pytest.raises(ValueError, match=f"unknown flag {flag}: .*{remedy}"):
+            prepare(*argv)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--enable-radix-cache", "it is so unless --disable-radix-cache is given; remove"),
+        ("--disable-metrics", "it is so unless --enable-metrics is given; remove"),
+        ("--no-enable-metrics", "it is so unless --enable-metrics is given; remove"),
+        ("--no-log-requests", "it is so unless --log-requests is given; remove"),
+        ("--constrained-json-any-whitespace", "it is so unless --constrained-json-disable-any"),
+        ("--enable-cuda-graphs", "did you mean --cuda-graph-max-bs?"),
+        ("--disable-cuda-graphs", "did you mean --disable-cuda-graph?"),
+        ("--min-running-requests", "--help lists"),
+    ],
+)
+def test_the_opposite_is_never_suggested(flag: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown flag {flag}.*{re.escape(message)}"):
+        prepare(flag)
+
+
+def test_a_name_of_another_engine_is_none_of_ours() -> None:
+    ours = {f.name for f in dataclasses.fields(ServerArgs)}
+    assert not [name for name in ours if other_name(name)]
+    for field in dataclasses.fields(ServerArgs):
+        assert not [c for c in field.metadata["choices"] if refused_choice(field.name, c)]
 
 
 def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:

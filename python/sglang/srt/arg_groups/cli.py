@@ -8,9 +8,12 @@ import difflib
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
-from sglang.srt.arg_groups.refusals import refusal
+from sglang.srt.arg_groups.refusals import other_name, refusal, refused_choice
+
+_NEGATIONS: Final = frozenset({"disable", "no", "without"})
+_AFFIRMATIONS: Final = frozenset({"enable", "with"})
 
 
 def flag(
@@ -95,16 +98,38 @@ def parse_flags(
 
 
 def explain_unknown(name: str, args_class: type) -> str:
-    """Why `name` is no flag of `args_class`: what SGLang has and we do not, or a typo."""
+    """Why `name` is no flag of `args_class`: another engine's, the opposite of one, or a typo."""
     if not name.startswith("-"):
         return f"{name!r} belongs to no flag; flags start with --, see --help"
-    reason = refusal(name.lstrip("-").replace("-", "_"))
-    if reason is not None:
-        return reason
+    field_name = name.lstrip("-").replace("-", "_")
+    line = refusal(field_name) or other_name(field_name)
+    if line is not None:
+        return line
     known = [spelling for f in dataclasses.fields(args_class) for spelling in _flag_names(f)]
-    close = difflib.get_close_matches(name, known, n=1)
+    opposite = next((one for one in known if _negates(name, one)), None)
+    if opposite is not None:
+        return f"unknown flag {name}: it is so unless {opposite} is given; remove the flag"
+    alike = [one for one in known if _sense(one) == _sense(name)]
+    close = difflib.get_close_matches(name, alike, n=1)
     hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"
     return f"unknown flag {name}{hint}"
+
+
+def _negates(name: str, other: str) -> bool:
+    """Whether two flags say the opposite: the same words, but for one that turns off."""
+    first, second = _subject(name), _subject(other)
+    return first == second and _sense(name) != _sense(other)
+
+
+def _subject(name: str) -> list[str]:
+    words = name.lstrip("-").split("-")
+    return [word for word in words if word not in _NEGATIONS | _AFFIRMATIONS]
+
+
+def _sense(name: str) -> tuple[bool, bool]:
+    """What a typo does not turn around: whether a flag turns something off, and is a least value."""
+    words = name.lstrip("-").split("-")
+    return sum(word in _NEGATIONS for word in words) % 2 == 1, "min" in words
 
 
 def check_choices(args: Any) -> None:
@@ -117,4 +142,7 @@ def check_choices(args: Any) -> None:
         choices = field.metadata["choices"]
         value = getattr(args, field.name)
         if choices and value not in choices and not (value is None and field.default is None):
-            raise ValueError(f"{flag_name(field.name)} {value}: choose one of {', '.join(choices)}")
+            raise ValueError(
+                refused_choice(field.name, value)
+                or f"{flag_name(field.name)} {value}: choose one of {', '.join(choices)}"
+            )

@@ -1,12 +1,13 @@
-"""Flags that SGLang has and this engine does not: refused by name, with the reason.
+"""Flags of other engines that are none here, each with a line on what to do.
 
-Telling them from a typo is the point: someone who moves a command line over learns in one
-line which feature they would have lost.
+Telling them from a typo is the point: who moves a command line over from SGLang or vLLM learns
+which feature would be lost, or which flag has it here.
 """
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from typing import Final
 
 NOT_YET: Final = "not yet"
@@ -15,30 +16,39 @@ NEVER: Final = "out of scope"
 _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     # (when, feature, patterns of field names)
     (NEVER, "data-parallel attention", ("dp_size", "data_parallel_size", "dp", "enable_dp_*",
-        "load_balance_method", "dist_timeout", "enable_prefill_delayer")),
+        "load_balance_method", "enable_prefill_delayer")),
     (NEVER, "pipeline parallelism", ("pp_size", "pp", "pipeline_parallel_size", "pp_*")),
     (NEVER, "expert parallelism", ("ep_size", "ep", "expert_parallel_size", "ep_*", "moe_*",
         "enable_eplb", "eplb_*", "enable_expert_*", "expert_*", "deepep_*", "enable_deepep_*",
         "elastic_ep_*", "init_expert_location")),
     (NEVER, "quantization", ("quantization", "quantization_*", "torchao_config", "modelopt_*",
-        "fp8_gemm_*", "fp4_gemm_*", "quantize_and_serve", "enable_fp32_lm_head")),
+        "fp8_gemm_*", "fp4_gemm_*", "quantize_and_serve")),
+    (NEVER, "an output head of another precision", ("enable_fp32_lm_head",)),
     (NEVER, "LoRA", ("lora_*", "enable_lora*", "max_lora*", "max_loras_per_batch")),
     (NEVER, "speculative decoding", ("speculative_*",)),
     (NEVER, "sessions", ("enable_streaming_session", "session_*", "enable_session_*")),
     (NEVER, "weight updates", ("custom_weight_loader", "weight_loader_*", "enable_weights_*",
-        "model_checksum", "enable_memory_saver", "checkpoint_engine_*")),
+        "checkpoint_engine_*")),
+    (NEVER, "checksums of a checkpoint's files", ("model_checksum",)),
+    (NEVER, "giving device memory back while it runs", ("enable_memory_saver",)),
     (NEVER, "multimodal models", ("enable_multimodal", "mm_*", "limit_mm_*", "keep_mm_*",
         "disable_fast_image_processor", "encoder_*", "language_only")),
     (NEVER, "embedding and reward models", ("is_embedding", "enable_score*")),
     (NEVER, "offloading weights", ("cpu_offload_gb", "offload_*")),
-    (NEVER, "GGUF and other checkpoint formats", ("gguf_*", "model_loader_extra_config",
-        "model_impl", "download_dir", "revision")),
+    (NEVER, "GGUF and other checkpoint formats", ("gguf_*", "model_loader_extra_config")),
+    (NEVER, "other implementations of a model", ("model_impl",)),
+    (NEVER, "downloads (check out the revision you want, and give its directory as --model-path)",
+        ("revision", "download_dir")),
     (NEVER, "a gRPC front", ("grpc_*", "smg_*")),
     (NEVER, "TLS in the server (put a proxy in front)", ("ssl_*", "enable_ssl_*")),
-    (NEVER, "request tracing", ("enable_trace", "otlp_*", "crash_dump_folder", "export_metrics_*")),
+    (NEVER, "request tracing", ("enable_trace", "otlp_*")),
+    (NEVER, "dumps of requests and of their metrics", ("crash_dump_folder", "export_metrics_*")),
     (NEVER, "a configuration file for flags", ("config",)),
-    (NEVER, "several tokenizer workers", ("tokenizer_worker_num", "detokenizer_worker_num",
-        "skip_tokenizer_init", "tokenizer_mode", "enable_tokenizer_batch_encode",
+    (NEVER, "several tokenizer workers", ("tokenizer_worker_num", "detokenizer_worker_num")),
+    (NEVER, "a server without a tokenizer (requests may give input_ids, and get output_ids, as "
+        "it is)", ("skip_tokenizer_init",)),
+    (NEVER, "a choice between tokenizers of one model", ("tokenizer_mode",)),
+    (NEVER, "tokenizing several prompts at once", ("enable_tokenizer_batch_encode",
         "enable_dynamic_batch_tokenizer", "dynamic_batch_tokenizer_*")),
     (NEVER, "sliding-window pools", ("swa_*", "disable_hybrid_swa_memory")),
     (NEVER, "HiSparse and LMCache", ("enable_hisparse", "hisparse_*", "enable_lmcache")),
@@ -46,7 +56,8 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         ("enable_deterministic_inference", "rl_on_policy_target")),
     (NEVER, "priority scheduling", ("enable_priority_scheduling", "priority_*", "abort_on_*",
         "schedule_low_priority_*")),
-    (NOT_YET, "multi-GPU and multi-node placement", ("node_rank", "dist_init_addr", "base_gpu_id",
+    (NOT_YET, "multi-GPU and multi-node placement", ("node_rank", "dist_init_addr", "dist_timeout",
+        "base_gpu_id",
         "gpu_id_step", "attn_tp_size", "enable_nsa_prefill_context_parallel",
         "enable_prefill_context_parallel", "nccl_*", "enable_nccl_nvls",
         "disable_custom_all_reduce",
@@ -65,8 +76,10 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "decode_attention_backend", "sampling_backend", "mm_attention_backend", "nsa_*", "dsa_*",
         "flashinfer_*", "triton_attention_*", "disable_flashinfer_*", "enable_flashinfer_*")),
     (NOT_YET, "hybrid recurrent models", ("max_mamba_cache_size", "mamba_*")),
-    (NOT_YET, "tool servers and whitespace patterns of constrained JSON", ("tool_server",
-        "constrained_json_whitespace_pattern", "strip_thinking_cache")),
+    (NOT_YET, "tool servers", ("tool_server",)),
+    (NOT_YET, "whitespace of constrained JSON by a pattern (there is "
+        "--constrained-json-disable-any-whitespace)", ("constrained_json_whitespace_pattern",)),
+    (NOT_YET, "leaving reasoning out of the cache", ("strip_thinking_cache",)),
     (NOT_YET, "prefill and decode on different servers", ("disaggregation_*",
         "num_reserved_decode_tokens", "pdlb_url")),
     (NOT_YET, "loading weights from another server", ("remote_instance_*",)),
@@ -88,11 +101,88 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 )  # fmt: skip
 
 
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    # What vLLM calls it (underscores): what to do here.
+    "max_model_len": "use --context-length",
+    "max_num_seqs": "use --max-running-requests",
+    "gpu_memory_utilization": "use --mem-fraction-static, the share for weights and KV",
+    "max_num_batched_tokens": "use --max-prefill-tokens for a batch of prompts, "
+    "--chunked-prefill-size for one pass",
+    "num_gpu_blocks_override": "use --max-total-tokens, in tokens",
+    "block_size": "use --page-size",
+    "seed": "use --random-seed",
+    "tokenizer": "use --tokenizer-path",
+    "enable_prefix_caching": "prefixes are reused unless --disable-radix-cache is given; "
+    "remove the flag",
+    "no_enable_prefix_caching": "use --disable-radix-cache",
+    "enable_chunked_prefill": "long prompts are computed in chunks as it is, of "
+    "--chunked-prefill-size tokens; remove the flag",
+    "no_enable_chunked_prefill": "use --chunked-prefill-size -1",
+    "swap_space": "use --enable-hierarchical-cache, and --hicache-size for GB of host memory",
+    "kv_offloading_size": "use --enable-hierarchical-cache, and --hicache-size for GB",
+    "kv_offloading_backend": "use --enable-hierarchical-cache",
+    "kv_transfer_config": "use --hicache-storage-backend for a store of KV; prefill and decode on "
+    "different servers are not there yet",
+    "enforce_eager": "use --disable-cuda-graph",
+    "max_cudagraph_capture_size": "use --cuda-graph-max-bs",
+    "guided_decoding_backend": "use --grammar-backend",
+    "scheduling_policy": "use --schedule-policy",
+    "enable_auto_tool_choice": "--tool-call-parser is enough; remove the flag",
+    "enable_reasoning": "--reasoning-parser is enough; remove the flag",
+    "enable_prompt_tokens_details": "use --enable-cache-report",
+    "enable_log_requests": "use --log-requests",
+    "disable_log_requests": "requests are not logged unless --log-requests is given; remove the "
+    "flag",
+    "uvicorn_log_level": "use --log-level",
+    "distributed_executor_backend": "one process runs the model; remove the flag",
+}
+
+_OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    # Field: values that SGLang has there, and what to do here.
+    "hicache_storage_backend": (
+        ("hf3fs", "nixl", "aibrix", "eic", "simm"),
+        "use mooncake or file, or dynamic with a class of your own",
+    ),
+    "grammar_backend": (("outlines", "llguidance", "none"), "use xgrammar"),
+    "attention_backend": (
+        ("fa3", "fa4", "flashmla", "flex_attention", "cutlass_mla", "trtllm_mla", "trtllm_mha",
+            "aiter", "wave", "intel_amx", "intel_xpu", "dual_chunk_flash_attn", "nsa"),
+        "leave the flag out, or use flashinfer on a GPU",
+    ),
+    "schedule_policy": (
+        ("random", "lof", "dfs-weight", "routing-key"), "use fcfs or lpm"
+    ),
+    "load_format": (
+        ("npcache", "gguf", "bitsandbytes", "layered", "mistral", "sharded_state", "remote",
+            "remote_instance", "flash_rl", "runai_streamer"),
+        "use a checkpoint in safetensors",
+    ),
+}  # fmt: skip
+
+
 def refusal(field_name: str) -> str | None:
     """One line on why SGLang's flag `field_name` (underscores) is not here; None if unknown."""
     for when, feature, patterns in _REFUSED:
         if any(fnmatch.fnmatchcase(field_name, pattern) for pattern in patterns):
-            name = "--" + field_name.replace("_", "-")
-            does_not = "does not yet" if when == NOT_YET else "does not"
-            return f"{name}: SGLang has it, this engine {does_not}: {feature}; remove the flag"
+            return f"{_flag(field_name)}: {_lacks(when)}: {feature}; remove the flag"
     return None
+
+
+def other_name(field_name: str) -> str | None:
+    """One line on what vLLM's flag `field_name` (underscores) is here; None if unknown."""
+    remedy = _OTHER_NAMES.get(field_name)
+    return None if remedy is None else f"unknown flag {_flag(field_name)}: {remedy}"
+
+
+def refused_choice(field_name: str, value: str) -> str | None:
+    """One line on SGLang's value of the flag of `field_name` that is none here; None if unknown."""
+    values, remedy = _OTHER_CHOICES.get(field_name, ((), ""))
+    return f"{_flag(field_name)} {value}: {_lacks(NEVER)}: {remedy}" if value in values else None
+
+
+def _flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _lacks(when: str) -> str:
+    return f"SGLang has it, this engine does not{' yet' if when == NOT_YET else ''}"
