@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sglang.srt.configs.model_config import SUPPORTED_ARCHITECTURES
+from sglang.srt.configs.config_file import SUPPORTED_ARCHITECTURES
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint

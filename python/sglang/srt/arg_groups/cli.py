@@ -127,7 +127,7 @@ def _subject(name: str) -> list[str]:
 
 
 def _sense(name: str) -> tuple[bool, bool]:
-    """What a typo does not turn around: whether a flag turns something off, and is a least value."""
+    """What no typo turns around: whether a flag turns something off, whether it is a minimum."""
     words = name.lstrip("-").split("-")
     return sum(word in _NEGATIONS for word in words) % 2 == 1, "min" in words
 

@@ -6,20 +6,16 @@ Reads `config.json` and, where it is there, `generation_config.json`; weights ar
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
+from sglang.srt.configs.config_file import read_json, supported_architecture
 from sglang.srt.configs.rope_config import RopeConfig
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Values of `architectures` in config.json. `models.registry` has a class for each."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -70,15 +66,7 @@ class ModelConfig:
             ValueError: One line that names what is missing or not supported, and the remedy.
         """
         directory = Path(model_path)
-        if not directory.is_dir():
-            raise ValueError(
-                f"model path {model_path!r} is not a directory: give the local directory of a "
-                "Hugging Face checkpoint (nothing is downloaded)"
-            )
-        raw = _read_json(directory / "config.json")
-        if raw is None:
-            raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
-        architecture = _supported_architecture(raw, directory)
+        architecture = supported_architecture(model_path)
         hf = _parse_hf_config(directory)
         _refuse_unsupported(hf)
         num_heads = _positive(hf, "num_attention_heads")
@@ -111,31 +99,6 @@ class ModelConfig:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`, None where there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}): copy it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object: copy it again")
-    return value
-
-
-def _supported_architecture(raw: dict[str, Any], directory: Path) -> str:
-    names = raw.get("architectures") or []
-    for name in names if isinstance(names, list) else [names]:
-        if name in SUPPORTED_ARCHITECTURES:
-            return str(name)
-    found = names or f"missing (model_type {raw.get('model_type')!r})"
-    raise ValueError(
-        f"{directory}: architectures {found} in config.json is not supported: "
-        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
-
-
 def _parse_hf_config(directory: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
@@ -160,11 +123,6 @@ def _refuse_unsupported(hf: PretrainedConfig) -> None:
         raise ValueError(
             "config.json uses sliding-window attention (use_sliding_window), which is not "
             "supported: only full attention is"
-        )
-    if getattr(hf, "quantization_config", None) is not None:
-        raise ValueError(
-            "config.json has a quantization_config: quantized weights are not supported, "
-            "use the unquantized checkpoint"
         )
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act={hf.hidden_act!r} in config.json is not supported: silu is")
@@ -223,7 +181,7 @@ def _resolve_context_len(asked: int | None, hf: PretrainedConfig, rope: RopeConf
 
 def _eos_token_ids(hf: PretrainedConfig, directory: Path) -> tuple[int, ...]:
     """Ends named by either file: chat models add the end of a turn in the second alone."""
-    generation = _read_json(directory / "generation_config.json") or {}
+    generation = read_json(directory / "generation_config.json") or {}
     found: set[int] = set()
     for value in (getattr(hf, "eos_token_id", None), generation.get("eos_token_id")):
         if value is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.server_context import ServerContext
+from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.generate_request import EngineUnavailable
 from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -71,9 +72,10 @@ class EngineFront:
             args: Resolved.
 
         Raises:
-            ValueError: The model's files are missing or broken.
+            ValueError: The model's files are missing or broken, or L3 cannot work.
             StartError: A process could not start.
         """
+        check_start(args)
         loaded: list[LoadedModel] = []
 
         def load() -> TokenizerData | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from sglang.srt.mem_cache.hicache_storage import PrefetchTimeoutConfig
+from sglang.srt.mem_cache.storage.types import PrefetchTimeoutConfig
 
 
 class OnUnreachable(StrEnum):

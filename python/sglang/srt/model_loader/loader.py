@@ -15,7 +15,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_loader.dummy_weights import dummy_tensor
-from sglang.srt.model_loader.weight_utils import CheckpointTensor, iterate_tensors, weight_files
+from sglang.srt.model_loader.weight_files import weight_files
+from sglang.srt.model_loader.weight_utils import CheckpointTensor, iterate_tensors
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from sglang.srt.model_loader.weight_utils import weight_files
+from sglang.srt.model_loader.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
 

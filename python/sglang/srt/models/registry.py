@@ -16,4 +16,4 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
     }
 )
-"""`configs.model_config.SUPPORTED_ARCHITECTURES` has the same names."""
+"""`configs.config_file.SUPPORTED_ARCHITECTURES` has the same names."""

@@ -7,17 +7,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in the directory `path`; nothing is downloaded.
+def check_tokenizer_files(path: str) -> None:
+    """Refuse a directory `path` in which no tokenizer can be; needs no transformers.
 
     Raises:
-        ValueError: One line that says what is missing or broken, and the remedy.
+        ValueError: One line that says what is missing, and the remedy.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -30,12 +32,23 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
             f"{path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy its files there or "
             "give another directory with --tokenizer-path"
         )
+    for name in _TOKENIZER_FILES:
+        refuse_lfs_pointer(directory / name)
+
+
+def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in the directory `path`; nothing is downloaded.
+
+    Raises:
+        ValueError: One line that says what is missing or broken, and the remedy.
+    """
+    check_tokenizer_files(path)
     # It takes seconds, and brings torch: only who loads a tokenizer shall wait for it.
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
+            path, local_files_only=True, trust_remote_code=trust_remote_code
         )
     # The libraries raise their own types for damaged files, some of them bare Exception.
     except Exception as error:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.class_lookup import dynamic_class
 from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, PoolName, StoragePool
 
 DYNAMIC = "dynamic"
 _FILE = "file"
-_DYNAMIC_FIELDS = ("backend_name", "module_path", "class_name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,7 @@ class StorageBackendFactory:
                 known = ", ".join([*cls._registry, DYNAMIC])
                 raise ValueError(f"--hicache-storage-backend {name!r}: use one of: {known}")
             return entry
-        extra = config.extra_config or {}
-        for field in _DYNAMIC_FIELDS:
-            if not isinstance(extra.get(field), str) or not extra[field]:
-                raise ValueError(
-                    f"--hicache-storage-backend dynamic needs {field!r} (a string) in "
-                    "--hicache-storage-backend-extra-config"
-                )
-        return _Registered(extra["module_path"], extra["class_name"])
+        return _Registered(*dynamic_class(config.extra_config or {}))
 
 
 def _load(name: str, entry: _Registered) -> Any:

@@ -10,9 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
@@ -26,10 +24,18 @@ from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
 from sglang.srt.utils.network import can_connect
 
+if TYPE_CHECKING:
+    import torch
+
 _STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
 """For the small objects that are no pages; a stand-alone client takes them through it."""
 REACH_SECONDS: Final = 2.0
 """How long a TCP connect to the master may take; Mooncake's own set-up tries for 90 s."""
+
+MOONCAKE_MISSING: Final = (
+    "--hicache-storage-backend mooncake: Mooncake cannot be loaded ({cause}); install "
+    "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
+)
 
 
 class MooncakeClient:
@@ -161,10 +167,7 @@ def load_mooncake_store() -> Any:
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
-        raise ValueError(
-            f"--hicache-storage-backend mooncake: Mooncake cannot be loaded ({error}); install "
-            "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
-        ) from error
+        raise ValueError(MOONCAKE_MISSING.format(cause=error)) from error
     return MooncakeDistributedStore
 
 

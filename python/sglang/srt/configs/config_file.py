@@ -1,0 +1,61 @@
+"""A checkpoint's `config.json` as it stands in the file. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
+
+SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Values of `architectures` in config.json. `models.registry` has a class for each."""
+
+
+def supported_architecture(model_path: str) -> str:
+    """Which of `SUPPORTED_ARCHITECTURES` the checkpoint in directory `model_path` is of.
+
+    Raises:
+        ValueError: There is no checkpoint, or it is of another kind. One line with the remedy.
+    """
+    directory = Path(model_path)
+    if not directory.is_dir():
+        raise ValueError(
+            f"model path {model_path!r} is not a directory: give the local directory of a "
+            "Hugging Face checkpoint (nothing is downloaded)"
+        )
+    raw = read_json(directory / "config.json")
+    if raw is None:
+        raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            f"{directory}: config.json has a quantization_config: quantized weights are not "
+            "supported, use the unquantized checkpoint"
+        )
+    names = raw.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        if name in SUPPORTED_ARCHITECTURES:
+            return str(name)
+    found = names or f"missing (model_type {raw.get('model_type')!r})"
+    raise ValueError(
+        f"{directory}: architectures {found} in config.json is not supported: "
+        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in `path`, None where there is no such file.
+
+    Raises:
+        ValueError: It cannot be read, or holds something else.
+    """
+    refuse_lfs_pointer(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}): copy it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object: copy it again")
+    return value

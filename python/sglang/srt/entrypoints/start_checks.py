@@ -1,0 +1,86 @@
+"""What must fail at a start is refused here, in a second or two: before torch is imported, before
+a process is started or a weight loaded.
+
+Nothing here decides: each check is the one that the scheduler makes again when it gets there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from sglang.srt.configs.config_file import supported_architecture
+from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    list_rdma_devices,
+    resolve_mooncake_protocol,
+)
+from sglang.srt.entrypoints.openai.chat_template import read_template
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
+from sglang.srt.mem_cache.storage.mooncake_store.client import MOONCAKE_MISSING, check_reachable
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.types import StorageUnreachable
+from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
+from sglang.srt.model_loader.weight_files import weight_files
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import check_tokenizer_files
+
+
+def check_start(args: ServerArgs) -> None:
+    """Look at the files and the store that resolved `args` name.
+
+    Raises:
+        ValueError: One line with the remedy.
+    """
+    check_model(args)
+    check_storage(args)
+
+
+def check_model(args: ServerArgs) -> None:
+    """Look for the files of the model: config, weights, tokenizer, chat template.
+
+    Raises:
+        ValueError: One line that names the file.
+    """
+    assert args.model_path is not None, "resolved arguments name the model"
+    supported_architecture(args.model_path)
+    if args.load_format != "dummy":
+        weight_files(Path(args.model_path), args.load_format)
+    check_tokenizer_files(args.tokenizer_path or args.model_path)
+    if args.chat_template is not None:
+        read_template(args.chat_template)
+
+
+def check_storage(args: ServerArgs) -> None:
+    """Look for the store of L3, unless the settings allow a start without it.
+
+    Raises:
+        ValueError: A setting cannot work, or nothing answers.
+    """
+    if args.hicache_storage_backend is None:
+        return
+    config = args.extra_config()
+    settings = StorageSettings.from_extra_config(config)
+    if args.hicache_storage_backend == "dynamic":
+        check_findable(dynamic_class(config))
+    if args.hicache_storage_backend == "mooncake":
+        _check_mooncake(
+            MooncakeStoreConfig.load_from_extra_config(config),
+            may_be_away=settings.on_unreachable is not OnUnreachable.EXIT,
+        )
+
+
+def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        raise ValueError(MOONCAKE_MISSING.format(cause="there is no package 'mooncake'"))
+    resolve_mooncake_protocol(
+        config.protocol,
+        allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
+        rdma_devices=list_rdma_devices(),
+    )
+    if may_be_away:
+        return
+    try:
+        check_reachable(config)
+    except StorageUnreachable as error:
+        raise ValueError(str(error)) from None

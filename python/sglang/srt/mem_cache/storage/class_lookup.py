@@ -1,0 +1,92 @@
+"""The class of a `dynamic` storage backend, looked for without running its module.
+
+What imports it, later and in another process, gets its errors too: this only tells early, and
+without torch, what cannot work.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from typing import Any, Final, NamedTuple
+
+_FIELDS: Final = ("backend_name", "module_path", "class_name")
+_MADE_WHILE_RUNNING: Final = re.compile(r"import\s*\(?\s*\*|\b(__getattr__|globals|setattr|exec)\b")
+"""Ways of a module to have names that its text does not contain."""
+
+
+class ClassPath(NamedTuple):
+    """Where a backend's class is."""
+
+    module_path: str
+    class_name: str
+
+
+def dynamic_class(extra_config: Mapping[str, Any]) -> ClassPath:
+    """The class that the extra config of a `dynamic` backend names.
+
+    Raises:
+        ValueError: A field is missing or no string.
+    """
+    for field in _FIELDS:
+        if not isinstance(extra_config.get(field), str) or not extra_config[field]:
+            raise ValueError(
+                f"--hicache-storage-backend dynamic needs {field!r} (a string) in "
+                "--hicache-storage-backend-extra-config"
+            )
+    return ClassPath(extra_config["module_path"], extra_config["class_name"])
+
+
+def check_findable(path: ClassPath) -> None:
+    """Refuse a module that is not there or no Python, and a class that its text does not name.
+
+    Raises:
+        ValueError: One line that names module and class.
+    """
+    cause = _why_not(path)
+    if cause is not None:
+        raise ValueError(
+            f"--hicache-storage-backend dynamic: cannot load {path.module_path}."
+            f"{path.class_name}: {cause}"
+        )
+
+
+def _why_not(path: ClassPath) -> str | None:
+    try:
+        spec = _find_spec(path.module_path)
+        if spec is None:
+            return f"no module {path.module_path!r} on the path of Python (PYTHONPATH)"
+        # Compiled modules have none.
+        source = getattr(spec.loader, "get_source", lambda name: None)(path.module_path)
+    except (KeyError, ImportError, OSError, UnicodeError):
+        # Of a finder, or of a package without `__init__.py` in one of its kind, which is found by
+        # its parent's import alone.
+        return None
+    if source is None:
+        return None
+    try:
+        compile(source, spec.origin or path.module_path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return f"{spec.origin}: {error}"
+    is_named = re.search(rf"\b{re.escape(path.class_name)}\b", source)
+    if is_named or _MADE_WHILE_RUNNING.search(source):
+        return None
+    return f"{spec.origin} has no {path.class_name!r}"
+
+
+def _find_spec(module_path: str) -> ModuleSpec | None:
+    """As `importlib.util.find_spec`, which would run the packages that the module is in."""
+    name, places, spec = "", None, None
+    for part in module_path.split("."):
+        name = f"{name}.{part}" if name else part
+        if name in sys.modules:
+            spec = sys.modules[name].__spec__
+        else:
+            found = (finder.find_spec(name, places) for finder in sys.meta_path)
+            spec = next((one for one in found if one is not None), None)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations or []
+    return spec
