@@ -31,6 +31,7 @@ from sglang.benchmark.one_batch import BatchTimes, continue_greedily, time_batch
 from sglang.benchmark.report import append, provenance
 from sglang.srt.arg_groups.cli import check_choices, flag_name, parse_flags
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.managers.scheduler_process import on_this_machine
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
@@ -51,7 +52,7 @@ _WARM_UP_STEPS: Final = 8
 _USED: Final = frozenset(
     "model_path tokenizer_path load_format dtype kv_cache_dtype context_length trust_remote_code "
     "random_seed log_level device mem_fraction_static max_running_requests max_total_tokens "
-    "page_size attention_backend disable_cuda_graph cuda_graph_max_bs".split()
+    "page_size attention_backend disable_cuda_graph cuda_graph_max_bs chat_template".split()
 )
 """Fields of `ServerArgs` that mean something without a server."""
 _REFUSED: Final = {
@@ -118,7 +119,11 @@ def _own_parser() -> argparse.ArgumentParser:
         default="result.jsonl",
         help="append a JSON line for each setting here; empty: nowhere [%(default)s]",
     )
-    add("--correctness-test", action="store_true", help="print greedy answers to fixed prompts")
+    add(
+        "--correctness-test",
+        action="store_true",
+        help="print greedy answers to fixed prompts, asked through the chat template",
+    )
     add("--log-decode-step", type=int, default=0, help="print every so many steps; 0: none [0]")
     return parser
 
@@ -266,21 +271,33 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def answer_prompts(own: argparse.Namespace, args: ServerArgs) -> None:
-    """Print, one JSON object a line, how the model goes on after each of `PROMPTS`.
+    """Print, one JSON object a line, what the model answers to each of `PROMPTS`.
+
+    They go through the chat template; a model without one goes on after the bare text.
 
     Raises:
-        ValueError: See `make_worker`, or the tokenizer cannot be loaded.
+        ValueError: See `make_worker`, or tokenizer or template cannot be loaded.
     """
     path = args.tokenizer_path or args.model_path
     assert path is not None, "resolved arguments name the model"
     tokenizer: Any = get_tokenizer(path, trust_remote_code=args.trust_remote_code)
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    template = ChatTemplate(tokenizer, args.chat_template)
+    prompts = [_encode(tokenizer, template, prompt) for prompt in PROMPTS]
     longest = max(map(len, prompts)) + own.output_len[0] - 1
     worker = make_worker(args, len(prompts), longest)
     outputs = continue_greedily(worker, prompts, own.output_len[0], args.device)
     for prompt, ids in zip(PROMPTS, outputs, strict=True):
         answer = {"prompt": prompt, "output_ids": ids, "text": tokenizer.decode(ids)}
         print(json.dumps(answer, ensure_ascii=False))
+
+
+def _encode(tokenizer: Any, template: ChatTemplate, prompt: str) -> Any:
+    """Token ids of `prompt` as a chat's first message, if there is a template."""
+    if not template.exists:
+        return tokenizer.encode(prompt)
+    question = [{"role": "user", "content": prompt}]
+    text = template.render(question, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,16 +80,38 @@ def test_figures_of_several_settings(tmp_path: Path) -> None:
     assert printed.count("decode step") == 6
 
 
-def test_answers_are_the_engines(tmp_path: Path) -> None:
-    flags = ("--correctness-test", "--output-len", "12", "--page-size", "16")
-    lines = bench(*flags, cwd=tmp_path).splitlines()
-    answers = [json.loads(line) for line in lines]
-    assert [one["prompt"] for one in answers] == list(PROMPTS)
+BARE_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def correctness_test(cwd: Path, *flags: str) -> list[dict[str, Any]]:
+    """The JSON lines of `--correctness-test`, which writes nothing else."""
+    lines = bench("--correctness-test", "--output-len", "12", "--page-size", "16", *flags, cwd=cwd)
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def test_answers_are_those_of_a_chat(tmp_path: Path) -> None:
+    answers = correctness_test(tmp_path)
+    bare = tmp_path / "bare.jinja"
+    bare.write_text(BARE_TEMPLATE)
+    continued = correctness_test(tmp_path, "--chat-template", str(bare))
+    assert [one["prompt"] for one in answers + continued] == [*PROMPTS, *PROMPTS]
+    # The code that the second prompt asks for.
+    assert answers[1]["text"].startswith("7391")
+    as_chats = [f"<|im_start|>user\n{x}<|im_end|>\n<|im_start|>assistant\n" for x in PROMPTS]
     greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     with sglang.Engine(max_total_tokens=4096, device="cpu") as engine:
-        wanted = engine.generate(list(PROMPTS), greedy)
-    assert [one["output_ids"] for one in answers] == [one["output_ids"] for one in wanted]
-    assert not list(tmp_path.iterdir())
+        wanted = engine.generate([*as_chats, *PROMPTS], greedy)
+    got = [one["output_ids"] for one in answers + continued]
+    assert got == [one["output_ids"] for one in wanted]
+
+
+def test_a_model_without_a_template_goes_on_after_the_bare_prompts(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(BUILTIN_MODEL_DIR, model, ignore=shutil.ignore_patterns("*.jinja"))
+    bare = tmp_path / "bare.jinja"
+    bare.write_text(BARE_TEMPLATE)
+    without = correctness_test(tmp_path, "--model-path", str(model))
+    assert without == correctness_test(tmp_path, "--chat-template", str(bare))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,12 @@ class ChatTemplate:
             ValueError: The file cannot be read, or holds no template.
         """
         self._tokenizer = tokenizer
-        self._template: str | None = None if path is None else _read_template(path)
+        self._template: str | None = None if path is None else read_template(path)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a template to render with."""
+        return self._template is not None or self._tokenizer.chat_template is not None
 
     @property
     def takes_tools(self) -> bool:
@@ -57,7 +62,7 @@ class ChatTemplate:
         Raises:
             ApiError: 400: there is no template, or it refuses these messages.
         """
-        if self._template is None and self._tokenizer.chat_template is None:
+        if not self.exists:
             raise bad_request(
                 "messages: this model has no chat template; start the server with "
                 "--chat-template FILE, or use /v1/completions",
@@ -88,7 +93,12 @@ class ChatTemplate:
         return text
 
 
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
+    """The template in file `path`.
+
+    Raises:
+        ValueError: The file cannot be read, or holds no template.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
