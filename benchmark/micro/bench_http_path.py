@@ -33,6 +33,7 @@ import orjson
 import psutil
 
 import sglang
+from sglang.benchmark.cpu_clocks import process_seconds
 from sglang.benchmark.load_generator import open_session
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.utils.network import get_free_port, wait_until
@@ -94,8 +95,7 @@ def engine_processes(server_pid: int) -> dict[str, psutil.Process]:
 
 def cpu_seconds(processes: dict[str, psutil.Process]) -> dict[str, float]:
     """User and system time of each process so far, all its threads."""
-    times = {name: process.cpu_times() for name, process in processes.items()}
-    return {name: spent.user + spent.system for name, spent in times.items()}
+    return {name: process_seconds(process.pid) for name, process in processes.items()}
 
 
 async def send_requests(url: str, body: bytes, concurrency: int, seconds: float) -> int:

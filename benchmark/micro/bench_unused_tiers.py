@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from sglang.benchmark.cpu_clocks import process_seconds, thread_seconds
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.mooncake_cluster import MooncakeCluster
@@ -40,16 +41,6 @@ PAGE_SIZE: Final = 64
 POOL_TOKENS: Final = 16384
 _WARM_ROUNDS: Final = 6
 _BUSY_POLL_S: Final = 0.001
-
-
-def thread_seconds(tid: int) -> float:
-    """CPU time of a thread of this process (Linux: how its clock is numbered)."""
-    return time.clock_gettime((~tid << 3) | 6)
-
-
-def process_seconds(pid: int) -> float:
-    """CPU time of any process."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 class CpuClocks:

@@ -156,6 +156,7 @@ def test_http_path() -> None:
     assert record["echo_req_s"] > 0 and record["engine_req_s"] > 0
     spent = record["cpu_us_per_request"]
     assert spent["engine"].keys() == {"server", "scheduler", "detokenizer", "client"}
+    # Of clocks that count nanoseconds: each process had all these requests to handle.
     assert min(spent["engine"].values()) > 0 and spent["echo"]["echo"] > 0
 
 
