@@ -114,7 +114,7 @@ def test_a_page_with_the_key_reads_answers_and_streams(server: FrontServer, stre
     [
         ("POST", "/generate", {}, {"text": "a"}, 401),
         ("POST", "/generate", {"Authorization": "Bearer wrong"}, {"text": "a"}, 401),
-        ("POST", "/flush_cache", KEYED, None, 401),
+        ("POST", "/flush_cache", KEYED, None, 403),
         ("POST", "/generate", KEYED, {"text": ""}, 400),
         ("GET", "/generate", KEYED, None, 405),
         ("GET", "/nowhere", KEYED, None, 404),

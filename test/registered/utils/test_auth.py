@@ -69,9 +69,36 @@ def test_who_passes(
             assert decision.allowed == (who in passing), (level, who)
 
 
-def test_refusals_are_401_but_403_where_no_key_could_help() -> None:
-    assert decide(NORMAL, "Bearer wrong") == AuthDecision(False, 401)
-    assert decide(FORCE, "Bearer user", admin_api_key=None) == AuthDecision(False, 403)
+@pytest.mark.parametrize(
+    ("level", "key", "status", "words"),
+    [
+        (NORMAL, None, 401, "no key"),
+        (NORMAL, "wrong", 401, "wrong key"),
+        (NORMAL, "admin", 403, "admin key where the API key is asked for"),
+        (OPTIONAL, None, 401, "no key"),
+        (OPTIONAL, "wrong", 401, "wrong key"),
+        (OPTIONAL, "user", 403, "API key where the admin key is asked for"),
+        (FORCE, "wrong", 401, "wrong key"),
+        (FORCE, "user", 403, "API key where the admin key is asked for"),
+    ],
+)
+def test_a_wrong_key_is_401_and_one_of_the_wrong_kind_403(
+    level: AuthLevel, key: str | None, status: int, words: str
+) -> None:
+    decision = decide(level, None if key is None else f"Bearer {key}")
+    assert (decision.allowed, decision.error_status_code) == (False, status)
+    assert words in decision.reason
+
+
+def test_where_no_key_could_help_it_is_403() -> None:
+    decision = decide(FORCE, "Bearer user", admin_api_key=None)
+    assert (decision.allowed, decision.error_status_code) == (False, 403)
+    assert "--admin-api-key" in decision.reason
+
+
+def test_one_key_for_both_is_of_both_kinds() -> None:
+    for level in (NORMAL, OPTIONAL, FORCE):
+        assert decide(level, "Bearer one", api_key="one", admin_api_key="one").allowed
 
 
 @pytest.mark.parametrize(
@@ -118,7 +145,7 @@ def test_middleware_applies_the_level_of_the_route(app: Starlette) -> None:
     user, admin = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
     assert client.get("/open").status_code == 401
     assert client.get("/open", headers=user).status_code == 200
-    assert client.post("/admin", headers=user).status_code == 401
+    assert client.post("/admin", headers=user).status_code == 403
     assert client.post("/admin", headers=admin).status_code == 200
     # A wrong method counts as the route, not as an open path.
     assert client.get("/admin").status_code == 401

@@ -6,6 +6,9 @@
     admin key         open        admin key        admin key
     both              api key     admin key        admin key
 
+A request that may not pass gets 401 where its key is missing or unknown, and 403 where another
+would not do better: its key is of the other kind, or the server has none of the kind.
+
 Probes (`/health`, `/health_generate`, `/metrics`) and CORS preflights need no key.
 """
 
@@ -38,10 +41,11 @@ class AuthLevel(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class AuthDecision:
-    """Whether a request may pass, and the HTTP status if not."""
+    """Whether a request may pass; if not, the HTTP status and why, for the client."""
 
     allowed: bool
     error_status_code: int = 401
+    reason: str = ""
 
 
 def auth_level(level: AuthLevel) -> Callable[[F], F]:
@@ -81,13 +85,22 @@ def decide_request_auth(
     if method == "OPTIONS" or path in _OPEN_PATHS:
         return AuthDecision(True)
     if auth_level is AuthLevel.ADMIN_FORCE and not admin_api_key:
-        return AuthDecision(False, 403)
-    required = api_key
-    if auth_level is not AuthLevel.NORMAL:
-        required = admin_api_key or api_key
-    if not required:
+        return AuthDecision(
+            False,
+            403,
+            "this endpoint needs an operator's key and the server has none: set --admin-api-key",
+        )
+    required, other = api_key, admin_api_key
+    if auth_level is not AuthLevel.NORMAL and admin_api_key:
+        required, other = admin_api_key, api_key
+    if not required or _bearer_matches(authorization_header, required):
         return AuthDecision(True)
-    return AuthDecision(_bearer_matches(authorization_header, required))
+    if other and _bearer_matches(authorization_header, other):
+        kinds = ("API key", "admin key")
+        has, needs = kinds if required == admin_api_key else reversed(kinds)
+        return AuthDecision(False, 403, f"this is the {has} where the {needs} is asked for")
+    problem = "no key" if authorization_header is None else "wrong key, or no bearer key"
+    return AuthDecision(False, 401, f"{problem}: send the header 'Authorization: Bearer KEY'")
 
 
 def add_api_key_middleware(
@@ -125,19 +138,19 @@ class _ApiKeyMiddleware:
         if decision.allowed:
             await self._app(scope, receive, send)
             return
-        await _refusal(decision.error_status_code)(scope, receive, send)
+        await _refusal(decision)(scope, receive, send)
 
 
-def _refusal(status_code: int) -> JSONResponse:
-    if status_code == 403:
-        message = (
-            "this endpoint needs an operator's key and the server has none: set --admin-api-key"
-        )
-    else:
-        message = "missing or wrong key: send the header 'Authorization: Bearer KEY'"
-    body = {"message": message, "type": "authentication_error", "param": None, "code": status_code}
-    headers = {"WWW-Authenticate": "Bearer"} if status_code == 401 else None
-    return JSONResponse({"error": body}, status_code=status_code, headers=headers)
+def _refusal(decision: AuthDecision) -> JSONResponse:
+    status = decision.error_status_code
+    body = {
+        "message": decision.reason,
+        "type": "authentication_error",
+        "param": None,
+        "code": status,
+    }
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse({"error": body}, status_code=status, headers=headers)
 
 
 def _bearer_matches(header: str | None, key: str) -> bool:
