@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import signal
 import sys
+
+if __name__ == "__main__":
+    # Before the other imports: Ctrl-C during them would end in a traceback, and nothing has been
+    # started yet that would have to be ended.
+    for _early in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_early, lambda sig, frame: os._exit(128 + sig))
+
+import logging
 from collections.abc import Sequence
 from types import FrameType
 
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils.network import base_url
+from sglang.srt.utils.process import set_title
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server; the exit status. What is wrong at the start is one line on stderr."""
-    # Until the server has handlers of its own, a signal unwinds what has been started.
-    signal.signal(signal.SIGTERM, _unwind)
     try:
         args = prepare_server_args(argv)
-        # After the command line is known to be right: these pull in torch.
+        url = base_url(args.host, args.port)
+        logger.info("starting %s for %s; loading it takes a while", args.served_model_name, url)
+        # Words that scripts look for to end a server: the module's name.
+        set_title("server", f"sglang.launch_server {url}")
+        # After the command line is known to be right, and the first line is there.
         from sglang.srt.entrypoints.engine_processes import StartError
         from sglang.srt.entrypoints.http_server import run_server
     except ValueError as error:
         return _fail(error)
+    # Until the server has handlers of its own, a signal unwinds what has been started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _unwind)
     try:
         return run_server(args)
     except (ValueError, StartError) as error:

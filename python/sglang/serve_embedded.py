@@ -9,9 +9,15 @@ write to the store.
 
 from __future__ import annotations
 
-import json
+import os
 import signal
 import sys
+
+if __name__ == "__main__":
+    # Before the other imports: Ctrl-C during them would end in a traceback.
+    signal.signal(signal.SIGINT, lambda sig, frame: os._exit(128 + sig))
+
+import json
 import tempfile
 import time
 import urllib.error
@@ -28,9 +34,10 @@ from sglang.embedded_mooncake import (
     StoreNode,
 )
 from sglang.srt.constants import MIB
+from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang.srt.utils.network import check_port_available, is_healthy
+from sglang.srt.utils.network import base_url, check_port_available, is_healthy
 
 STORE_BYTES: Final = 512 * MIB
 STORAGE_FLAGS: Final = (
@@ -105,8 +112,7 @@ def ask(base_url: str, question: str, api_key: str | None, timeout: float = 120.
 
 
 def _server_url(args: ServerArgs) -> str:
-    host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
-    return f"http://[{host}]:{args.port}" if ":" in host else f"http://{host}:{args.port}"
+    return base_url("127.0.0.1" if args.host == "0.0.0.0" else args.host, args.port)
 
 
 def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[ManagedProcess]:
@@ -158,6 +164,7 @@ def serve(argv: Sequence[str]) -> None:
     once = envs.ONCE.get()
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
     check_port_available(args.host, args.port)
+    check_model(args)
     url = _server_url(args)
     with ExitStack() as stack:
         processes = _start_all(stack, args, argv)
@@ -172,7 +179,8 @@ def serve(argv: Sequence[str]) -> None:
 
 def main() -> int:
     """Exit status: 0 after Ctrl-C or the one answer, 1 with one line on what went wrong."""
-    # A supervisor's SIGTERM ends it as Ctrl-C does.
+    # From here on Ctrl-C ends what was started; a supervisor's SIGTERM does the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         serve(sys.argv[1:])

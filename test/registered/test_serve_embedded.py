@@ -88,8 +88,15 @@ def test_a_wrong_flag_is_one_line() -> None:
     assert "did you mean --page-size?" in done.stderr.splitlines()[-1]
 
 
-def test_a_server_that_does_not_start_ends_the_rest() -> None:
+def test_a_model_that_is_not_there_is_one_line_before_anything_starts() -> None:
     done = run("--port", str(get_free_port()), "--model-path", "/nonexistent")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("serve: error: model path '/nonexistent'")
+    assert "runs" not in done.stdout
+
+
+def test_a_server_that_does_not_start_ends_the_rest() -> None:
+    done = run("--port", str(get_free_port()), "--max-total-tokens", "1000000000000")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("serve: error: the server ended with status")
 

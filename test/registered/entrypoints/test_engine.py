@@ -107,13 +107,15 @@ def test_nothing_is_generated_after_shutdown() -> None:
         engine.generate("a", GREEDY)
 
 
-def test_the_readmes_example_runs_as_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["file", "standard input"])
+def test_the_readmes_example_runs(tmp_path: Path, way: str) -> None:
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(example, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script) if way == "file" else "-"],
+        input=None if way == "file" else example,
         capture_output=True, text=True, check=False, timeout=120, env=child_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

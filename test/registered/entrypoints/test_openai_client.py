@@ -203,6 +203,14 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert set(logprobs.top_logprobs[0]) >= {"a"}
 
 
+@pytest.mark.parametrize("name", ["default", "gpt-4o", "meta-llama/Llama-3.1-8B"])
+def test_any_model_name_is_served_and_repeated(client: openai.OpenAI, name: str) -> None:
+    chat = client.chat.completions.create(model=name, messages=HELLO, max_tokens=2)
+    text = client.completions.create(model=name, prompt="hello", max_tokens=2)
+    assert chat.model == text.model == name
+    assert [model.id for model in client.models.list()] == ["echo"]
+
+
 def test_errors_are_the_clients_own(server: FrontServer, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens") as caught:
         client.chat.completions.create(model="echo", messages=HELLO, max_tokens=10_000)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from sglang.srt.entrypoints.http_server import READY_LINE
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
@@ -66,6 +68,20 @@ def children_of(server: EngineServer) -> list[psutil.Process]:
 
 def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def test_log_and_ps_say_what_runs() -> None:
+    api = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    with EngineServer("--api-key", "hunter2") as server:
+        family = [psutil.Process(server.process.pid), *children_of(server)]
+        titles = {" ".join(process.cmdline()).rstrip() for process in family}
+        # Scripts that end a server look for its module's name.
+        server_title = f"sglang::server sglang.launch_server {server.url}"
+        assert titles == {server_title, "sglang::scheduler", "sglang::detokenizer"}
+        log = server.process.log_tail()
+        assert f"starting sglang-builtin for {server.url}" in log
+        assert f"{READY_LINE} {server.url}" in log
+    assert READY_LINE in api
 
 
 def test_sigterm_lets_running_requests_finish() -> None:

@@ -9,11 +9,13 @@ import contextlib
 import logging
 import multiprocessing
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.environ import envs
@@ -21,6 +23,7 @@ from sglang.srt.managers.ipc import IpcAddresses
 from sglang.srt.managers.ready_message import receive_ready
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import IpcNames
+from sglang.srt.utils.process import holding_signals_from_children, set_title
 
 if TYPE_CHECKING:
     from sglang.srt.utils.portable_tokenizer import TokenizerData
@@ -53,7 +56,7 @@ class EngineProcesses:
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         child = context.Process(target=target, args=(*args, writer), name=f"sglang-{name}")
-        with _spinning_briefly():
+        with _spinning_briefly(), _without_a_main_to_import(), holding_signals_from_children():
             child.start()
         writer.close()
         self._children[name] = child
@@ -164,6 +167,7 @@ def launch_subprocesses(
 
 
 def _run_scheduler(*args: Any) -> None:
+    set_title("scheduler")
     # Imported in the child alone: the parent can start it before it has torch itself.
     from sglang.srt.managers.scheduler_process import run_scheduler_process
 
@@ -171,9 +175,29 @@ def _run_scheduler(*args: Any) -> None:
 
 
 def _run_detokenizer(*args: Any) -> None:
+    set_title("detokenizer")
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args)
+
+
+@contextlib.contextmanager
+def _without_a_main_to_import() -> Iterator[None]:
+    """Children started inside do not import a program that was read from standard input.
+
+    Its `__file__` is `<stdin>`, which `multiprocessing` takes for a path; without one it starts
+    children as it does for `python -c`.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or main.__spec__ is not None or Path(file).is_file():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
 
 
 def _spinning_briefly() -> contextlib.AbstractContextManager[None]:

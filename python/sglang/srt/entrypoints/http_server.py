@@ -24,12 +24,14 @@ from sglang.srt.entrypoints.openai import routes as openai_routes
 from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import add_api_key_middleware
-from sglang.srt.utils.network import check_port_available
+from sglang.srt.utils.network import base_url, check_port_available
 from sglang.srt.utils.process import settle_heap
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED: Final = 1
+READY_LINE: Final = "The server is fired up and ready to roll!"
+"""SGLang's own sentence: scripts that start a server wait for it in the log (docs/api.md)."""
 KEEP_ALIVE_SECONDS: Final = 75
 """For idle connections: longer than clients keep theirs (5 to 15 s), so that closing one is theirs
 to do. A server that closes first breaks the request that is just being sent."""
@@ -142,11 +144,7 @@ class HttpServer(uvicorn.Server):
         """Listen, then say so."""
         await super().startup(sockets)
         if self.started:
-            logger.info(
-                "The server is fired up and ready to roll! http://%s:%d",
-                _url_host(self.config.host),
-                self.config.port,
-            )
+            logger.info("%s %s", READY_LINE, base_url(self.config.host, self.config.port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come: drain, or at the second one end now."""
@@ -184,7 +182,3 @@ class HttpServer(uvicorn.Server):
         logger.critical("%s; the server ends", self._cause)
         self._front.processes.kill()
         os._exit(EXIT_FAILED)
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

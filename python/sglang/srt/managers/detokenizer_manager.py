@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import signal
 from collections import OrderedDict
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
@@ -32,7 +31,7 @@ from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.portable_tokenizer import PortableTokenizer, TokenizerData
-from sglang.srt.utils.process import settle_heap, start_parent_watch
+from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.ipc import IpcAddresses
@@ -140,8 +139,7 @@ def run_detokenizer_process(
         tokenizer: What the parent took out of its own; None: loaded here, with all it imports.
         ready_pipe: Gets one JSON message, `ready_message`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     configure_logger(server_args.log_level, "detokenizer")
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import signal
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,7 +31,7 @@ from sglang.srt.utils.device import detect_device, device_memory
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
-from sglang.srt.utils.process import settle_heap, start_parent_watch
+from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.ipc import IpcAddresses
@@ -164,8 +163,7 @@ def run_scheduler_process(
         ready_pipe: Gets one JSON message, `ready_message`.
         parent_pid: Process that this one ends with; by default the one that started it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     configure_logger(server_args.log_level, f"scheduler {tp_rank}")
     # Bars share a lock between processes unless told otherwise: a semaphore that a killed process
     # leaves behind, with a warning as the last line of the log.

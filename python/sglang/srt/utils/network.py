@@ -34,6 +34,11 @@ def get_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         return [int(sock.getsockname()[1]) for sock in sockets]
 
 
+def base_url(host: str, port: int) -> str:
+    """`http://host:port`, with the brackets that an IPv6 address needs."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def is_port_available(host: str, port: int) -> bool:
     """Whether a server could listen on `host`:`port` now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,19 +1,53 @@
-"""Ending processes by their handles and with one's parent; settling the heap of one that serves."""
+"""Processes: their titles and signals, ending them by their handles and with one's parent."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from typing import Final
 
 import psutil
+from setproctitle import setproctitle
 
 from sglang.srt.utils.network import wait_until
 
 logger = logging.getLogger(__name__)
+
+_FROM_THE_KEYBOARD: Final = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals that a whole process group gets, and its leader has to act upon."""
+
+
+def set_title(role: str, details: str = "") -> None:
+    """What `ps` and `top` show in place of this process's command line: `sglang::role details`."""
+    setproctitle(f"sglang::{role} {details}".rstrip())
+
+
+@contextlib.contextmanager
+def holding_signals_from_children() -> Iterator[None]:
+    """Children that this thread starts inside get no SIGINT and no SIGTERM until they call
+    `leave_signals_to_parent`, however long their imports take before that.
+    """
+    # It would be started with the first child of `multiprocessing`, and take the mask away.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_THE_KEYBOARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore SIGINT and SIGTERM from now on: the parent ends this process. Main thread."""
+    for one in _FROM_THE_KEYBOARD:
+        signal.signal(one, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_THE_KEYBOARD)
 
 
 def stop_process(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int:
