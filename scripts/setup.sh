@@ -6,9 +6,12 @@ cd "$(dirname "$0")/.."
 # What is installed depends on these; the path because the package is installed in place.
 key=$(cat pyproject.toml scripts/setup.sh <(pwd) | sha256sum | cut -d' ' -f1)
 stamp=.venv/setup.stamp
+log=.venv/setup.log
+quiet_s=15 # Longest time without a line.
 is_current() { [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x .venv/bin/python ]; }
 is_current && exit 0
 
+say() { printf 'setup: %4d s  %s\n' "$SECONDS" "$*"; }
 die() {
     echo "setup: $*" >&2
     exit 1
@@ -17,7 +20,10 @@ die() {
 # `make serve` and `make test` may start together: one sets up, the other waits.
 mkdir -p .venv
 exec 9>.venv/setup.lock
-flock 9
+flock --nonblock 9 || {
+    say "another set-up of this checkout runs; waiting for it ($log has what it does)"
+    flock 9
+}
 is_current && exit 0
 
 find_python() {
@@ -33,33 +39,73 @@ find_python() {
 }
 python=$(find_python)
 
+packages_there() { find .venv/lib -maxdepth 3 -name '*.dist-info' 2>/dev/null | wc -l; }
+
+# Of what pip says: large downloads, what is built, how many packages are installed, and errors.
+# One line for every `quiet_s` seconds in which it says nothing.
+show_progress() {
+    local line status doing="working"
+    while true; do
+        status=0
+        IFS= read -r -t "$quiet_s" line || status=$?
+        if [ $status -gt 128 ]; then
+            say "... $doing; $(packages_there) packages are there"
+            continue
+        elif [ $status -ne 0 ] && [ -z "$line" ]; then
+            return 0
+        fi
+        echo "$line" >>"$log"
+        case $line in
+            *Downloading*[0-9]\ [MG]B\)*) doing="downloading" && say "${line#"${line%%[! ]*}"}" ;;
+            "Building wheel"*) doing="building" && say "$line" ;;
+            "Installing collected packages: "*)
+                doing="installing"
+                say "installing $(tr -cd , <<<"$line," | wc -c) packages"
+                ;;
+            ERROR* | error*) say "$line" ;;
+        esac
+    done
+}
+
+# Programs that take long, each with its name; their whole output is in the log.
+run() {
+    local what=$1
+    shift
+    say "$what"
+    "$@" 2>&1 | show_progress || die "$what failed; the last lines of $log:
+$(tail -n 15 "$log")"
+}
+
 packages=()
 loads() { "$python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null; }
 # Mooncake's wheel links these and does not carry them.
 loads libibverbs.so.1 || packages+=(libibverbs1 ibverbs-providers)
 loads libnuma.so.1 || packages+=(libnuma1)
 "$python" -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+
+say "installing into .venv with $("$python" --version); minutes the first time, all of it in $log"
+: >"$log"
 if [ ${#packages[@]} -gt 0 ]; then
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
         die "install these system packages, then run it again: ${packages[*]}" \
             "(Debian: sudo apt-get install -y ${packages[*]})"
     fi
-    echo "setup: installing ${packages[*]}"
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends "${packages[@]}"
+    run "apt-get update" apt-get update -q
+    run "apt-get install ${packages[*]}" \
+        apt-get install -y -q --no-install-recommends "${packages[@]}"
 fi
-
-echo "setup: installing into .venv with $("$python" --version); the first time takes minutes"
-.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv
+.venv/bin/python -m pip --version >/dev/null 2>&1 || run "making .venv" "$python" -m venv .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+pip=(.venv/bin/python -m pip install --progress-bar off)
 if ! [ -e /dev/nvidiactl ]; then
     # By itself and exactly: the machine's pip configuration decides which build that is, and
     # what follows finds it satisfied instead of fetching CUDA's libraries.
-    .venv/bin/python -m pip install --quiet torch==2.13.0
+    run "installing torch" "${pip[@]}" torch==2.13.0
 fi
-.venv/bin/python -m pip install --quiet --editable '.[test]'
+run "installing everything else" "${pip[@]}" --editable '.[test]'
+say "loading mooncake"
 .venv/bin/python -c 'import mooncake.store' ||
     die "mooncake is installed but does not load; see the line above"
 echo "$key" >"$stamp"
-echo "setup: done"
+say "done"

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 _STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
 """For the small objects that are no pages; a stand-alone client takes them through it."""
-REACH_SECONDS: Final = 2.0
-"""How long a TCP connect to the master may take; Mooncake's own set-up tries for 90 s."""
+REACH_SECONDS: Final = 1.5
+"""How long a TCP connect to the master may take; TCP repeats a lost packet after one second.
+Mooncake's own set-up tries for 90 s."""
 
 MOONCAKE_MISSING: Final = (
     "--hicache-storage-backend mooncake: Mooncake cannot be loaded ({cause}); install "

@@ -1,0 +1,96 @@
+"""`scripts/setup.sh` shows what it does. Its pip is a script here, which installs nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=10, suite="base-b-test-cpu")
+
+CHECKOUT = Path(__file__).parents[2]
+PIP = """
+echo "Collecting small"
+echo "  Downloading small-1.0-py3-none-any.whl (20 kB)"
+echo "  Downloading large-2.0-py3-none-any.whl (202.5 MB)"
+sleep 1.5
+echo "Installing collected packages: small, large, last"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with this script and an interpreter that only pretends to install."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
+    text = (CHECKOUT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    # Its own patience is more than a test has.
+    (tmp_path / "scripts" / "setup.sh").write_text(text.replace("quiet_s=15", "quiet_s=1"))
+    (tmp_path / "pip.sh").write_text(PIP)
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+        case "$*" in
+            "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+            "-m pip --version") [ -e .venv/bin/python ] ;;
+            "-m pip install"*) bash {tmp_path}/pip.sh ;;
+            *"import mooncake"* | *ctypes* | *ensurepip*) ;;
+            *) exec {sys.executable} "$@" ;;
+        esac
+        """
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "scripts/setup.sh"],
+        cwd=checkout,
+        env={"PATH": os.defpath, "PYTHON": str(checkout / "python")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_stages_downloads_and_silence_have_their_lines(checkout: Path) -> None:
+    done = set_up(checkout)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("setup: ") and " s  " in line for line in lines)
+    stages = [line.partition(" s  ")[2] for line in lines]
+    for words in (
+        "making .venv",
+        "installing everything else",
+        "Downloading large-2.0-py3-none-any.whl (202.5 MB)",
+        "... downloading; 0 packages are there",
+        "installing 3 packages",
+        "done",
+    ):
+        assert words in stages, stages
+    assert "small-1.0" not in done.stdout
+    assert "small-1.0" in (checkout / ".venv" / "setup.log").read_text()
+    again = set_up(checkout)
+    assert (again.returncode, again.stdout) == (0, "")
+
+
+def test_what_failed_is_shown_and_nothing_counts_as_done(checkout: Path) -> None:
+    (checkout / "pip.sh").write_text("echo 'ERROR: no space left'; echo why; exit 1\n")
+    done = set_up(checkout)
+    assert done.returncode == 1
+    assert "ERROR: no space left" in done.stdout
+    assert "failed" in done.stderr and done.stderr.splitlines()[-1] == "why"
+    assert not (checkout / ".venv" / "setup.stamp").exists()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
