@@ -1,4 +1,4 @@
-"""A checkpoint's `config.json` as it stands in the file. Needs neither torch nor transformers."""
+"""A checkpoint's config file as it stands. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 

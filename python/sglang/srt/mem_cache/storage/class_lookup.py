@@ -81,6 +81,8 @@ def _find_spec(module_path: str) -> ModuleSpec | None:
     name, places, spec = "", None, None
     for part in module_path.split("."):
         name = f"{name}.{part}" if name else part
+        if not part:  # Of a relative name.
+            return None
         if name in sys.modules:
             spec = sys.modules[name].__spec__
         else:
