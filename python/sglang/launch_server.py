@@ -36,15 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang.srt.entrypoints.http_server import run_server
     except ValueError as error:
         return _fail(error)
-    # Until the server has handlers of its own, a signal unwinds what has been started.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _unwind)
+    # Until the server has handlers of its own, a signal unwinds what has been started. Not with
+    # KeyboardInterrupt: Python kills itself at its end where one has passed through an `exec`.
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, _unwind)
     try:
         return run_server(args)
     except (ValueError, StartError) as error:
         return _fail(error)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
 
 
 def _fail(error: Exception) -> int:

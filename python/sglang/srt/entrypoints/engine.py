@@ -37,7 +37,8 @@ class Engine:
             server_args: All settings at once, or as keywords (`model_path=...`).
 
         Raises:
-            ValueError: A setting is unknown or wrong, or the model's files are.
+            ValueError: A setting is unknown or wrong, or the model's files are, or nothing answers
+                where the store of L3 should be.
             StartError: A process could not start.
         """
         if server_args is not None and kwargs:
