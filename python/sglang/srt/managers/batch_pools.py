@@ -33,10 +33,12 @@ class BatchPools:
         """`values` as an int64 tensor on the device, in order with the current stream."""
         return on_device(values, self.device, torch.int64)
 
-    def tokens(self, parts: Sequence[TokenArray]) -> torch.Tensor:
-        """Tokens, one part after the other, as `int64` gives them."""
-        ids = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
-        return stage_to_device(ids, self.device)
+    def columns(self, *columns: Sequence[int] | TokenArray) -> tuple[torch.Tensor, ...]:
+        """Each as `int64` gives it, but all of them in one upload: on a GPU each costs the CPU
+        0.05 ms. They share memory that nobody may write to."""
+        ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
+        lengths = [len(column) for column in columns]
+        return stage_to_device(torch.from_numpy(ids), self.device).split(lengths)
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:

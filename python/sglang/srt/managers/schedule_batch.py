@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sglang.srt.managers.schedule_req import NO_SLOTS, Req
@@ -86,10 +87,12 @@ def make_prefill_batch(
     prefix_lens = [work.req.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]
     seq_lens = [p + e for p, e in zip(prefix_lens, extend_lens, strict=True)]
-    new_ids = [
-        work.req.first_ids(end)[begin:]
-        for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True)
-    ]
+    new_ids = np.concatenate(
+        [
+            work.req.first_ids(end)[begin:]
+            for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True)
+        ]
+    )
     reqs = [work.req for work in works]
     rows = [req.row for req in reqs]
     return_logprob, top_nums = _top_logprobs_nums(reqs)
@@ -97,14 +100,21 @@ def make_prefill_batch(
     if not any(ids for _, ids in inputs):
         inputs = []
     is_decode = max(extend_lens) == 1 and not inputs and hicache_consumer_index == -1
+    input_ids, rows_on_device, seq_lens_on_device, seeds, steps = pools.columns(
+        new_ids,
+        rows,
+        seq_lens,
+        [req.seed for req in reqs],
+        [len(req.output_ids) for req in reqs],
+    )
     return ModelWorkerBatch(
         forward=ForwardBatch(
             forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
-            input_ids=pools.tokens(new_ids),
+            input_ids=input_ids,
             positions=compute_extend_positions(prefix_lens, extend_lens, pools.device),
-            req_pool_indices=pools.int64(rows),
+            req_pool_indices=rows_on_device,
             req_pool_indices_cpu=rows,
-            seq_lens=pools.int64(seq_lens),
+            seq_lens=seq_lens_on_device,
             seq_lens_cpu=seq_lens,
             out_cache_loc=torch.cat([work.out_slots for work in works]),
             req_to_token_pool=pools.req_to_token_pool,
@@ -117,8 +127,8 @@ def make_prefill_batch(
             extend_input_logprob_token_ids_cpu=[ids for _, ids in inputs] or None,
         ),
         sampling_info=sampling_info,
-        seeds=pools.int64([req.seed for req in reqs]),
-        steps=pools.int64([len(req.output_ids) for req in reqs]),
+        seeds=seeds,
+        steps=steps,
         hicache_consumer_index=hicache_consumer_index,
     )
 
@@ -210,11 +220,13 @@ class DecodeBatch:
     def _rebuild(self) -> None:
         pools, reqs = self._pools, self.reqs
         self._seq_lens_cpu = self.next_seq_lens()
-        self._seq_lens = pools.int64(self._seq_lens_cpu)
-        self._rows = pools.int64([req.row for req in reqs])
         self._input_ids = self._last_tokens()
-        self._seeds = pools.int64([req.seed for req in reqs])
-        self._steps = pools.int64([len(req.output_ids) + req.num_in_flight for req in reqs])
+        self._seq_lens, self._rows, self._seeds, self._steps = pools.columns(
+            self._seq_lens_cpu,
+            [req.row for req in reqs],
+            [req.seed for req in reqs],
+            [len(req.output_ids) + req.num_in_flight for req in reqs],
+        )
         last = pools.req_to_token_pool.req_to_token[self._rows, self._seq_lens - 1]
         self._last_loc = last.to(torch.int64)
         self._return_logprob, self._top_logprobs_nums = _top_logprobs_nums(reqs)
