@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from sglang.srt.arg_groups.refusals import refusal
+from sglang.srt.utils.spelling import did_you_mean
 
 
 def flag(
@@ -111,10 +112,13 @@ def check_choices(args: Any) -> None:
     """Every field that has choices holds one of them (or None where that is its default).
 
     Raises:
-        ValueError: Naming the flag, the value and the choices.
+        ValueError: Naming the flag, the value and the choices, and the one that may be meant.
     """
     for field in dataclasses.fields(args):
         choices = field.metadata["choices"]
         value = getattr(args, field.name)
         if choices and value not in choices and not (value is None and field.default is None):
-            raise ValueError(f"{flag_name(field.name)} {value}: choose one of {', '.join(choices)}")
+            raise ValueError(
+                f"{flag_name(field.name)} {value}: choose one of {', '.join(choices)}"
+                f"{did_you_mean(value, choices)}"
+            )

@@ -180,7 +180,7 @@ def choose_protocol(config: MooncakeStoreConfig) -> str:
     return resolve_mooncake_protocol(
         config.protocol,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        rdma_devices=list_rdma_devices(),
+        devices=list_rdma_devices(chosen=config.device_name),
         supported=wheel_protocols(),
     )
 
