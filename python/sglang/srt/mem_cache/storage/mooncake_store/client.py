@@ -5,7 +5,9 @@ All addresses that reach C++ come from tensors registered here.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -24,20 +26,26 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
-from sglang.srt.utils.network import can_connect
+from sglang.srt.utils.network import can_connect, wait_for_listener_to_end
+
+logger = logging.getLogger(__name__)
 
 _STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
 """For the small objects that are no pages; a stand-alone client takes them through it."""
 REACH_SECONDS: Final = 2.0
 """How long a TCP connect to the master may take; Mooncake's own set-up tries for 90 s."""
+_UNENDED_AFTER_S: Final = 59.0
+"""Mooncake's calls wait 60 s for their transfers, and then return without ending them."""
+_UNANSWERED_AFTER_S: Final = 29.0
+"""The same of a stand-alone client, which is given 30 s to answer."""
 
 
 class MooncakeClient:
     """A set-up `MooncakeDistributedStore`, its slice budget, and the memory it knows.
 
-    Calls on `store` may come from several threads at once, each within `using`. A client that is
-    replaced is only let go of, not closed: another thread may be inside one of its calls for up to
-    a minute.
+    Calls on `store` may come from several threads at once, each within `using`, or within
+    `transferring` where bytes move. A client that is replaced is only let go of, not closed:
+    another thread may be inside one of its calls for up to a minute.
     """
 
     def __init__(self, config: MooncakeStoreConfig, protocol: str) -> None:
@@ -50,7 +58,11 @@ class MooncakeClient:
         self._registered: dict[int, torch.Tensor] = {}
         self._users = 0
         self._given_up = False
+        self._disconnected = False
+        self._left_transfers = False
+        """In a stand-alone client's process, where nothing of ours can end them."""
         self._changed = threading.Condition()
+        self._client_address = config.client_host_port()
         self.store: Any = load_mooncake_store()()
         code = self._set_up(config, protocol)
         if code:
@@ -100,8 +112,59 @@ class MooncakeClient:
                 self._users -= 1
                 self._changed.notify_all()
 
+    @contextmanager
+    def transferring(self, *, pages: bool = True) -> Iterator[Any]:
+        """`using`, for one call that moves bytes: what it leaves under way is ended, or noted.
+
+        A call that gave its node up leaves transfers in line. They go on when the node does,
+        minutes later: those of a get write into host pages, those of a put onto memory that the
+        master has given to another engine's object since. They end with their client, which is
+        therefore given up. Those of a stand-alone client are in its process: see
+        `wait_for_left_transfers`.
+
+        Args:
+            pages: The bytes are in registered memory, not in Mooncake's own.
+
+        Raises:
+            StorageUnavailable: It was given up, before the call or because of it.
+        """
+        started = time.monotonic()
+        try:
+            with self.using() as store:
+                yield store
+        finally:
+            seconds = time.monotonic() - started
+            if self.is_standalone and seconds > _UNANSWERED_AFTER_S:
+                self._left_transfers |= pages
+                raise StorageUnavailable("mooncake_client did not answer within 30 s")
+            if not self.is_standalone and seconds > _UNENDED_AFTER_S:
+                self.give_up()
+                raise StorageUnavailable(
+                    "a store node hangs: Mooncake did not end a transfer within a minute"
+                )
+
+    def wait_for_left_transfers(self) -> None:
+        """Return once no call that has returned can touch registered memory any more.
+
+        That is at once, unless a stand-alone client left a call unanswered: it may go on with it
+        whenever what it waits for does, and nothing of ours ends that but its own end. Blocks
+        until then, however long.
+        """
+        if not self._left_transfers:
+            return
+        assert self._client_address is not None
+        logger.error(
+            "mooncake_client at %s:%d hangs, and may still access the pages of a call that it did "
+            "not answer: L3 is off, and they are kept, until that process has ended; stop it, and "
+            "start it again three seconds later",
+            *self._client_address,
+        )
+        wait_for_listener_to_end(*self._client_address)
+        self._left_transfers = False
+        logger.warning("mooncake_client has ended, and with it the call that it did not answer")
+
     def give_up(self) -> None:
-        """Disconnect for good: from the return on nothing writes to registered memory.
+        """Disconnect for good: from the return on nothing accesses registered memory.
 
         Waits for other threads' calls to return. `registered` still tells what a replacement is
         to know. Idempotent.
@@ -109,8 +172,15 @@ class MooncakeClient:
         with self._changed:
             is_first, self._given_up = not self._given_up, True
             self._changed.wait_for(lambda: self._users == 0)
-        if is_first:
+            if not is_first:
+                self._changed.wait_for(lambda: self._disconnected)
+                return
+        try:
             self.store.close()
+        finally:
+            with self._changed:
+                self._disconnected = True
+                self._changed.notify_all()
 
     def register(self, tensor: torch.Tensor) -> None:
         """Make a contiguous tensor's memory known, once. It is kept alive until `unregister`.
