@@ -231,8 +231,13 @@ class Envs:
     MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
         1, "Mooncake's tries to reach the master in `setup` (its own default takes 90 s)."
     )
-    MC_LOG_LEVEL = EnvStr("WARNING", "Log level of Mooncake's transfer engine.")
-    GLOG_minloglevel = EnvInt(1, "Least severity glog prints: 0 info, 1 warning, 2 error.")
+    MC_LOG_LEVEL = EnvStr(
+        "ERROR",
+        "Least severity that Mooncake logs: INFO, WARNING, ERROR. A full store warns at each call.",
+    )
+    GLOG_minloglevel = EnvInt(
+        2, "The same until Mooncake's engine has started: 0 info, 1 warning, 2 error."
+    )
 
     @classmethod
     def fields(cls) -> Mapping[str, EnvField[object]]:

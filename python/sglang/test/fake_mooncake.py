@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,7 +133,8 @@ class FakeMooncakes(list[FakeMooncake]):
             self.append(FakeMooncake(objects))
             return self[-1]
 
-        patch.setattr(client, "load_mooncake_store", lambda: make)
+        module = SimpleNamespace(MooncakeDistributedStore=make)
+        patch.setattr(client, "load_mooncake", lambda: module)
         patch.setattr(client, "is_reachable", lambda config: True)
         patch.setattr(client, "check_reachable", lambda config: None)
         patch.setattr(base_store, "choose_protocol", lambda config: "tcp")

@@ -24,6 +24,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
 )
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
 from sglang.srt.utils.network import can_connect, wait_for_listener_to_end
@@ -63,7 +64,7 @@ class MooncakeClient:
         """In a stand-alone client's process, where nothing of ours can end them."""
         self._changed = threading.Condition()
         self._client_address = config.client_host_port()
-        self.store: Any = load_mooncake_store()()
+        self.store: Any = load_mooncake().MooncakeDistributedStore()
         code = self._set_up(config, protocol)
         if code:
             where = f"protocol {protocol}, local_hostname {config.local_hostname}"
@@ -74,6 +75,12 @@ class MooncakeClient:
                 f"{config.master_server_address}, {where}, global_segment_size "
                 f"{config.global_segment_size}"
             )
+        logger.info(
+            'Mooncake client is set up with master %s over %s (of its own log, the line "Local '
+            'segment descriptor not found" means nothing)',
+            config.master_server_address,
+            protocol,
+        )
 
     def _set_up(self, config: MooncakeStoreConfig, protocol: str) -> int:
         code: int
@@ -221,32 +228,9 @@ class MooncakeClient:
         self.give_up()
 
 
-def load_mooncake_store() -> Any:
-    """The class `MooncakeDistributedStore`, quiet and with bounded retries.
-
-    Raises:
-        ValueError: The package or a shared library that it needs is missing; names them.
-    """
-    _set_mooncake_defaults()
-    try:
-        from mooncake.store import MooncakeDistributedStore
-    except ImportError as error:
-        raise ValueError(
-            f"--hicache-storage-backend mooncake: Mooncake cannot be loaded ({error}); install "
-            "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
-        ) from error
-    return MooncakeDistributedStore
-
-
-def _set_mooncake_defaults() -> None:
-    """Mooncake reads these when its first library is loaded, so this comes before any import."""
-    for field in (envs.MC_STORE_CLIENT_SETUP_RETRIES, envs.MC_LOG_LEVEL, envs.GLOG_minloglevel):
-        field.export_default()
-
-
 def choose_protocol(config: MooncakeStoreConfig) -> str:
     """The transport for this host. Raises ValueError with one line; see mooncake_protocol."""
-    load_mooncake_store()
+    load_mooncake()
     return resolve_mooncake_protocol(
         config.protocol,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.calls import move, moves_bytes,
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, is_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.codes import (
     get_outcome,
+    is_full,
     is_store_failure,
     set_outcome,
 )
@@ -308,6 +309,13 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         """
         with client.budget.hold(batch.num_slices):
             codes = move(client, batch, is_get=is_get)
+        if no_room := sum(is_full(code) for code in codes):
+            self._counters.bump("set_no_room_pages", no_room)
+            self._warn.warning(
+                "full", "Mooncake Store is full: no room for %d pages of %d; give it more store "
+                "nodes, or lower the master's --eviction_high_watermark_ratio",
+                no_room, len(codes),
+            )  # fmt: skip
         if codes and all(is_store_failure(code) for code in codes):
             self._moved_nothing = True
             way = "get" if is_get else "put"
