@@ -190,7 +190,7 @@ class Envs:
         "16mb", "Scratch memory of a Mooncake client; page transfers do not go through it."
     )
     MOONCAKE_PROTOCOL = EnvStr(
-        "rdma", "Mooncake transport: rdma, tcp, efa, ascend, ...; tcp without an RDMA device."
+        "rdma", "Mooncake transport: rdma, efa (EFA devices), tcp (no such device), ascend, ..."
     )
     MOONCAKE_DEVICE = EnvStr("", "RDMA devices, comma separated; empty lets Mooncake choose.")
     MOONCAKE_MASTER_METRICS_PORT = EnvInt(9003, "HTTP port of mooncake_master's metrics.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 from sglang.srt.environ import envs
@@ -18,10 +19,9 @@ def load_mooncake() -> ModuleType:
     for field in (envs.MC_STORE_CLIENT_SETUP_RETRIES, envs.MC_LOG_LEVEL, envs.GLOG_minloglevel):
         field.export_default()
     try:
-        import mooncake.store
+        return importlib.import_module("mooncake.store")
     except ImportError as error:
         raise ValueError(
             f"--hicache-storage-backend mooncake: Mooncake cannot be loaded ({error}); install "
             "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
         ) from error
-    return mooncake.store
