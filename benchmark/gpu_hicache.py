@@ -42,8 +42,8 @@ from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
-from sglang.srt.mem_cache.storage.mooncake_store.client import load_mooncake_store
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
+from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 from sglang.test.engine_server import EngineServer
 from sglang.test.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 
@@ -95,7 +95,7 @@ class Store:
     def touch(self, out: Emit) -> None:
         """Write all over the client's memory once, as a store that has served for long has been:
         the kernel takes longer to give pages than a copy takes to fill them."""
-        client = load_mooncake_store()()
+        client = load_mooncake().MooncakeDistributedStore()
         assert client.setup_dummy(0, 16 << 20, self.env["MOONCAKE_CLIENT"]) == 0
         block = MooncakeHostTensorAllocator().allocate((_TOUCH_BYTES,), torch.uint8)
         assert client.register_buffer(block.data_ptr(), block.nbytes) == 0

@@ -143,6 +143,7 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--cuda-graph-bs", "1"], "not yet: tuning of CUDA graphs"),
         (["--device", "tpu"], "--device tpu: choose one of auto, cpu, cuda, npu"),
         (["--schedule-policy", "LPM"], "--schedule-policy LPM: choose one of fcfs, lpm"),
+        (["--hicache-mem-layout", "page_first_kv_spilt"], r"did you mean page_first_kv_split\?$"),
         (["--page-size", "x"], "--page-size: invalid int value"),
         (["--page-size", "0"], "--page-size 0: must be at least 1"),
         (["--port", "70000"], "--port 70000: must be from 1 to 65535"),

@@ -190,7 +190,7 @@ class Envs:
         "16mb", "Scratch memory of a Mooncake client; page transfers do not go through it."
     )
     MOONCAKE_PROTOCOL = EnvStr(
-        "rdma", "Mooncake transport: rdma, tcp, efa, ascend, ...; tcp without an RDMA device."
+        "rdma", "Mooncake transport: rdma, efa (EFA devices), tcp (no such device), ascend, ..."
     )
     MOONCAKE_DEVICE = EnvStr("", "RDMA devices, comma separated; empty lets Mooncake choose.")
     MOONCAKE_MASTER_METRICS_PORT = EnvInt(9003, "HTTP port of mooncake_master's metrics.")
@@ -231,8 +231,13 @@ class Envs:
     MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
         1, "Mooncake's tries to reach the master in `setup` (its own default takes 90 s)."
     )
-    MC_LOG_LEVEL = EnvStr("WARNING", "Log level of Mooncake's transfer engine.")
-    GLOG_minloglevel = EnvInt(1, "Least severity glog prints: 0 info, 1 warning, 2 error.")
+    MC_LOG_LEVEL = EnvStr(
+        "ERROR",
+        "Least severity that Mooncake logs: INFO, WARNING, ERROR. A full store warns at each call.",
+    )
+    GLOG_minloglevel = EnvInt(
+        2, "The same until Mooncake's engine has started: 0 info, 1 warning, 2 error."
+    )
 
     @classmethod
     def fields(cls) -> Mapping[str, EnvField[object]]:

@@ -53,6 +53,7 @@ def test_what_works(
         ("tpu", "auto", "auto", "--device tpu.*cpu, cuda, npu"),
         ("cpu", "dirct", "auto", "unknown backend 'dirct'.*direct"),
         ("cpu", "auto", "pagefirst", "unknown layout 'pagefirst'.*page_first"),
+        ("cpu", "auto", "page_first_kv_spilt", r"did you mean page_first_kv_split\?$"),
     ],
 )
 def test_what_cannot_work_names_what_can(device: str, io: str, layout: str, message: str) -> None:

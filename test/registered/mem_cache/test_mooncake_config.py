@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    RdmaDevice,
     list_rdma_devices,
     resolve_mooncake_protocol,
     wheel_protocols,
@@ -123,28 +125,56 @@ def test_a_bad_file_is_named(
 # -- protocol ------------------------------------------------------------------------------------
 
 
-def test_protocols() -> None:
-    def resolve(name: str, **kwargs: Any) -> str:
-        defaults: dict[str, Any] = {"allow_tcp_fallback": False, "rdma_devices": []}
-        return resolve_mooncake_protocol(name, **(defaults | kwargs))
+MLX, EFA = RdmaDevice("mlx5_0", "mlx5_core"), RdmaDevice("rdmap0s6", "efa")
 
-    assert resolve("tcp") == "tcp"
-    assert resolve("rdma", rdma_devices=["mlx5_0"]) == "rdma"
+
+def resolve(name: str, devices: Sequence[RdmaDevice] = (), **kwargs: Any) -> str:
+    defaults: dict[str, Any] = {"allow_tcp_fallback": False}
+    return resolve_mooncake_protocol(name, devices=devices, **(defaults | kwargs))
+
+
+def refused(name: str, devices: Sequence[RdmaDevice] = (), **kwargs: Any) -> str:
+    with pytest.raises(ValueError, match=r"^MOONCAKE_PROTOCOL=") as raised:
+        resolve(name, devices, **kwargs)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_protocols() -> None:
+    assert resolve("tcp") == resolve("tcp", [EFA]) == "tcp"
     assert resolve("rdma", allow_tcp_fallback=True) == "tcp"
-    with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp") as refused:
-        resolve("rdma")
-    assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match="'bogus' is unknown; use one of: rdma, tcp"):
-        resolve("bogus", allow_tcp_fallback=True)
-    with pytest.raises(ValueError, match="built without it; it has: rdma, tcp"):
-        resolve("efa", supported={"tcp", "rdma"})
+    assert "set MOONCAKE_PROTOCOL=tcp" in refused("rdma")
+    assert "'bogus' is unknown; use one of: rdma, tcp" in refused("bogus", allow_tcp_fallback=True)
+    assert refused("rmda").endswith("did you mean rdma?")
+    assert "built without it; it has: rdma, tcp" in refused("efa", supported={"tcp", "rdma"})
+    for known_to_mooncake in ("cxl", "hip", "ub", "nvmeof"):
+        message = refused(known_to_mooncake)
+        assert "this engine does not support it; use one of: rdma, tcp" in message
+        assert "unknown" not in message
+
+
+def test_rdma_and_efa_take_devices_of_their_own() -> None:
+    """EFA's devices look like any other to Mooncake, which then fails to create a queue pair."""
+    assert resolve("rdma", [MLX]) == resolve("rdma", [EFA, MLX]) == "rdma"
+    assert resolve("efa", [EFA]) == resolve("efa", [EFA, MLX]) == "efa"
+    for fallback in (False, True):
+        message = refused("rdma", [EFA], allow_tcp_fallback=fallback)
+        assert "rdmap0s6" in message and "set MOONCAKE_PROTOCOL=efa" in message
+    assert "no EFA device: set MOONCAKE_PROTOCOL=tcp" in refused("efa")
+    assert "set MOONCAKE_PROTOCOL=rdma, which mlx5_0 can do" in refused("efa", [MLX])
 
 
 def test_what_this_host_has(tmp_path: Path) -> None:
-    assert list_rdma_devices(str(tmp_path / "absent")) == []
-    (tmp_path / "mlx5_1").mkdir()
-    (tmp_path / "mlx5_0").mkdir()
-    assert list_rdma_devices(str(tmp_path)) == ["mlx5_0", "mlx5_1"]
+    assert list_rdma_devices(tmp_path / "absent") == []
+    for name, driver in (("rdmap0s6", "efa"), ("mlx5_0", "mlx5_core")):
+        (tmp_path / "drivers" / driver).mkdir(parents=True)
+        (tmp_path / "class" / name / "device").mkdir(parents=True)
+        link = tmp_path / "class" / name / "device" / "driver"
+        link.symlink_to(tmp_path / "drivers" / driver)
+    (tmp_path / "class" / "rxe0").mkdir()
+    found = list_rdma_devices(tmp_path / "class")
+    assert found == [MLX, EFA, RdmaDevice("rxe0", "")]
+    assert list_rdma_devices(tmp_path / "class", chosen="rdmap0s6, other") == [EFA]
     assert {"rdma", "tcp"} <= wheel_protocols()
 
 
@@ -159,7 +189,7 @@ def test_an_unreachable_master_is_said_at_once() -> None:
 
 
 def test_rdma_without_a_device_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "list_rdma_devices", list)
+    monkeypatch.setattr(client, "list_rdma_devices", lambda chosen: [])
     with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp"):
         MooncakeStore(storage_config(master_server_address="127.0.0.1:1"))
 
@@ -194,6 +224,7 @@ def test_return_codes(code: int, get: str, put: str) -> None:
 
 def test_mooncake_memory_lives_as_long_as_its_views() -> None:
     tensor = MooncakeHostTensorAllocator().allocate((3, 5), torch.bfloat16)
+    assert envs.MC_LOG_LEVEL.is_set(), "before Mooncake is loaded, whoever loads it first"
     view = tensor[1:]
     view.fill_(2)
     del tensor
@@ -301,7 +332,8 @@ def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(store, HiCacheFile)
     assert (tmp_path / "l3").is_dir()
     assert store.pool("kv") is host
-    with pytest.raises(ValueError, match=r"'mooncaek': use one of: file, mooncake.*dynamic"):
+    wanted = r"'mooncaek': use one of: file, mooncake.*dynamic; did you mean mooncake\?"
+    with pytest.raises(ValueError, match=wanted):
         StorageBackendFactory.create_backend("mooncaek", storage_config(), host)
 
 

@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.host_layout import HostLayout
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES
-from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store, page_batches
+from sglang.srt.mem_cache.storage.mooncake_store import client as mooncake_client
+from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -497,7 +498,7 @@ def test_a_client_whose_get_was_not_ended_is_given_up_once_nobody_uses_it(
 
     thread = threading.Thread(target=get)
     with monkeypatch.context() as patched:
-        patched.setattr(mooncake_store, "_LINGERS_AFTER_S", -1.0)
+        patched.setattr(mooncake_client, "_UNENDED_AFTER_S", -1.0)
         with lingering.using() as raw:
             thread.start()
             assert wait_until(lambda: lingering.is_given_up, timeout=10)

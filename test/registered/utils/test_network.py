@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
+import threading
 
 import pytest
 
@@ -14,6 +16,7 @@ from sglang.srt.utils.network import (
     check_port_available,
     get_free_port,
     get_free_ports,
+    wait_for_listener_to_end,
     wait_until,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -62,6 +65,25 @@ def test_wait_until_polls_and_gives_up_at_the_deadline() -> None:
     answers = iter([False, False, True])
     assert wait_until(lambda: next(answers), 5, interval=0.001)
     assert not wait_until(lambda: False, 0.01, interval=0.001)
+
+
+def test_the_end_of_a_listener_is_waited_for_even_if_another_takes_over() -> None:
+    first = socket.create_server(("127.0.0.1", 0))
+    port = first.getsockname()[1]
+    waiter = threading.Thread(target=wait_for_listener_to_end, args=("127.0.0.1", port))
+    waiter.start()
+    connection, _ = first.accept()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    # As the kernel does at a process's end.
+    first.close()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with socket.create_server(("127.0.0.1", port), reuse_port=False):
+        connection.close()
+        waiter.join(10)
+        assert not waiter.is_alive()
+    # Nobody listens: it has ended.
+    wait_for_listener_to_end("127.0.0.1", port)
 
 
 if __name__ == "__main__":

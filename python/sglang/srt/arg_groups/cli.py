@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from sglang.srt.arg_groups.refusals import other_name, refusal, refused_choice
+from sglang.srt.utils.spelling import did_you_mean
 
 _NEGATIONS: Final = frozenset({"disable", "no", "without"})
 _AFFIRMATIONS: Final = frozenset({"enable", "with"})
@@ -136,7 +137,7 @@ def check_choices(args: Any) -> None:
     """Every field that has choices holds one of them (or None where that is its default).
 
     Raises:
-        ValueError: Naming the flag, the value and the choices.
+        ValueError: Naming the flag, the value and the choices, and the one that may be meant.
     """
     for field in dataclasses.fields(args):
         choices = field.metadata["choices"]
@@ -145,4 +146,5 @@ def check_choices(args: Any) -> None:
             raise ValueError(
                 refused_choice(field.name, value)
                 or f"{flag_name(field.name)} {value}: choose one of {', '.join(choices)}"
+                f"{did_you_mean(value, choices)}"
             )

@@ -17,8 +17,9 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
 from sglang.srt.entrypoints.openai.chat_template import read_template
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
-from sglang.srt.mem_cache.storage.mooncake_store.client import MOONCAKE_MISSING, check_reachable
+from sglang.srt.mem_cache.storage.mooncake_store.client import check_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.mooncake_store.library import MOONCAKE_MISSING
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.model_loader.weight_files import weight_files
@@ -76,7 +77,7 @@ def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
     resolve_mooncake_protocol(
         config.protocol,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        rdma_devices=list_rdma_devices(),
+        devices=list_rdma_devices(chosen=config.device_name),
     )
     if may_be_away:
         return

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from sglang.srt.constants import KIB
+from sglang.srt.utils.spelling import did_you_mean
 
 AUTO: Final = "auto"
 
@@ -105,9 +106,10 @@ def parse_layout(name: str) -> HostLayout:
     try:
         return HostLayout(name)
     except ValueError:
-        known = ", ".join(layout.value for layout in HostLayout)
+        known = [layout.value for layout in HostLayout]
         raise ValueError(
-            f"--hicache-mem-layout: unknown layout {name!r}; use {AUTO} or one of: {known}"
+            f"--hicache-mem-layout: unknown layout {name!r}; use {AUTO} or one of: "
+            f"{', '.join(known)}{did_you_mean(name, known)}"
         ) from None
 
 
@@ -170,9 +172,10 @@ def _parse_io(name: str) -> IoBackend:
     try:
         return IoBackend(name)
     except ValueError:
-        known = ", ".join(io.value for io in IoBackend)
+        known = [io.value for io in IoBackend]
         raise ValueError(
-            f"--hicache-io-backend: unknown backend {name!r}; use {AUTO} or one of: {known}"
+            f"--hicache-io-backend: unknown backend {name!r}; use {AUTO} or one of: "
+            f"{', '.join(known)}{did_you_mean(name, known)}"
         ) from None
 
 

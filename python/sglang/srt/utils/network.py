@@ -75,6 +75,27 @@ def can_connect(host: str, port: int, timeout: float = 1.0) -> bool:
         return False
 
 
+def wait_for_listener_to_end(host: str, port: int) -> None:
+    """Block until the process that listens on `host`:`port` has ended, even if another takes over.
+
+    It must be on this host, and must not close connections that nobody uses. A stopped process
+    has not ended. Polls once a second only where the listener's queue of connections is full.
+    """
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=1.0)
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            time.sleep(1.0)
+            continue
+        with connection, contextlib.suppress(ConnectionResetError):
+            connection.settimeout(None)
+            while connection.recv(4096):
+                pass
+        return
+
+
 def is_healthy(base_url: str, api_key: str | None = None) -> bool:
     """Whether `GET /health` of the server at `base_url` answers 200 within two seconds."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from sglang.srt.utils.spelling import did_you_mean
+
 logger = logging.getLogger(__name__)
 
-KNOWN_PROTOCOLS: Final = (
+SUPPORTED_PROTOCOLS: Final = (
     "rdma",
     "tcp",
     "efa",
@@ -22,6 +25,18 @@ KNOWN_PROTOCOLS: Final = (
     "nvlink_intra",
     "barex",
 )
+UNSUPPORTED_PROTOCOLS: Final = (
+    "cxl",
+    "flagcx",
+    "hip",
+    "maca",
+    "musa",
+    "nvmeof",
+    "sunrise_link",
+    "ub",
+    "ubshmem",
+)
+"""Mooncake has transports of these names too; nothing here was ever run with them."""
 
 _BUILD_FLAGS: Final = {
     "efa": "SUPPORT_EFA",
@@ -31,36 +46,63 @@ _BUILD_FLAGS: Final = {
 """Attributes of `mooncake.engine`. The other protocols leave no mark in the wheel."""
 
 
+_EFA_DRIVER: Final = "efa"
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaDevice:
+    """A device that the kernel lists under InfiniBand, whatever its transport is."""
+
+    name: str
+    driver: str
+    """Of the kernel: `mlx5_core`, `efa`, ...; empty where sysfs does not tell."""
+
+    @property
+    def is_efa(self) -> bool:
+        """It has no reliable connections, which `rdma` is made of, but Amazon's own transport."""
+        return self.driver == _EFA_DRIVER
+
+
 def resolve_mooncake_protocol(
     requested: str,
     *,
     allow_tcp_fallback: bool,
-    rdma_devices: Sequence[str],
+    devices: Sequence[RdmaDevice],
     supported: Collection[str] | None = None,
 ) -> str:
     """The transport to give to Mooncake: `requested`, or `tcp` where the user allowed that.
 
     Args:
         requested: From the extra config, the JSON file or MOONCAKE_PROTOCOL, in that order.
-        allow_tcp_fallback: SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.
-        rdma_devices: Names of the host's RDMA devices; see `list_rdma_devices`.
+        allow_tcp_fallback: SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK: for `rdma` without any device.
+        devices: Those of the host that may be used; see `list_rdma_devices`.
         supported: What the installed wheel was built with; None where that is not known.
 
     Raises:
-        ValueError: The name is unknown, the wheel lacks it, or there is no RDMA device. One line
-            with the remedy.
+        ValueError: The name is unknown or not supported, the wheel lacks it, or the host has no
+            device for it. One line with the remedy.
     """
-    if requested not in KNOWN_PROTOCOLS:
-        raise ValueError(
-            f"MOONCAKE_PROTOCOL={requested!r} is unknown; use one of: {', '.join(KNOWN_PROTOCOLS)}"
-        )
+    _check_name(requested)
     if supported is not None and requested not in supported:
         raise ValueError(
             f"MOONCAKE_PROTOCOL={requested}: the installed mooncake wheel was built without it; "
             f"it has: {', '.join(sorted(supported))}"
         )
-    if requested != "rdma" or rdma_devices:
+    names = ", ".join(device.name for device in devices)
+    if requested == "efa" and not any(device.is_efa for device in devices):
+        remedy = f"rdma, which {names} can do, or tcp" if devices else "tcp"
+        raise ValueError(
+            "MOONCAKE_PROTOCOL=efa, but this host has no EFA device: set MOONCAKE_PROTOCOL="
+            f"{remedy}"
+        )
+    if requested != "rdma" or not all(device.is_efa for device in devices):
         return requested
+    if devices:
+        # Mooncake would take it for an RDMA device, and fail at the first connection.
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL=rdma, but the only devices here ({names}) are EFA's, which have no "
+            "such connections: set MOONCAKE_PROTOCOL=efa, with a mooncake wheel that has it, or tcp"
+        )
     if allow_tcp_fallback:
         logger.warning("no RDMA device: Mooncake uses tcp (SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK)")
         return "tcp"
@@ -69,12 +111,43 @@ def resolve_mooncake_protocol(
     )
 
 
-def list_rdma_devices(root: str = "/sys/class/infiniband") -> list[str]:
-    """Names of the host's RDMA devices, sorted; empty where there are none."""
+def _check_name(requested: str) -> None:
+    known = ", ".join(SUPPORTED_PROTOCOLS)
+    if requested in UNSUPPORTED_PROTOCOLS:
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL={requested}: Mooncake has it, but this engine does not support it; "
+            f"use one of: {known}"
+        )
+    if requested not in SUPPORTED_PROTOCOLS:
+        hint = did_you_mean(requested, SUPPORTED_PROTOCOLS)
+        raise ValueError(f"MOONCAKE_PROTOCOL={requested!r} is unknown; use one of: {known}{hint}")
+
+
+def list_rdma_devices(
+    root: str | Path = "/sys/class/infiniband", *, chosen: str = ""
+) -> list[RdmaDevice]:
+    """The host's RDMA devices, sorted by name; empty where there are none.
+
+    Args:
+        root: Where sysfs lists them.
+        chosen: MOONCAKE_DEVICE: the names of those to be used, comma separated; empty: all.
+    """
+    wanted = {name.strip() for name in chosen.split(",") if name.strip()}
     try:
-        return sorted(entry.name for entry in Path(root).iterdir())
+        entries = sorted(Path(root).iterdir())
     except OSError:
         return []
+    return [
+        RdmaDevice(entry.name, _driver(entry))
+        for entry in entries
+        if not wanted or entry.name in wanted
+    ]
+
+
+def _driver(device: Path) -> str:
+    """Name of the kernel driver behind a device's entry in sysfs."""
+    link = device / "device" / "driver"
+    return link.resolve().name if link.exists() else ""
 
 
 def wheel_protocols() -> frozenset[str]:
@@ -86,4 +159,4 @@ def wheel_protocols() -> frozenset[str]:
         for protocol, flag in _BUILD_FLAGS.items()
         if not getattr(mooncake.engine, flag, True)
     }
-    return frozenset(KNOWN_PROTOCOLS) - lacking
+    return frozenset(SUPPORTED_PROTOCOLS) - lacking

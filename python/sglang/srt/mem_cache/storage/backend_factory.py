@@ -10,6 +10,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.class_lookup import dynamic_class
 from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, PoolName, StoragePool
+from sglang.srt.utils.spelling import did_you_mean
 
 DYNAMIC = "dynamic"
 _FILE = "file"
@@ -85,8 +86,11 @@ class StorageBackendFactory:
         if name != DYNAMIC:
             entry = cls._registry.get(name)
             if entry is None:
-                known = ", ".join([*cls._registry, DYNAMIC])
-                raise ValueError(f"--hicache-storage-backend {name!r}: use one of: {known}")
+                known = [*cls._registry, DYNAMIC]
+                raise ValueError(
+                    f"--hicache-storage-backend {name!r}: use one of: {', '.join(known)}"
+                    f"{did_you_mean(name, known)}"
+                )
             return entry
         return _Registered(*dynamic_class(config.extra_config or {}))
 

@@ -5,7 +5,9 @@ All addresses that reach C++ come from tensors registered here.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -20,9 +22,12 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
 )
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
-from sglang.srt.utils.network import can_connect
+from sglang.srt.utils.network import can_connect, wait_for_listener_to_end
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -32,19 +37,18 @@ _STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
 REACH_SECONDS: Final = 1.5
 """How long a TCP connect to the master may take; TCP repeats a lost packet after one second.
 Mooncake's own set-up tries for 90 s."""
-
-MOONCAKE_MISSING: Final = (
-    "--hicache-storage-backend mooncake: Mooncake cannot be loaded ({cause}); install "
-    "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
-)
+_UNENDED_AFTER_S: Final = 59.0
+"""Mooncake's calls wait 60 s for their transfers, and then return without ending them."""
+_UNANSWERED_AFTER_S: Final = 29.0
+"""The same of a stand-alone client, which is given 30 s to answer."""
 
 
 class MooncakeClient:
     """A set-up `MooncakeDistributedStore`, its slice budget, and the memory it knows.
 
-    Calls on `store` may come from several threads at once, each within `using`. A client that is
-    replaced is only let go of, not closed: another thread may be inside one of its calls for up to
-    a minute.
+    Calls on `store` may come from several threads at once, each within `using`, or within
+    `transferring` where bytes move. A client that is replaced is only let go of, not closed:
+    another thread may be inside one of its calls for up to a minute.
     """
 
     def __init__(self, config: MooncakeStoreConfig, protocol: str) -> None:
@@ -57,8 +61,12 @@ class MooncakeClient:
         self._registered: dict[int, torch.Tensor] = {}
         self._users = 0
         self._given_up = False
+        self._disconnected = False
+        self._left_transfers = False
+        """In a stand-alone client's process, where nothing of ours can end them."""
         self._changed = threading.Condition()
-        self.store: Any = load_mooncake_store()()
+        self._client_address = config.client_host_port()
+        self.store: Any = load_mooncake().MooncakeDistributedStore()
         code = self._set_up(config, protocol)
         if code:
             where = f"protocol {protocol}, local_hostname {config.local_hostname}"
@@ -69,6 +77,12 @@ class MooncakeClient:
                 f"{config.master_server_address}, {where}, global_segment_size "
                 f"{config.global_segment_size}"
             )
+        logger.info(
+            'Mooncake client is set up with master %s over %s (of its own log, the line "Local '
+            'segment descriptor not found" means nothing)',
+            config.master_server_address,
+            protocol,
+        )
 
     def _set_up(self, config: MooncakeStoreConfig, protocol: str) -> int:
         code: int
@@ -107,8 +121,59 @@ class MooncakeClient:
                 self._users -= 1
                 self._changed.notify_all()
 
+    @contextmanager
+    def transferring(self, *, pages: bool = True) -> Iterator[Any]:
+        """`using`, for one call that moves bytes: what it leaves under way is ended, or noted.
+
+        A call that gave its node up leaves transfers in line. They go on when the node does,
+        minutes later: those of a get write into host pages, those of a put onto memory that the
+        master has given to another engine's object since. They end with their client, which is
+        therefore given up. Those of a stand-alone client are in its process: see
+        `wait_for_left_transfers`.
+
+        Args:
+            pages: The bytes are in registered memory, not in Mooncake's own.
+
+        Raises:
+            StorageUnavailable: It was given up, before the call or because of it.
+        """
+        started = time.monotonic()
+        try:
+            with self.using() as store:
+                yield store
+        finally:
+            seconds = time.monotonic() - started
+            if self.is_standalone and seconds > _UNANSWERED_AFTER_S:
+                self._left_transfers |= pages
+                raise StorageUnavailable("mooncake_client did not answer within 30 s")
+            if not self.is_standalone and seconds > _UNENDED_AFTER_S:
+                self.give_up()
+                raise StorageUnavailable(
+                    "a store node hangs: Mooncake did not end a transfer within a minute"
+                )
+
+    def wait_for_left_transfers(self) -> None:
+        """Return once no call that has returned can touch registered memory any more.
+
+        That is at once, unless a stand-alone client left a call unanswered: it may go on with it
+        whenever what it waits for does, and nothing of ours ends that but its own end. Blocks
+        until then, however long.
+        """
+        if not self._left_transfers:
+            return
+        assert self._client_address is not None
+        logger.error(
+            "mooncake_client at %s:%d hangs, and may still access the pages of a call that it did "
+            "not answer: L3 is off, and they are kept, until that process has ended; stop it, and "
+            "start it again three seconds later",
+            *self._client_address,
+        )
+        wait_for_listener_to_end(*self._client_address)
+        self._left_transfers = False
+        logger.warning("mooncake_client has ended, and with it the call that it did not answer")
+
     def give_up(self) -> None:
-        """Disconnect for good: from the return on nothing writes to registered memory.
+        """Disconnect for good: from the return on nothing accesses registered memory.
 
         Waits for other threads' calls to return. `registered` still tells what a replacement is
         to know. Idempotent.
@@ -116,8 +181,15 @@ class MooncakeClient:
         with self._changed:
             is_first, self._given_up = not self._given_up, True
             self._changed.wait_for(lambda: self._users == 0)
-        if is_first:
+            if not is_first:
+                self._changed.wait_for(lambda: self._disconnected)
+                return
+        try:
             self.store.close()
+        finally:
+            with self._changed:
+                self._disconnected = True
+                self._changed.notify_all()
 
     def register(self, tensor: torch.Tensor) -> None:
         """Make a contiguous tensor's memory known, once. It is kept alive until `unregister`.
@@ -158,33 +230,13 @@ class MooncakeClient:
         self.give_up()
 
 
-def load_mooncake_store() -> Any:
-    """The class `MooncakeDistributedStore`, quiet and with bounded retries.
-
-    Raises:
-        ValueError: The package or a shared library that it needs is missing; names them.
-    """
-    _set_mooncake_defaults()
-    try:
-        from mooncake.store import MooncakeDistributedStore
-    except ImportError as error:
-        raise ValueError(MOONCAKE_MISSING.format(cause=error)) from error
-    return MooncakeDistributedStore
-
-
-def _set_mooncake_defaults() -> None:
-    """Mooncake reads these when its first library is loaded, so this comes before any import."""
-    for field in (envs.MC_STORE_CLIENT_SETUP_RETRIES, envs.MC_LOG_LEVEL, envs.GLOG_minloglevel):
-        field.export_default()
-
-
 def choose_protocol(config: MooncakeStoreConfig) -> str:
     """The transport for this host. Raises ValueError with one line; see mooncake_protocol."""
-    load_mooncake_store()
+    load_mooncake()
     return resolve_mooncake_protocol(
         config.protocol,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        rdma_devices=list_rdma_devices(),
+        devices=list_rdma_devices(chosen=config.device_name),
         supported=wheel_protocols(),
     )
 

@@ -11,6 +11,7 @@ _BUFFER_TOO_SMALL: Final = -600
 _NOT_READY: Final = -703
 _NOT_FOUND: Final = -704
 _EXISTS: Final = -705
+_UNDER_LEASE: Final = -706
 _LEASE_EXPIRED: Final = -707
 _TRANSFER_FAILED: Final = -800
 _NO_MASTER: Final = -900
@@ -24,6 +25,11 @@ def is_store_failure(code: int) -> bool:
 def is_transfer_failure(code: int) -> bool:
     """Whether bytes did not move: a broken client, a dead node, or a truncated object."""
     return code == _TRANSFER_FAILED
+
+
+def is_about_object(code: int) -> bool:
+    """Whether a question about one object was answered, rather than that nobody can tell."""
+    return code >= 0 or code in (_NOT_READY, _NOT_FOUND, _UNDER_LEASE)
 
 
 def is_full(code: int) -> bool:

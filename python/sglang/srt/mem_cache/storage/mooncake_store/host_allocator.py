@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.mem_cache.host_memory import HostTensorAllocator, nbytes, touch
 from sglang.srt.mem_cache.pinned_memory import touch_and_lock
+from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 from sglang.srt.utils.device import unregister_host_memory
 
 
@@ -18,14 +19,8 @@ class MooncakeHostTensorAllocator(HostTensorAllocator):
     """Allocates from `MooncakeHostMemAllocator`; a block goes back when its tensor does."""
 
     def __init__(self) -> None:
-        try:
-            from mooncake.store import MooncakeHostMemAllocator
-        except ImportError as error:
-            raise ValueError(
-                f"allocator_type mooncake: Mooncake cannot be loaded ({error}); install "
-                "mooncake-transfer-engine and the libraries libibverbs1 and libnuma1"
-            ) from error
-        self._source = MooncakeHostMemAllocator()
+        """Raises ValueError where Mooncake cannot be loaded."""
+        self._source = load_mooncake().MooncakeHostMemAllocator()
 
     def allocate(
         self, dims: Sequence[int], dtype: torch.dtype, device: str = "cpu", *, pin: bool = False

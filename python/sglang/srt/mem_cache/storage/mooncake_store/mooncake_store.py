@@ -11,11 +11,10 @@ import logging
 import os
 import re
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -25,12 +24,12 @@ from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
+from sglang.srt.mem_cache.storage.mooncake_store.calls import move, moves_bytes, remove
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, is_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.codes import (
     get_outcome,
     is_full,
     is_store_failure,
-    is_transfer_failure,
     set_outcome,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
@@ -53,10 +52,9 @@ from sglang.srt.utils.threads import leave_cores_to_model
 
 logger = logging.getLogger(__name__)
 
+_DAMAGED: Final = CacheOutcome.DAMAGED
 _GETS_AT_ONCE: Final = 4
 """From a stand-alone client; one with `--threads=4` serves them side by side."""
-_LINGERS_AFTER_S: Final = 59.0
-"""Mooncake's calls wait 60 s for their transfers, and then return without ending them."""
 
 __all__ = [
     "MooncakeBaseStore",
@@ -158,14 +156,24 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
-        with self._direction_locks[True]:
+        with self._exclusively(is_get=True):
             return {one.name: self._move(one, self._get_batches, True) for one in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
-        with self._direction_locks[False]:
+        with self._exclusively(is_get=False):
             return {one.name: self._move(one, self._set_batches, False) for one in transfers}
+
+    @contextmanager
+    def _exclusively(self, *, is_get: bool) -> Iterator[None]:
+        """One get, one set at a time; host pages are the caller's again when nothing uses them."""
+        with self._direction_locks[is_get]:
+            client = self._client
+            try:
+                yield
+            finally:
+                client.wait_for_left_transfers()
 
     def _move(
         self,
@@ -238,14 +246,12 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             for index in rows.find_damaged(
                 batch, [index for index, outcome in enumerate(outcomes) if outcome]
             ):
-                outcomes[index] = CacheOutcome.DAMAGED
+                outcomes[index] = _DAMAGED
             rows.deliver(batch, [index for index, one in enumerate(outcomes) if one])
-        for key, outcome in zip(batch.keys, outcomes, strict=True):
-            if outcome is CacheOutcome.DAMAGED:
-                self._warn.warning("damaged", "L3 object is damaged: %s", key)
-                # A put would keep the damaged bytes; without them the next writer heals the page.
-                with self._client.using() as store:
-                    store.remove(key, True)
+        damaged = [key for key, one in zip(batch.keys, outcomes, strict=True) if one is _DAMAGED]
+        for key in damaged:
+            self._warn.warning("damaged", "L3 object is damaged: %s", key)
+        remove(self._client, damaged)
         return outcomes
 
     def _set_batches(
@@ -301,43 +307,20 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
 
         Raises StorageUnavailable when no page got through for want of a working store.
         """
-        with client.budget.hold(batch.num_slices), client.using() as store:
-            started = time.monotonic()
-            call = (
-                store.batch_get_into_multi_buffers if is_get else store.batch_put_from_multi_buffers
-            )
-            first = batch.keys[:1] if is_get and not client.has_read else []
-            # A hung node takes a minute a key to open a session with: ask it for one key first.
-            codes: list[int] = call(first, batch.ptrs[:1], batch.sizes[:1]) if first else []
-            if any(is_store_failure(code) for code in codes):
-                codes *= len(batch.keys)
-            elif rest := batch.keys[len(first) :]:
-                codes += call(rest, batch.ptrs[len(first) :], batch.sizes[len(first) :])
-                client.has_read = client.has_read or is_get
-        if is_get and time.monotonic() - started > _LINGERS_AFTER_S:
-            self._end_transfers(client)
-        if len(codes) != len(batch.keys):
-            raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {len(batch.keys)}")
-        if is_get:
-            codes = _tell_truncated(client, batch, codes)
+        with client.budget.hold(batch.num_slices):
+            codes = move(client, batch, is_get=is_get)
+        if no_room := sum(is_full(code) for code in codes):
+            self._counters.bump("set_no_room_pages", no_room)
+            self._warn.warning(
+                "full", "Mooncake Store is full: no room for %d pages of %d; give it more store "
+                "nodes, or lower the master's --eviction_high_watermark_ratio",
+                no_room, len(codes),
+            )  # fmt: skip
         if codes and all(is_store_failure(code) for code in codes):
             self._moved_nothing = True
             way = "get" if is_get else "put"
             raise StorageUnavailable(f"Mooncake failed a {way} of {len(codes)} pages: {codes[0]}")
         return codes
-
-    def _end_transfers(self, client: MooncakeClient) -> None:
-        """Make sure that a get which Mooncake gave up writes no more. Raises StorageUnavailable.
-
-        Its transfers wait in line for a node that hangs, and go on when that does: minutes later,
-        into pages that have been freed and given to others since. They end with their client,
-        which the next probe replaces. A stand-alone client's are in another process.
-        """
-        if client.is_standalone:
-            return
-        client.give_up()
-        self._moved_nothing = True
-        raise StorageUnavailable("a store node hangs: Mooncake did not end a get within a minute")
 
     def _exist(self, object_keys: list[str]) -> list[bool]:
         """Which objects exist. Raises StorageUnavailable if the master cannot say."""
@@ -354,7 +337,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        with self._client.using() as store:
+        with self._client.transferring(pages=False) as store:
             raw: bytes = store.get(key)
         data, trailer = memoryview(raw)[:-TRAILER_BYTES], memoryview(raw)[-TRAILER_BYTES:]
         if not is_intact(trailer, [data], key, verify_checksum=self._verify):
@@ -381,7 +364,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             raise ValueError("value: MooncakeStore stores a tensor")
         raw = source.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         sealed = raw + seal([raw], key, with_checksum=self._verify)
-        with self._client.using() as store:
+        with self._client.transferring(pages=False) as store:
             code: int = store.put(key, sealed)
         return bool(set_outcome(code))
 
@@ -421,20 +404,12 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             self._counters.bump("rebuilds")
             return self._moves_bytes()
         except StorageUnavailable as error:
-            self._warn.warning("rebuild", "Mooncake client could not be replaced: %s", error)
+            self._warn.warning("rebuild", "Mooncake still fails: %s", error)
             return False
 
     def _moves_bytes(self, *, full_is_fine: bool = True) -> bool:
-        """Put and get a few bytes: a broken client still answers questions, but moves nothing."""
-        with self._client.using() as store:
-            key = f"{self.storage_config.namespace}/probe-{os.getpid()}-{id(store):x}"
-            payload = b"probe"
-            code: int = store.put(key, payload)
-            if is_full(code):
-                return full_is_fine and bool(store.health_check() == 0)
-            got: bytes = store.get(key)
-            store.remove(key, True)
-            return code == 0 and got == payload
+        key = f"{self.storage_config.namespace}/probe-{os.getpid()}-{id(self._client):x}"
+        return moves_bytes(self._client, key, full_is_fine=full_is_fine)
 
     def clear(self) -> None:
         """Remove this namespace's objects. Raises ValueError without one, StorageUnavailable."""
@@ -460,22 +435,6 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             "slices_peak": budget.peak,
             "protocol": self.protocol,
         }
-
-
-def _tell_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) -> list[int]:
-    """Give failed transfers their object's size as a code, where that is not the one asked for.
-
-    Mooncake answers a get into more bytes than the object has with the code of a broken
-    transfer. (A plain get answers with the size, but takes one buffer an object.)
-    """
-    told = list(codes)
-    for index, code in enumerate(codes):
-        if is_transfer_failure(code):
-            with client.using() as store:
-                size: int = store.get_size(batch.keys[index])
-            if size != sum(batch.sizes[index]):
-                told[index] = size
-    return told
 
 
 def _give_back(ready: Future[tuple[PageBatch, ExitStack]] | None) -> None:

@@ -1,0 +1,248 @@
+"""What the Mooncake backend asks of Mooncake, and in which order, where calls fail or hang.
+
+Mooncake is a fake: the real one cannot be made to hang within a second. `test_mooncake_late_writes`
+has the same with a real one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    PoolName,
+    PoolTransfer,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.storage.mooncake_store import client, mooncake_store
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_mooncake import FakeMooncakes
+from sglang.test.host_pools import (
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    storage_config,
+)
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+LANDED, DAMAGED, FAILED = CacheOutcome.LANDED, CacheOutcome.DAMAGED, CacheOutcome.FAILED
+BROKEN, NO_MASTER = -800, -900
+PAGES = 5
+
+
+class Bench:
+    """A store on fakes, with a host pool of pages."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **config: str) -> None:
+        self.fakes = FakeMooncakes(patch)
+        patch.setattr(mooncake_store, "is_reachable", lambda config: True)
+        known: dict[str, Any] = {"master_server_address": "127.0.0.1:1", "protocol": "tcp"}
+        self.store = MooncakeStore(storage_config(**(known | config)))
+        device = make_device_pool()
+        kind = self.store.config.host_allocator_type
+        self.host = make_host_pool(device, "page_first_direct", allocator_type=kind)
+        self.store.register_mem_host_pool_v2(self.host, PoolName.KV)
+        slots = copy_to_host(device, self.host, list(range(PAGES)))
+        self.move = PoolTransfer(PoolName.KV, host_indices=slots, keys=page_keys(PAGES))
+
+    def put(self) -> list[CacheOutcome]:
+        return self.store.batch_set_v2([self.move])["kv"]
+
+    def get(self) -> list[CacheOutcome]:
+        return self.store.batch_get_v2([self.move])["kv"]
+
+    def key(self, page: int) -> str:
+        return self.store.object_key(page_keys(PAGES)[page], "kv")
+
+    def answer(self, **answers: Callable[..., Any]) -> None:
+        self.fakes[-1].answers.update(answers)
+
+    def asked(self, name: str) -> int:
+        return self.fakes[-1].calls.count(name)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def failed(code: int) -> Callable[[list[str]], list[int]]:
+    return lambda keys: [code] * len(keys)
+
+
+# -- transfers that outlive their call -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["get", "put", "probe"])
+def test_a_call_that_lasted_a_minute_takes_its_client_along(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Mooncake returns after 60 s and goes on with what it was asked for."""
+    if way == "get":
+        assert bench.put() == [LANDED] * PAGES
+    call = {
+        "get": "batch_get_into_multi_buffers",
+        "put": "batch_put_from_multi_buffers",
+        "probe": "put",
+    }[way]
+    first = bench.fakes[0]
+    bench.answer(batch_get_into_multi_buffers=failed(BROKEN), put=lambda *_: BROKEN)
+    bench.answer(batch_put_from_multi_buffers=failed(BROKEN))
+    with monkeypatch.context() as slow:
+        slow.setattr(client, "_UNENDED_AFTER_S", -1.0)
+        if way == "probe":
+            assert not bench.store.probe()
+        else:
+            with pytest.raises(StorageUnavailable, match="a store node hangs"):
+                getattr(bench, way)()
+    assert first.calls[-2:] == [call, "close"], "before its pages are anybody else's"
+    for use in (bench.get, bench.put):
+        with pytest.raises(StorageUnavailable, match="given up"):
+            use()
+    assert bench.store.probe()
+    _, second = bench.fakes
+    assert second.memory == first.memory
+    assert bench.put() == bench.get() == [LANDED] * PAGES
+    assert first.calls.count("close") == 1
+
+
+def test_pages_are_nobodys_before_the_client_is_closed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A get and a put give the same client up: one closes it, and both wait for that."""
+    assert bench.put() == [LANDED] * PAGES
+    closing, may_close = threading.Event(), threading.Event()
+
+    def close() -> int:
+        closing.set()
+        assert may_close.wait(10)
+        return 0
+
+    bench.answer(close=close)
+    ended: list[str] = []
+
+    def give_up(name: str) -> None:
+        bench.store._client.give_up()
+        ended.append(name)
+
+    first = threading.Thread(target=give_up, args=("first",))
+    second = threading.Thread(target=give_up, args=("second",))
+    first.start()
+    assert closing.wait(10)
+    second.start()
+    second.join(0.1)
+    assert ended == []
+    may_close.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert sorted(ended) == ["first", "second"]
+    assert bench.asked("close") == 1
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("way", ["get", "put"])
+def test_pages_that_a_stand_alone_client_may_still_use_are_kept_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    listener: socket.socket,
+    way: str,
+) -> None:
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    bench = Bench(monkeypatch, client_server_address=address)
+    bench.answer(batch_get_into_multi_buffers=failed(NO_MASTER))
+    bench.answer(batch_put_from_multi_buffers=failed(NO_MASTER))
+    ended = threading.Event()
+
+    def call() -> None:
+        with pytest.raises(StorageUnavailable, match="did not answer"):
+            getattr(bench, way)()
+        ended.set()
+
+    with monkeypatch.context() as slow, caplog.at_level(logging.WARNING):
+        slow.setattr(client, "_UNANSWERED_AFTER_S", -1.0)
+        thread = threading.Thread(target=call)
+        thread.start()
+        process, _ = listener.accept()
+        assert wait_until(lambda: "until that process has ended" in caplog.text, 10)
+        assert not ended.wait(0.1)
+        process.close()
+        assert ended.wait(10)
+        thread.join(10)
+    assert not bench.fakes[0].is_closed
+    # Nothing is left: no further call waits.
+    with pytest.raises(StorageUnavailable, match="Mooncake failed a"):
+        getattr(bench, way)()
+
+
+def test_what_has_ended_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, client_server_address=f"127.0.0.1:{get_free_port()}")
+    bench.answer(batch_put_from_multi_buffers=failed(NO_MASTER))
+    with monkeypatch.context() as slow:
+        slow.setattr(client, "_UNANSWERED_AFTER_S", -1.0)
+        with pytest.raises(StorageUnavailable, match="did not answer"):
+            bench.put()
+
+
+# -- questions that take seconds -------------------------------------------------------------------
+
+
+def test_the_first_question_without_a_master_decides_for_all(bench: Bench) -> None:
+    """Each takes 4.4 s: 64 pages would hold L3 up for five minutes."""
+    assert bench.put() == [LANDED] * PAGES
+    bench.answer(batch_get_into_multi_buffers=failed(BROKEN), get_size=lambda key: NO_MASTER)
+    bench.store._client.has_read = True
+    with pytest.raises(StorageUnavailable, match=f"get of {PAGES} pages: {BROKEN}"):
+        bench.get()
+    assert bench.asked("get_size") == 1
+
+
+def test_with_a_master_each_failed_page_is_asked_about(bench: Bench) -> None:
+    assert bench.put() == [LANDED] * PAGES
+    objects = bench.fakes[0].objects
+    objects[bench.key(2)] = objects[bench.key(2)][:-1]
+    del objects[bench.key(3)]
+    sizes = [len(objects.get(bench.key(page), b"")) for page in range(PAGES)]
+    codes = [sizes[0], BROKEN, BROKEN, BROKEN, sizes[4]]
+    bench.answer(batch_get_into_multi_buffers=lambda keys: codes[-len(keys) :])
+    bench.store._client.has_read = True
+    outcomes = bench.get()
+    assert outcomes[1:4] == [FAILED, DAMAGED, CacheOutcome.MISS]
+    assert bench.asked("get_size") == 3
+
+
+def test_damaged_objects_are_removed_as_long_as_the_master_answers(bench: Bench) -> None:
+    assert bench.put() == [LANDED] * PAGES
+    objects = bench.fakes[0].objects
+    for key in objects:
+        objects[key] = bytes(len(objects[key]))
+    bench.answer(remove=lambda key: NO_MASTER)
+    assert bench.get()[0] is DAMAGED
+    assert bench.asked("remove") == 1
+    del bench.fakes[0].answers["remove"]
+    bench.get()
+    assert not objects
+
+
+def test_a_probe_whose_put_fails_asks_no_more(bench: Bench) -> None:
+    bench.answer(put=lambda *_: NO_MASTER)
+    assert not bench.store._moves_bytes()
+    assert bench.fakes[0].calls == ["put"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
