@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,18 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    ControlReqOutput,
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
     GetInternalStateReq,
     GetMetricsReq,
     ShutdownReq,
     TokenizedGenerateReqInput,
+    ToScheduler,
 )
 from sglang.srt.managers.schedule_batch import ModelWorkerBatch
 from sglang.srt.managers.schedule_req import Req
+from sglang.srt.managers.scheduler import SchedulerOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -401,6 +406,42 @@ def test_shutdown_ends_what_takes_too_long(model: Path) -> None:
     assert reason is not None
     assert (reason.type, reason.status_code) == ("abort", 503)
     rig.assert_clean()
+
+
+class _Lines:
+    """A channel that brings one message a tick, and keeps what is sent."""
+
+    def __init__(self, *messages: ToScheduler) -> None:
+        self._messages = list(messages)
+        self.reasons: dict[str, str] = {}
+        self.answers: dict[str, bool] = {}
+
+    def receive(self, timeout_ms: int) -> list[ToScheduler]:
+        return [self._messages.pop(0)] if self._messages else []
+
+    def send(self, output: SchedulerOutput) -> None:
+        if isinstance(output, ControlReqOutput):
+            self.answers[output.req_id] = output.success
+            return
+        for one in output.outputs:
+            if one.finish_reason is not None:
+                self.reasons[one.rid] = one.finish_reason.type
+
+
+def test_a_clock_that_is_set_neither_shortens_a_shutdown_nor_a_flush(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = SchedulerRig(model)
+    leaps = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(time, "time", lambda: next(leaps))
+    channel = _Lines(
+        rig.request("runs", PROMPTS[0], greedy(5)),
+        FlushCacheReqInput(req_id="flush", timeout=60.0),
+        ShutdownReq(timeout=60.0),
+    )
+    rig.scheduler.run(channel)
+    assert channel.reasons == {"runs": "length"}
+    assert channel.answers == {"flush": True}
 
 
 def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:

@@ -100,7 +100,7 @@ def generate(rid: str, max_new_tokens: int) -> TokenizedGenerateReqInput:
         sampling_params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
         seed=1,
         stream=True,
-        created_time=time.time(),
+        created_time=time.monotonic(),
     )
 
 

@@ -1,7 +1,6 @@
 """What the parts of a scheduler share: the queues, the pools, the tree, the counts.
 
-Every rank has the same state at every tick, but for `now`, which is rank 0's clock and reaches
-only what is shown to people.
+Every rank has the same state at every tick. `now` is rank 0's clock on all of them.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class SchedulerState:
     """The step whose end has not been taken in."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     now: float = 0.0
-    """`time.time()` of rank 0 at the begin of this tick."""
+    """`time.monotonic()` of rank 0 at the begin of this tick."""
 
     def running(self) -> Iterator[Req]:
         """Requests that hold slots."""
