@@ -6,7 +6,7 @@ Nothing here touches a pool, a tree, a clock or a socket. `scheduler_prefill.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol, TypeVar
@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Arrival)
 
 
 def order_waiting(
-    policy: SchedulePolicy, waiting: Sequence[R], matched_tokens: Callable[[R], int]
+    policy: SchedulePolicy, waiting: Collection[R], matched_tokens: Callable[[R], int]
 ) -> list[R]:
     """The waiting requests, next first.
 

@@ -123,7 +123,7 @@ class DecodeScheduler:
         else:
             state.decoding.keep([other for other in state.decoding.reqs if other is not req])
         release_slots(req, state.tree, state.pools)
-        state.waiting.insert(0, req)
+        state.queues.retract(req)
         state.counters.retractions += 1
         state.metrics.retractions.inc()
 

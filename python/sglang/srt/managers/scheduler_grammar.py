@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from sglang.srt.constrained.constraint import constraint_of
@@ -48,7 +48,7 @@ class GrammarQueue:
         self._num_compiling += 1
         return None
 
-    def poll(self, waiting: Sequence[Req]) -> None:
+    def poll(self, waiting: Collection[Req]) -> None:
         """Give matchers to those whose grammar is ready; mark those whose grammar failed."""
         if not self._num_compiling:
             return

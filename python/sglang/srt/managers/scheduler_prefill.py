@@ -123,7 +123,7 @@ class PrefillScheduler:
             outcome, work = self._try_add(req, adder)
             if work is not None:
                 works.append(work)
-                state.waiting.remove(req)
+                state.queues.admit(req)
                 if outcome is AddOutcome.ADDED:
                     continue
                 state.chunked = req
@@ -141,7 +141,7 @@ class PrefillScheduler:
         state = self._state
         if not self._shares_prompts or all(req.sample_of is None for req in state.waiting):
             return set()
-        ahead = {req.rid for req in state.waiting}
+        ahead = state.queues.waiting_ids()
         return ahead if state.chunked is None else ahead | {state.chunked.rid}
 
     def _matched_tokens(self, req: Req) -> int:

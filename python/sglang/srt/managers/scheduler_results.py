@@ -71,8 +71,9 @@ class ResultProcessor:
         state.decoding.keep([req for req in state.decoding.reqs if req.finish_reason is None])
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """`req` ends now, wherever it is; it is in none of the queues any more."""
+        """`req` ends now, wherever it is; neither `chunked` nor `decoding` has it any more."""
         state = self._state
+        state.queues.end(req)
         req.finish_reason = reason
         if req.req_pool_idx is not None:
             release_slots(req, state.tree, state.pools)
