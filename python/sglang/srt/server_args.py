@@ -134,7 +134,8 @@ class ServerArgs:
     page_size: int | None = flag(None, "Tokens a page; absent: 1, 64 with the hierarchical cache.")
     schedule_policy: str = flag(
         "fcfs",
-        "Order of waiting requests: first come, or longest cached prefix.",
+        "Order of waiting requests: first come, or longest cached prefix, where none is overtaken "
+        "by more than 128 later ones beyond those it found waiting.",
         choices=("fcfs", "lpm"),
     )
     schedule_conservativeness: float = flag(

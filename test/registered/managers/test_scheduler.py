@@ -22,6 +22,7 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+from sglang.srt.managers.schedule_policy import LPM_MAX_OVERTAKEN
 from sglang.srt.managers.schedule_req import Req
 from sglang.srt.managers.scheduler import SchedulerOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -102,6 +103,24 @@ def test_a_prompt_waits_until_the_mean_time_between_tokens_is_the_target(
         rig.step()
         waited += 1
     assert waited == ticks
+
+
+def test_lpm_serves_a_cold_request_while_hot_ones_keep_coming(model: Path) -> None:
+    rig = SchedulerRig(model, schedule_policy="lpm", max_requests=2)
+    hot, cold = prompt(1, 40), prompt(2, 40)
+    rig.run(rig.request("warm", hot, greedy(1)))
+    rig.step(
+        *(rig.request(f"first{n}", hot, greedy(1)) for n in range(4)),
+        rig.request("cold", cold, greedy(1)),
+    )
+    overtook = 0
+    while "cold" not in rig.results and overtook < 500:
+        rig.step(*(rig.request(f"hot{overtook + n}", hot, greedy(1)) for n in range(2)))
+        overtook += 2
+    still_waiting = len(rig.scheduler.state.waiting)
+    # Four were ahead of it; two run at once, and the last batch may have begun.
+    assert LPM_MAX_OVERTAKEN - 4 <= overtook - still_waiting <= LPM_MAX_OVERTAKEN + 4 + 2
+    rig.run()
 
 
 def test_the_second_time_all_but_the_last_page_is_cached(model: Path) -> None:

@@ -41,6 +41,7 @@ class RequestQueues:
     def arrive(self, req: Req) -> None:
         """`req` is new, and waits. Its id must be free."""
         assert req.rid not in self._alive, f"request {req.rid} is here already"
+        req.turn = self.num_admitted + len(self._waiting)
         self._alive[req.rid] = req
         self._waiting[req.rid] = req
 

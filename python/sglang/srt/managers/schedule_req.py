@@ -63,6 +63,8 @@ class Req:
     input_logprobs: list[float] = field(default_factory=list)
     """Of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    turn: int = 0
+    """See `schedule_policy.Arrival`."""
     cached_on_arrival: int = 0
     """Tokens of the prompt that L1 and L2 had then."""
     kv_committed_len: int = 0

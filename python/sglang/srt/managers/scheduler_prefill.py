@@ -115,7 +115,10 @@ class PrefillScheduler:
         state = self._state
         self._blocked_by = None
         ahead = self._prompts_ahead()
-        for req in order_waiting(state.policy, state.waiting, self._matched_tokens):
+        queues = state.queues
+        for req in order_waiting(
+            state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
+        ):
             if req.grammar_ticket is not None or req.sample_of in ahead:
                 continue
             if not state.tree.check_prefetch_progress(req.rid):
@@ -123,7 +126,7 @@ class PrefillScheduler:
             outcome, work = self._try_add(req, adder)
             if work is not None:
                 works.append(work)
-                state.queues.admit(req)
+                queues.admit(req)
                 if outcome is AddOutcome.ADDED:
                     continue
                 state.chunked = req
