@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from sglang.srt.layers import penalties
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -28,6 +30,7 @@ from sglang.srt.managers.scheduler import SchedulerOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.device import on_device
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
@@ -338,6 +341,23 @@ def test_penalties_survive_company_and_retraction(model: Path) -> None:
     rig.run(*others, rig.request("p", prompt(3, 20), params))
     assert rig.scheduler.state.counters.retractions > 0
     assert rig.results["p"].output_ids == alone.results["p"].output_ids
+
+
+def test_who_joins_or_leaves_uploads_no_prompt_again_for_penalties(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded: list[int] = []
+
+    def counted(values: Any, *args: Any) -> torch.Tensor:
+        uploaded.append(len(values))
+        return on_device(values, *args)
+
+    monkeypatch.setattr(penalties, "on_device", counted)
+    rig = SchedulerRig(model)
+    for n, new_tokens in enumerate((24, 6, 24)):
+        rig.step(rig.request(f"r{n}", prompt(n, 100), greedy(new_tokens, frequency_penalty=0.5)))
+    rig.run()
+    assert 300 <= sum(uploaded) < 400, "each prompt once, and a few numbers a batch"
 
 
 def test_logprobs_only_for_those_who_ask(model: Path, alone: list[list[int]]) -> None:

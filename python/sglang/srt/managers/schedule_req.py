@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.managers.io_struct import (
     CachedTokensDetails,
     FinishReason,
@@ -89,6 +90,8 @@ class Req:
     prefix_indices: torch.Tensor = NO_SLOTS
     cache_protected_len: int = 0
     last_node: TreeNode = field(init=False)
+    history: TokenHistory = field(init=False)
+    """Counted by penalties, on the device while it runs."""
 
     # What the client and the metrics are told
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
@@ -96,6 +99,9 @@ class Req:
     arrival_time: float = 0.0
     queue_time: float = 0.0
     last_token_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.history = TokenHistory(self.origin_input_ids, self.output_ids)
 
     @classmethod
     def from_message(

@@ -142,8 +142,7 @@ class SchedulerState:
             self.vocab_size,
             self.pools.device,
             eos_token_ids=self.eos_token_ids,
-            prompt_ids=[req.origin_input_ids for req in reqs],
-            output_ids=[req.output_ids for req in reqs],
+            histories=[req.history for req in reqs],
             grammars=grammars,
         )
 
