@@ -34,6 +34,7 @@ def size_flags(draw: st.DrawFn) -> dict[str, Any]:
         "schedule_conservativeness": one(1e-300, 0.01, 1.0, 1e300),
         "stream_interval": one(1, 3, 10**12),
         "schedule_policy": one("fcfs", "lpm"),
+        "target_inter_token_latency": one(None, 1e-9, 2.0, 1e9),
     }
     cache = one("L1", "L1", "L2", "L2", "none")
     if cache == "L2":

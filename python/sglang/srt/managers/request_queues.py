@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.schedule_req import Req
 
 
@@ -18,6 +19,7 @@ class RequestQueues:
     def __init__(self) -> None:
         self._alive: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
+        self._aborted: dict[str, Req] = {}
         self.num_admitted = 0
 
     @property
@@ -29,6 +31,11 @@ class RequestQueues:
     def waiting(self) -> Collection[Req]:
         """Those that wait to be scheduled, in no order that means anything. A live view."""
         return self._waiting.values()
+
+    @property
+    def aborted(self) -> Collection[Req]:
+        """Those that shall end before the next step. A live view."""
+        return self._aborted.values()
 
     def waiting_ids(self) -> set[str]:
         """Their ids, as of now."""
@@ -55,7 +62,14 @@ class RequestQueues:
         assert self._alive.get(req.rid) is req, f"request {req.rid} has ended"
         self._waiting[req.rid] = req
 
+    def abort(self, req: Req, reason: FinishReason) -> None:
+        """`req` shall end before the next step. The first reason counts."""
+        if req.to_abort is None:
+            req.to_abort = reason
+            self._aborted[req.rid] = req
+
     def end(self, req: Req) -> None:
         """`req` ends, wherever it is; its id is free again."""
         del self._alive[req.rid]
         self._waiting.pop(req.rid, None)
+        self._aborted.pop(req.rid, None)

@@ -154,7 +154,7 @@ class Scheduler:
         if self._control.is_drained():
             self._input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
-        self._grammar.poll(state.waiting)
+        self._grammar.poll(state.queues)
         if self._input.has_aborted():
             self._settle()
             self._input.end_aborted()

@@ -134,5 +134,6 @@ class DecodeScheduler:
             return
         logger.error("request %s alone is out of slots: slots have been lost", req.rid)
         message = "the engine ran out of token slots"
-        req.to_abort = FinishReason(type="abort", message=message, status_code=503)
+        reason = FinishReason(type="abort", message=message, status_code=503)
+        self._state.queues.abort(req, reason)
         self.is_stalled = True

@@ -61,19 +61,19 @@ class InputHandler:
         queues = self._state.queues
         if rid is None:
             for req in queues.alive:
-                req.to_abort = reason
+                queues.abort(req, reason)
         elif (found := queues.find(rid)) is not None:
-            found.to_abort = reason
+            queues.abort(found, reason)
 
     def has_aborted(self) -> bool:
         """Whether any request was marked to end."""
-        return any(req.to_abort is not None for req in self._state.queues.alive)
+        return bool(self._state.queues.aborted)
 
     def end_aborted(self) -> None:
         """End the requests that were marked, in whatever state they are. No step may be in
         flight."""
         state = self._state
-        aborted = [req for req in state.queues.alive if req.to_abort is not None]
+        aborted = list(state.queues.aborted)
         state.decoding.keep([req for req in state.decoding.reqs if req.to_abort is None])
         if state.chunked is not None and state.chunked.to_abort is not None:
             state.chunked = None

@@ -254,4 +254,5 @@ class PrefillScheduler:
         free = self._state.free_tokens()
         logger.error("no room for request %s though nothing runs: %d slots free", req.rid, free)
         message = f"the engine has {free} token slots left, too few for this request"
-        req.to_abort = FinishReason(type="abort", message=message, status_code=503)
+        reason = FinishReason(type="abort", message=message, status_code=503)
+        self._state.queues.abort(req, reason)

@@ -90,7 +90,7 @@ class ResultProcessor:
         req.output_ids.append(token)
         if req.matcher is not None and not req.matcher.accept_token(token):
             # Nothing in the vocabulary fits what the grammar wants next.
-            req.to_abort = req.to_abort or _DEAD_END
+            self._state.queues.abort(req, _DEAD_END)
         if not req.is_probe:
             self._state.metrics.num_generated += 1
         if req.return_logprob:
