@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_req import Req
+from sglang.srt.mem_cache.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
@@ -32,7 +33,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def req(rid: str) -> Req:
-    message = TokenizedGenerateReqInput(rid=rid, input_ids=[1, 2], sampling_params=greedy(), seed=0)
+    message = TokenizedGenerateReqInput(
+        rid=rid, input_ids=token_array([1, 2]), sampling_params=greedy(), seed=0
+    )
     return Req.from_message(message, arrival_number=0, max_request_tokens=8, eos_token_ids=[])
 
 
