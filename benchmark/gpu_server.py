@@ -76,12 +76,12 @@ def measure_steps(scheduler: Scheduler, waiting: Waiting, count: int, context: i
                 sampling_params=params, seed=i, stream=True,
             )
         )  # fmt: skip
-    scheduler.step(Tick(time.time(), messages))
+    scheduler.step(Tick(time.monotonic(), messages))
     times = []
     while not scheduler.is_idle():
         before = scheduler.state.counters.decode_steps
         begun, waited = time.perf_counter(), waiting.seconds
-        scheduler.step(Tick(time.time(), []))
+        scheduler.step(Tick(time.monotonic(), []))
         seconds = time.perf_counter() - begun
         is_decode = scheduler.state.counters.decode_steps > before
         if is_decode and len(scheduler.state.decoding) == count:

@@ -1,11 +1,13 @@
 """What the scheduler adds to a decode step: everything in `Scheduler.step` but the forward.
 
     python benchmark/micro/bench_scheduler_step.py [--running 16] [--input-len 256] [--steps 200]
+        [--waiting 0]
 
 The real scheduler, tree and pools over a tiny random model, in this process and without sockets.
 The forward (model and sampling) is timed by itself and taken off. One JSON line an arrangement
 (page size, with and without the hierarchical cache): median and p99 milliseconds a decode step.
-The target is 1 ms at 16 running.
+The target is 1 ms at 16 running, however many wait; `arrival_us` is what each of those took to
+join the queue, all in one tick.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.managers.scheduler import Tick
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.utils.process import settle_heap
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 _CONTEXT = 512
@@ -63,6 +66,7 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
         model,
         pool_tokens=args.running * (-(-length // page) + 1) * page,
         max_requests=args.running,
+        max_queued_requests=args.running + args.waiting,
         **settings,
     )
     scheduler = rig.scheduler
@@ -79,6 +83,11 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
             if len(scheduler.state.decoding) < args.running:
                 rig.step()
         assert len(scheduler.state.decoding) == args.running, "not all requests run at once"
+        behind = [rig.request(f"w{n}", prompt(n, 16), greedy(1)) for n in range(args.waiting)]
+        settle_heap()
+        started = time.perf_counter()
+        rig.step(*behind)
+        arrivals_s = time.perf_counter() - started
         for index in range(args.steps):
             clock.seconds = 0.0
             started = time.perf_counter()
@@ -89,6 +98,7 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
     rig.close()
     own = np.asarray(total) - np.asarray(forward)
     return {
+        "arrival_us": round(arrivals_s * 1e6 / args.waiting, 2) if args.waiting else None,
         "scheduler_ms": round(float(np.median(own)), 4),
         "scheduler_p99_ms": round(float(np.percentile(own, 99)), 4),
         "forward_ms": round(float(np.median(forward)), 4),
@@ -104,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--running", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--waiting", type=int, default=0)
     parser.add_argument("--output-file", help="append the JSON lines here too")
     args = parser.parse_args(argv)
     if args.input_len + args.steps + 2 * args.running > _CONTEXT:
@@ -117,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
                 "benchmark": "scheduler_step",
                 **provenance(),
                 "running": args.running,
+                "waiting": args.waiting,
                 "input_len": args.input_len,
                 "page_size": settings["page_size"],
                 "hierarchical_cache": settings.get("enable_hierarchical_cache", False),

@@ -43,6 +43,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ),
     (
         "managers.schedule_req",
+        "managers.request_queues",
         "managers.batch_pools",
         "managers.schedule_batch",
         "managers.launched_step",

@@ -151,6 +151,13 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--watchdog-timeout", "nan"], "must be a number above 0"),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--page-size", "64", "--chunked-prefill-size", "100"], "multiple of --page-size 64"),
+        (
+            ["--page-size", "64", "--max-prefill-tokens", "63"],
+            "--max-prefill-tokens 63 is less than --page-size 64, .* at least 64, .* -1$",
+        ),
+        (["--page-size", "64", "--max-total-tokens", "63"], "63 is less than one page, --page-siz"),
+        (["--max-total-tokens", "1"], "--max-total-tokens 1: must be at least 2"),
+        (["--context-length", "1"], "--context-length 1: must be at least 2"),
         (["--hicache-size", "1"], "no effect without --enable-hierarchical-cache"),
         (["--enable-hierarchical-cache", EXTRA, "{}"], "without --hicache-storage-backend"),
         (["--disable-radix-cache", "--schedule-policy", "lpm"], "with --disable-radix-cache"),

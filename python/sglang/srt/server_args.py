@@ -126,7 +126,9 @@ class ServerArgs:
         4096, "Requests that may wait to be scheduled; more are refused with 503."
     )
     max_total_tokens: int | None = flag(None, "Tokens in L1; absent: sized from the memory.")
-    max_prefill_tokens: int = flag(16384, "Most prompt tokens in one prefill batch.")
+    max_prefill_tokens: int = flag(
+        16384, "Most prompt tokens in one prefill batch; at least a page where prompts are cut."
+    )
     chunked_prefill_size: int | None = flag(
         None,
         "Most prompt tokens of one pass; -1: whole prompts; absent: about 2048, on a GPU 8192.",
@@ -134,7 +136,8 @@ class ServerArgs:
     page_size: int | None = flag(None, "Tokens a page; absent: 1, 64 with the hierarchical cache.")
     schedule_policy: str = flag(
         "fcfs",
-        "Order of waiting requests: first come, or longest cached prefix.",
+        "Order of waiting requests: first come, or longest cached prefix, where none is overtaken "
+        "by more than 128 later ones beyond those it found waiting.",
         choices=("fcfs", "lpm"),
     )
     schedule_conservativeness: float = flag(
@@ -237,7 +240,7 @@ class ServerArgs:
         args = _resolve_cache(self)
         model_path = args.model_path or str(BUILTIN_MODEL_DIR)
         name = args.model_path or BUILTIN_MODEL_NAME
-        _check_chunk(args)
+        _check_pages(args)
         if args.disable_cuda_graph:
             _refuse_ignored(args, "cuda_graph_max_bs", "with --disable-cuda-graph")
         args = dataclasses.replace(
@@ -335,11 +338,12 @@ def _check_numbers(args: ServerArgs) -> None:
         if not ok:
             raise ValueError(f"{flag_name(field)} {getattr(args, field)}: must be {expected}")
 
+    for field in ("context_length", "max_total_tokens"):
+        value = getattr(args, field)
+        check(field, value is None or value >= 2, "at least 2: one token of prompt, one of output")
     for field in (
-        "context_length",
         "max_running_requests",
         "max_queued_requests",
-        "max_total_tokens",
         "max_prefill_tokens",
         "page_size",
         "stream_interval",
@@ -408,14 +412,29 @@ def _refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
         raise ValueError(f"{flag_name(field)} {getattr(args, field)} has no effect {where}")
 
 
-def _check_chunk(args: ServerArgs) -> None:
-    """Refuse a prefill chunk that is not whole pages; -1 means that prompts run whole."""
+def _check_pages(args: ServerArgs) -> None:
+    """Refuse sizes that do not go with the page size; a chunk of -1 means that prompts run whole.
+
+    A prompt is cut where a page ends. Where not even one page may be computed at once, it would
+    wait for ever.
+    """
     page_size, chunk = args.page_size, args.chunked_prefill_size
-    assert page_size is not None, "the page size is settled before the chunk"
+    assert page_size is not None, "the page size is settled before what depends on it"
     if chunk not in (None, -1) and chunk % page_size:
         raise ValueError(
             f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page_size}, "
             f"e.g. {max(chunk // page_size, 1) * page_size}"
+        )
+    if chunk != -1 and args.max_prefill_tokens < page_size:
+        raise ValueError(
+            f"--max-prefill-tokens {args.max_prefill_tokens} is less than --page-size {page_size}, "
+            f"and prompts are cut at whole pages: make it at least {page_size}, the pages smaller, "
+            "or leave prompts whole with --chunked-prefill-size -1"
+        )
+    if args.max_total_tokens is not None and args.max_total_tokens < page_size:
+        raise ValueError(
+            f"--max-total-tokens {args.max_total_tokens} is less than one page, --page-size "
+            f"{page_size}: raise it, or make the pages smaller"
         )
 
 

@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
+from sglang.srt.managers.scheduler_process import init_pools
 from sglang.srt.managers.scheduler_stop import StopTokenizer
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -68,7 +69,7 @@ class SchedulerRig:
 
     Args:
         model_path: An empty directory gets a tiny random model; or that of another rig.
-        pool_tokens: Slots of L1.
+        pool_tokens: Slots of L1; None: slots and rows are those of a server with `args`.
         max_requests: Rows.
         tokenizer: For stop strings.
         grammar_backend: For constraints.
@@ -82,7 +83,7 @@ class SchedulerRig:
         self,
         model_path: Path,
         *,
-        pool_tokens: int = 512,
+        pool_tokens: int | None = 512,
         max_requests: int = 8,
         tokenizer: StopTokenizer | None = None,
         grammar_backend: Callable[[], GrammarBackend] | None = None,
@@ -97,14 +98,19 @@ class SchedulerRig:
         assert page_size is not None
         runner = ModelRunner(
             ModelRunnerConfig(
-                model_config=ModelConfig.from_path(str(model_path)),
+                model_config=ModelConfig.from_path(
+                    str(model_path), context_length=self.server_args.context_length
+                ),
                 device=RIG_DEVICE,
                 page_size=page_size,
                 disable_cuda_graph=True,
                 show_progress=False,
             )
         )
-        runner.init_memory_pool(pool_tokens, max_requests)
+        if pool_tokens is None:
+            init_pools(runner, self.server_args)
+        else:
+            runner.init_memory_pool(pool_tokens, max_requests)
         metrics = SchedulerMetrics()
         self.tree = create_tree_cache(
             TreeCacheBuildContext(

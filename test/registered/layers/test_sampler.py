@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.layers.sampler import Sampler, uniform_from_seed
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import (
@@ -205,7 +206,11 @@ def test_what_is_masked_is_never_chosen_at_any_edge(temperature: float, penalty:
     params.verify(VOCAB)
     logits = random_logits(64, seed=3) * 100
     info = SamplingBatchInfo.from_reqs(
-        [params] * 64, VOCAB, "cpu", eos_token_ids=(7,), prompt_ids=[range(VOCAB)] * 64
+        [params] * 64,
+        VOCAB,
+        "cpu",
+        eos_token_ids=(7,),
+        histories=[TokenHistory(range(VOCAB), ()) for _ in range(64)],
     )
     output = LogitsProcessorOutput(next_token_logits=logits)
     ids = Sampler().forward(output, info, torch.arange(64), torch.zeros(64).long()).tolist()

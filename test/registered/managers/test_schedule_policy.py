@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from sglang.srt.managers.schedule_policy import (
+    LPM_MAX_OVERTAKEN,
     LPM_MAX_WAITING,
     MAX_DECODE_STEPS_A_PREFILL,
     MAX_PREFILLS_IN_TURN,
@@ -30,6 +31,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 class Waiting:
     arrival_number: int
     cached: int = 0
+    turn: int = 0
 
 
 def limits(chunk: int | None = 16, max_prefill: int = 64, rows: int = 4) -> BatchLimits:
@@ -46,14 +48,27 @@ def limits(chunk: int | None = 16, max_prefill: int = 64, rows: int = 4) -> Batc
 
 def test_fcfs_is_the_order_of_arrival_retracted_ones_included() -> None:
     waiting = [Waiting(3, cached=9), Waiting(1), Waiting(2)]
-    ordered = order_waiting(SchedulePolicy.FCFS, waiting, lambda r: r.cached)
+    ordered = order_waiting(SchedulePolicy.FCFS, waiting, lambda r: r.cached, 0)
     assert [r.arrival_number for r in ordered] == [1, 2, 3]
 
 
 def test_lpm_takes_the_longest_prefix_and_breaks_ties_by_arrival() -> None:
     waiting = [Waiting(1, 4), Waiting(2, 8), Waiting(3, 8), Waiting(4)]
-    ordered = order_waiting(SchedulePolicy.LPM, waiting, lambda r: r.cached)
+    ordered = order_waiting(SchedulePolicy.LPM, waiting, lambda r: r.cached, 0)
     assert [r.arrival_number for r in ordered] == [2, 3, 1, 4]
+
+
+def test_lpm_lets_those_go_first_that_too_many_overtook() -> None:
+    hot, cold, colder = Waiting(9, 8, turn=9), Waiting(2, 1, turn=4), Waiting(1, turn=5)
+
+    def order(num_admitted: int) -> list[Waiting]:
+        return order_waiting(
+            SchedulePolicy.LPM, [hot, colder, cold], lambda r: r.cached, num_admitted
+        )
+
+    assert order(3 + LPM_MAX_OVERTAKEN) == [hot, cold, colder]
+    assert order(4 + LPM_MAX_OVERTAKEN) == [cold, hot, colder]
+    assert order(5 + LPM_MAX_OVERTAKEN) == [colder, cold, hot], "in the order of arrival"
 
 
 def test_lpm_matches_nobody_when_too_many_wait() -> None:
@@ -62,7 +77,7 @@ def test_lpm_matches_nobody_when_too_many_wait() -> None:
     def fail(_: Waiting) -> int:
         raise AssertionError("matched")
 
-    assert order_waiting(SchedulePolicy.LPM, waiting[::-1], fail) == waiting
+    assert order_waiting(SchedulePolicy.LPM, waiting[::-1], fail, 0) == waiting
 
 
 def test_a_prompt_is_cut_at_a_page_and_nothing_joins_after_it() -> None:

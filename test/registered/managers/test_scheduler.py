@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from sglang.srt.layers import penalties
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    ControlReqOutput,
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
     GetInternalStateReq,
     GetMetricsReq,
     ShutdownReq,
     TokenizedGenerateReqInput,
+    ToScheduler,
 )
 from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+from sglang.srt.managers.schedule_policy import LPM_MAX_OVERTAKEN
 from sglang.srt.managers.schedule_req import Req
+from sglang.srt.managers.scheduler import SchedulerOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.device import on_device
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
@@ -97,6 +106,24 @@ def test_a_prompt_waits_until_the_mean_time_between_tokens_is_the_target(
         rig.step()
         waited += 1
     assert waited == ticks
+
+
+def test_lpm_serves_a_cold_request_while_hot_ones_keep_coming(model: Path) -> None:
+    rig = SchedulerRig(model, schedule_policy="lpm", max_requests=2)
+    hot, cold = prompt(1, 40), prompt(2, 40)
+    rig.run(rig.request("warm", hot, greedy(1)))
+    rig.step(
+        *(rig.request(f"first{n}", hot, greedy(1)) for n in range(4)),
+        rig.request("cold", cold, greedy(1)),
+    )
+    overtook = 0
+    while "cold" not in rig.results and overtook < 500:
+        rig.step(*(rig.request(f"hot{overtook + n}", hot, greedy(1)) for n in range(2)))
+        overtook += 2
+    still_waiting = len(rig.scheduler.state.waiting)
+    # Four were ahead of it; two run at once, and the last batch may have begun.
+    assert LPM_MAX_OVERTAKEN - 4 <= overtook - still_waiting <= LPM_MAX_OVERTAKEN + 4 + 2
+    rig.run()
 
 
 def test_the_second_time_all_but_the_last_page_is_cached(model: Path) -> None:
@@ -316,6 +343,23 @@ def test_penalties_survive_company_and_retraction(model: Path) -> None:
     assert rig.results["p"].output_ids == alone.results["p"].output_ids
 
 
+def test_who_joins_or_leaves_uploads_no_prompt_again_for_penalties(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded: list[int] = []
+
+    def counted(values: Any, *args: Any) -> torch.Tensor:
+        uploaded.append(len(values))
+        return on_device(values, *args)
+
+    monkeypatch.setattr(penalties, "on_device", counted)
+    rig = SchedulerRig(model)
+    for n, new_tokens in enumerate((24, 6, 24)):
+        rig.step(rig.request(f"r{n}", prompt(n, 100), greedy(new_tokens, frequency_penalty=0.5)))
+    rig.run()
+    assert 300 <= sum(uploaded) < 400, "each prompt once, and a few numbers a batch"
+
+
 def test_logprobs_only_for_those_who_ask(model: Path, alone: list[list[int]]) -> None:
     rig = SchedulerRig(model)
     rig.run(
@@ -401,6 +445,42 @@ def test_shutdown_ends_what_takes_too_long(model: Path) -> None:
     assert reason is not None
     assert (reason.type, reason.status_code) == ("abort", 503)
     rig.assert_clean()
+
+
+class _Lines:
+    """A channel that brings one message a tick, and keeps what is sent."""
+
+    def __init__(self, *messages: ToScheduler) -> None:
+        self._messages = list(messages)
+        self.reasons: dict[str, str] = {}
+        self.answers: dict[str, bool] = {}
+
+    def receive(self, timeout_ms: int) -> list[ToScheduler]:
+        return [self._messages.pop(0)] if self._messages else []
+
+    def send(self, output: SchedulerOutput) -> None:
+        if isinstance(output, ControlReqOutput):
+            self.answers[output.req_id] = output.success
+            return
+        for one in output.outputs:
+            if one.finish_reason is not None:
+                self.reasons[one.rid] = one.finish_reason.type
+
+
+def test_a_clock_that_is_set_neither_shortens_a_shutdown_nor_a_flush(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = SchedulerRig(model)
+    leaps = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(time, "time", lambda: next(leaps))
+    channel = _Lines(
+        rig.request("runs", PROMPTS[0], greedy(5)),
+        FlushCacheReqInput(req_id="flush", timeout=60.0),
+        ShutdownReq(timeout=60.0),
+    )
+    rig.scheduler.run(channel)
+    assert channel.reasons == {"runs": "length"}
+    assert channel.answers == {"flush": True}
 
 
 def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:

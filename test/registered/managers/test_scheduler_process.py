@@ -100,7 +100,7 @@ def generate(rid: str, max_new_tokens: int) -> TokenizedGenerateReqInput:
         sampling_params=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
         seed=1,
         stream=True,
-        created_time=time.time(),
+        created_time=time.monotonic(),
     )
 
 
@@ -155,7 +155,7 @@ def test_auto_means_the_best_device_of_the_machine() -> None:
     ("args", "message"),
     [
         ({"model_path": "/nonexistent"}, "is not a directory"),
-        ({"max_total_tokens": 8, "page_size": 16}, "page"),
+        ({"mem_fraction_static": 1e-9}, "--mem-fraction-static"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(args: dict[str, Any], message: str) -> None:

@@ -66,6 +66,7 @@ def test_tokens_on_a_gpu(fields: dict[str, Any], gib: int, reason: str) -> None:
     ("fields", "message"),
     [
         ({"max_total_tokens": 63}, "less than one page of 64"),
+        ({"page_size": 1, "max_total_tokens": 1}, "1 tokens .* a prompt and its output, 2: raise"),
         ({"mem_fraction_static": 0.1, "weight_bytes": 3 * GIB}, "holds?|hold 0 tokens"),
         ({"available_bytes": GIB // 2}, "lower --max-total-tokens"),
         ({"mem_fraction_static": 1.5}, "between 0 and 1"),

@@ -7,11 +7,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from sglang.srt.mem_cache.radix_key import TokenArray
+from sglang.srt.mem_cache.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import on_device
+
+
+class TokenHistory:
+    """What penalties have counted of one request. Made on the device when a penalised step first
+    has the request, and handed on from batch to batch: a prompt is uploaded once, and of the output
+    only what no step has counted.
+
+    The latest `Penalties` with the request owns the memory; one made before must not be used any
+    more.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int] | TokenArray, output_ids: Sequence[int]) -> None:
+        """
+        Args:
+            prompt_ids: Tokens.
+            output_ids: Tokens that were generated so far. May grow.
+        """
+        self._prompt_ids = prompt_ids
+        self._output_ids = output_ids
+        self._num_counted = 0
+        self._owner: Penalties | None = None
+        self._counts = self._in_prompt = torch.empty(0)
+
+    def forget(self) -> None:
+        """Give the memory back; the next penalised step uploads everything again."""
+        self._num_counted = 0
+        self._owner = None
+        self._counts = self._in_prompt = torch.empty(0)
+
+    def rows(
+        self, vocab_size: int, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 and bool `[vocab_size]`: how often each token was generated, as far as counted, and
+        whether it is in the prompt."""
+        if self._owner is None:
+            self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+            self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            ids = on_device(token_array(self._prompt_ids).astype(np.int64), device)
+            self._in_prompt.index_fill_(0, ids, 1)
+        return self._counts, self._in_prompt
+
+    def move(self, owner: Penalties, counts: torch.Tensor, in_prompt: torch.Tensor) -> None:
+        """The rows are in `owner`'s memory from now on."""
+        self._owner, self._counts, self._in_prompt = owner, counts, in_prompt
+
+    def take_uncounted(self) -> Sequence[int]:
+        """Output tokens that the caller counts now."""
+        uncounted = self._output_ids[self._num_counted :]
+        self._num_counted = len(self._output_ids)
+        return uncounted
+
+    def on_step(self, owner: Penalties) -> None:
+        """`owner` counted one more token, which the CPU may not know yet."""
+        assert self._owner is owner, "another batch has gone on with this request"
+        self._num_counted += 1
 
 
 class Penalties:
@@ -25,14 +81,15 @@ class Penalties:
         params: Sequence[SamplingParams],
         rows: list[int],
         *,
-        prompts: Sequence[Sequence[int] | TokenArray],
-        outputs: Sequence[Sequence[int]],
+        histories: Sequence[TokenHistory],
         vocab_size: int,
         device: torch.device | str,
     ) -> None:
-        """Args:
-        params: Of every row of the batch, likewise `prompts` and `outputs`.
-        rows: Those that have a penalty.
+        """
+        Args:
+            params: Of every row of the batch.
+            rows: Those that have a penalty.
+            histories: Of these rows.
         """
 
         def column(name: str) -> torch.Tensor:
@@ -43,12 +100,18 @@ class Penalties:
         self._frequency = column("frequency_penalty")
         self._presence = column("presence_penalty")
         self._repetition = column("repetition_penalty")
-        self._counts = torch.zeros((len(rows), vocab_size), dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros((len(rows), vocab_size), dtype=torch.bool, device=device)
-        for i, row in enumerate(rows):
-            self._in_prompt[i].index_fill_(0, on_device(prompts[row], device, torch.int64), 1)
-            output = on_device(outputs[row], device, torch.int64)
-            self._counts[i].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self._histories = histories
+        parts = [history.rows(vocab_size, device) for history in histories]
+        self._counts = torch.stack([counts for counts, _ in parts])
+        self._in_prompt = torch.stack([in_prompt for _, in_prompt in parts])
+        uncounted: list[int] = []
+        for i, history in enumerate(histories):
+            history.move(self, self._counts[i], self._in_prompt[i])
+            uncounted += [i * vocab_size + token for token in history.take_uncounted()]
+        if uncounted:
+            places = on_device(uncounted, device)
+            ones = torch.ones_like(places, dtype=torch.int32)
+            self._counts.view(-1).scatter_add_(0, places, ones)
 
     def apply_(self, logits: torch.Tensor) -> None:
         """Change `[bs, vocab_size]` in place: repetition as in transformers, then OpenAI's two."""
@@ -65,6 +128,8 @@ class Penalties:
         tokens = token_ids.index_select(0, self.rows).unsqueeze(1)
         ones = torch.ones_like(tokens, dtype=torch.int32)
         self._counts.scatter_add_(1, tokens, ones)
+        for history in self._histories:
+            history.on_step(self)
 
 
 class LogitBias:

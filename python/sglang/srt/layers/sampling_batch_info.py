@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.layers.grammar_mask import GrammarMask, GrammarRow
-from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties
-from sglang.srt.mem_cache.radix_key import TokenArray
+from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties, TokenHistory
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import on_device
 
@@ -59,16 +58,14 @@ class SamplingBatchInfo:
         device: torch.device | str,
         *,
         eos_token_ids: Sequence[int] = (),
-        prompt_ids: Sequence[Sequence[int] | TokenArray] | None = None,
-        output_ids: Sequence[Sequence[int]] | None = None,
+        histories: Sequence[TokenHistory] | None = None,
         grammars: Sequence[GrammarRow] = (),
     ) -> SamplingBatchInfo:
         """Collect the parameters of a batch's requests, verified before.
 
         Args:
             eos_token_ids: What `min_new_tokens` masks, besides a request's stop tokens.
-            prompt_ids: Prompt of each request. Read for those with a penalty alone; None: empty.
-            output_ids: Tokens that each request generated so far, likewise.
+            histories: Of each request, used for those with a penalty alone; None: empty ones.
             grammars: The constrained rows. Those mind their own `min_new_tokens`.
         """
         plain: list[int] = []
@@ -86,7 +83,6 @@ class SamplingBatchInfo:
                 biased.append(row)
             if p.min_new_tokens > 0 and row not in constrained:
                 minimal.append(row)
-        nothing: list[list[int]] = [[] for _ in params]
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
         return cls(
             batch_size=len(params),
@@ -97,8 +93,10 @@ class SamplingBatchInfo:
             penalties=Penalties(
                 params,
                 penalised,
-                prompts=nothing if prompt_ids is None else prompt_ids,
-                outputs=nothing if output_ids is None else output_ids,
+                histories=[
+                    TokenHistory((), ()) if histories is None else histories[row]
+                    for row in penalised
+                ],
                 vocab_size=vocab_size,
                 device=device,
             )

@@ -42,7 +42,8 @@ class BatchPools:
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
-    """Hand a request's slots to the tree (those of a probe are freed), its row to the pool.
+    """Hand a request's slots to the tree (those of a probe are freed), its row to the pool, and
+    give back what else it has on the device.
 
     Slots of a decode step in flight are freed too. That is no race: whatever uses them next is
     queued behind that step.
@@ -54,5 +55,6 @@ def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
         allocator.free_in_order(rows.req_to_token[req.row, begin:end].to(torch.int64))
     tree.cache_finished_req(req, is_insert=not req.is_probe)
     rows.free(req)
+    req.history.forget()
     req.kv_committed_len = 0
     req.prefix_indices = NO_SLOTS

@@ -2,8 +2,8 @@
 
 Every message is a tagged `msgspec.Struct`, encoded as msgpack (never pickle). `encode`, `frame_of`
 and the decoders at the end are the only codec: what one turn of the server's event loop has for the
-scheduler goes in one frame, each other frame is one message. Times are `time.time()` seconds,
-counts are tokens.
+scheduler goes in one frame, each other frame is one message. Times are `time.monotonic()` seconds
+of the machine on which all three run, counts are tokens.
 """
 
 from __future__ import annotations

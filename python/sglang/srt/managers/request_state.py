@@ -28,7 +28,7 @@ class RequestState:
     rid: str
     prompt_tokens: int
     created_time: float
-    """`time.time()` on arrival."""
+    """`time.monotonic()` on arrival."""
     trimmer: StopTrimmer
     stream: bool
     no_stop_trim: bool
@@ -116,7 +116,7 @@ class RequestState:
         self.queue_time = output.queue_time
         self.finish_reason = reason
         if reason is not None:
-            self.finished_time = time.time()
+            self.finished_time = time.monotonic()
         self._changed.set()
         return len(output.output_ids)
 
@@ -124,7 +124,7 @@ class RequestState:
         """End the request with `error`."""
         if not self.ended:
             self.failure = error
-            self.finished_time = time.time()
+            self.finished_time = time.monotonic()
             self._changed.set()
 
     async def grown(self) -> bool:

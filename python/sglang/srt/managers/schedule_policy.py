@@ -2,17 +2,24 @@
 
 Nothing here touches a pool, a tree, a clock or a socket. `scheduler_prefill.py` and
 `scheduler_decode.py` carry out what is decided here. Counts are tokens.
+
+Source: the scheduler of SGLang (github.com/sgl-project/sglang, `managers/schedule_policy.py`) for
+the rule of how much output to expect (`NewTokenEstimate` and `MAX_RESERVED_NEW_TOKENS`, upstream's
+SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION) and for `LPM_MAX_WAITING`. The code is our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol, TypeVar
 
 LPM_MAX_WAITING: Final = 128
 """Beyond this many waiting requests, matching each of them costs more than the order gains."""
+LPM_MAX_OVERTAKEN: Final = 128
+"""Later requests that one may see go before it: as many as are ordered at all, so that a prefix in
+use is used up first, and what few others know still gets its turn."""
 MAX_RESERVED_NEW_TOKENS: Final = 4096
 """Longer wishes are rarely used up; reserving for them would leave the pool idle."""
 MAX_PREFILLS_IN_TURN: Final = 8
@@ -28,7 +35,8 @@ class SchedulePolicy(str, Enum):
     FCFS = "fcfs"
     """First come, first served."""
     LPM = "lpm"
-    """Longest prefix match first: what is cached is used before it is evicted."""
+    """Longest prefix match first: what is cached is used before it is evicted. But a request that
+    `LPM_MAX_OVERTAKEN` later ones overtook goes before all that are not overdue."""
 
 
 class Arrival(Protocol):
@@ -38,12 +46,20 @@ class Arrival(Protocol):
     def arrival_number(self) -> int:
         """Place in the order of arrival. A request keeps it when it is retracted."""
 
+    @property
+    def turn(self) -> int:
+        """How many requests will have been admitted since the start when all that were ahead of it
+        on arrival are."""
+
 
 R = TypeVar("R", bound=Arrival)
 
 
 def order_waiting(
-    policy: SchedulePolicy, waiting: Sequence[R], matched_tokens: Callable[[R], int]
+    policy: SchedulePolicy,
+    waiting: Collection[R],
+    matched_tokens: Callable[[R], int],
+    num_admitted: int,
 ) -> list[R]:
     """The waiting requests, next first.
 
@@ -51,11 +67,19 @@ def order_waiting(
         policy: The order asked for; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
         waiting: Requests.
         matched_tokens: Tokens of a request that are cached; only called for `lpm`.
+        num_admitted: Requests admitted since the start. With `lpm` one that waits sees at most
+            `LPM_MAX_OVERTAKEN` later ones go first, and one for each that was ahead of it, besides
+            those of the batch that is being made. Counts and not clocks, so that ranks agree.
     """
     if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
         return sorted(waiting, key=lambda req: req.arrival_number)
-    matched = {id(req): matched_tokens(req) for req in waiting}
-    return sorted(waiting, key=lambda req: (-matched[id(req)], req.arrival_number))
+
+    def rank(req: R) -> tuple[bool, int, int]:
+        if num_admitted - req.turn >= LPM_MAX_OVERTAKEN:
+            return False, 0, req.arrival_number
+        return True, -matched_tokens(req), req.arrival_number
+
+    return sorted(waiting, key=rank)
 
 
 def ceil_to_page(tokens: int, page_size: int) -> int:
@@ -223,6 +247,10 @@ class NewTokenEstimate:
 
     Starts cautious, relaxes while decoding goes well, and jumps back up when requests had to be
     retracted. Only counts of steps go in, so that all ranks agree.
+
+    Source: SGLang, whose start (0.7, SGLANG_INIT_NEW_TOKEN_RATIO), linear decay (600 steps,
+    SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS) and scaling by --schedule-conservativeness these are. It
+    goes down to 0.14 of the start, this to 0.2.
     """
 
     _START = 0.7

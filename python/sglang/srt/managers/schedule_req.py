@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.managers.io_struct import (
     CachedTokensDetails,
     FinishReason,
@@ -63,6 +64,8 @@ class Req:
     input_logprobs: list[float] = field(default_factory=list)
     """Of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    turn: int = 0
+    """See `schedule_policy.Arrival`."""
     cached_on_arrival: int = 0
     """Tokens of the prompt that L1 and L2 had then."""
     kv_committed_len: int = 0
@@ -87,6 +90,8 @@ class Req:
     prefix_indices: torch.Tensor = NO_SLOTS
     cache_protected_len: int = 0
     last_node: TreeNode = field(init=False)
+    history: TokenHistory = field(init=False)
+    """Counted by penalties, on the device while it runs."""
 
     # What the client and the metrics are told
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
@@ -94,6 +99,9 @@ class Req:
     arrival_time: float = 0.0
     queue_time: float = 0.0
     last_token_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.history = TokenHistory(self.origin_input_ids, self.output_ids)
 
     @classmethod
     def from_message(

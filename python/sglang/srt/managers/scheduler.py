@@ -69,7 +69,7 @@ class Tick:
     """What all ranks are given at the begin of a step."""
 
     now: float
-    """`time.time()` of rank 0."""
+    """`time.monotonic()` of rank 0."""
     messages: Sequence[ToScheduler] = field(default_factory=list)
 
 
@@ -154,7 +154,7 @@ class Scheduler:
         if self._control.is_drained():
             self._input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
-        self._grammar.poll(state.waiting)
+        self._grammar.poll(state.queues)
         if self._input.has_aborted():
             self._settle()
             self._input.end_aborted()
@@ -178,7 +178,7 @@ class Scheduler:
             if not messages and timeout == _IDLE_POLL_MS:
                 # Idle for that long: between two requests of a busy server there is no time for it.
                 self.verify_once()
-            for output in self.step(broadcast(Tick(time.time(), messages))):
+            for output in self.step(broadcast(Tick(time.monotonic(), messages))):
                 channel.send(output)
 
     def close(self) -> None:

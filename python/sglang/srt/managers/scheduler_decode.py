@@ -123,7 +123,7 @@ class DecodeScheduler:
         else:
             state.decoding.keep([other for other in state.decoding.reqs if other is not req])
         release_slots(req, state.tree, state.pools)
-        state.waiting.insert(0, req)
+        state.queues.retract(req)
         state.counters.retractions += 1
         state.metrics.retractions.inc()
 
@@ -134,5 +134,6 @@ class DecodeScheduler:
             return
         logger.error("request %s alone is out of slots: slots have been lost", req.rid)
         message = "the engine ran out of token slots"
-        req.to_abort = FinishReason(type="abort", message=message, status_code=503)
+        reason = FinishReason(type="abort", message=message, status_code=503)
+        self._state.queues.abort(req, reason)
         self.is_stalled = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.constrained.constraint import constraint_of
@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import FinishReason
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+    from sglang.srt.managers.request_queues import RequestQueues
     from sglang.srt.managers.schedule_req import Req
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,13 @@ class GrammarQueue:
         self._num_compiling += 1
         return None
 
-    def poll(self, waiting: Sequence[Req]) -> None:
-        """Give matchers to those whose grammar is ready; mark those whose grammar failed."""
+    def poll(self, queues: RequestQueues) -> None:
+        """Give matchers to those that wait and whose grammar is ready; abort those whose grammar
+        failed."""
         if not self._num_compiling:
             return
         self._num_compiling = 0
-        for req in waiting:
+        for req in queues.waiting:
             ticket = req.grammar_ticket
             if ticket is None:
                 continue
@@ -62,7 +64,7 @@ class GrammarQueue:
                 continue
             req.grammar_ticket = None
             if ticket.state is TicketState.FAILED:
-                req.to_abort = req.to_abort or _refusal(ticket.message)
+                queues.abort(req, _refusal(ticket.message))
             else:
                 stops = req.sampling_params.stop_token_ids or ()
                 req.matcher = ticket.grammar.matcher(stops)

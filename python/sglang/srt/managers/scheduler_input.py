@@ -58,21 +58,22 @@ class InputHandler:
     def abort(self, rid: str | None, reason: FinishReason) -> None:
         """Let request `rid` (None: every one) end before the next step. Unknown ids are fine:
         the request may have ended while the message was on its way."""
-        for req in (*self._state.waiting, *self._state.running()):
-            if rid is None or req.rid == rid:
-                req.to_abort = reason
+        queues = self._state.queues
+        if rid is None:
+            for req in queues.alive:
+                queues.abort(req, reason)
+        elif (found := queues.find(rid)) is not None:
+            queues.abort(found, reason)
 
     def has_aborted(self) -> bool:
         """Whether any request was marked to end."""
-        state = self._state
-        return any(req.to_abort is not None for req in (*state.waiting, *state.running()))
+        return bool(self._state.queues.aborted)
 
     def end_aborted(self) -> None:
         """End the requests that were marked, in whatever state they are. No step may be in
         flight."""
         state = self._state
-        aborted = [r for r in (*state.waiting, *state.running()) if r.to_abort is not None]
-        state.waiting = [req for req in state.waiting if req.to_abort is None]
+        aborted = list(state.queues.aborted)
         state.decoding.keep([req for req in state.decoding.reqs if req.to_abort is None])
         if state.chunked is not None and state.chunked.to_abort is not None:
             state.chunked = None
@@ -82,7 +83,7 @@ class InputHandler:
             self._results.end(req, req.to_abort)
 
     def _arrive(self, message: TokenizedGenerateReqInput) -> None:
-        if any(req.rid == message.rid for req in (*self._state.waiting, *self._state.running())):
+        if self._state.queues.find(message.rid) is not None:
             # The server refuses these; an answer would end the stream of the one that runs.
             logger.error("dropped a request: rid %s is in use", message.rid)
             return
@@ -102,7 +103,7 @@ class InputHandler:
             self._refuse(message, refusal)
             return
         self._num_arrivals += 1
-        self._state.waiting.append(req)
+        self._state.queues.arrive(req)
         if not req.is_probe:
             self._look_ahead(req)
 

@@ -115,7 +115,10 @@ class PrefillScheduler:
         state = self._state
         self._blocked_by = None
         ahead = self._prompts_ahead()
-        for req in order_waiting(state.policy, state.waiting, self._matched_tokens):
+        queues = state.queues
+        for req in order_waiting(
+            state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
+        ):
             if req.grammar_ticket is not None or req.sample_of in ahead:
                 continue
             if not state.tree.check_prefetch_progress(req.rid):
@@ -123,7 +126,7 @@ class PrefillScheduler:
             outcome, work = self._try_add(req, adder)
             if work is not None:
                 works.append(work)
-                state.waiting.remove(req)
+                queues.admit(req)
                 if outcome is AddOutcome.ADDED:
                     continue
                 state.chunked = req
@@ -141,7 +144,7 @@ class PrefillScheduler:
         state = self._state
         if not self._shares_prompts or all(req.sample_of is None for req in state.waiting):
             return set()
-        ahead = {req.rid for req in state.waiting}
+        ahead = state.queues.waiting_ids()
         return ahead if state.chunked is None else ahead | {state.chunked.rid}
 
     def _matched_tokens(self, req: Req) -> int:
@@ -251,4 +254,5 @@ class PrefillScheduler:
         free = self._state.free_tokens()
         logger.error("no room for request %s though nothing runs: %d slots free", req.rid, free)
         message = f"the engine has {free} token slots left, too few for this request"
-        req.to_abort = FinishReason(type="abort", message=message, status_code=503)
+        reason = FinishReason(type="abort", message=message, status_code=503)
+        self._state.queues.abort(req, reason)

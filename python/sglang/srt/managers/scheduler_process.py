@@ -103,7 +103,7 @@ def build_scheduler(
             tp_size=server_args.tp_size,
         )
     )
-    tiers = [_init_pools(runner, server_args)]
+    tiers = [init_pools(runner, server_args)]
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics)
     tiers += tree.tiers() if isinstance(tree, HiRadixCache) else []
@@ -198,8 +198,12 @@ def run_scheduler_process(
     logger.info("shut down")
 
 
-def _init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
-    """Make L1; the line that says how large it is and why."""
+def init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
+    """Make L1 as large as the flags, the device and the model say; the line that tells why.
+
+    Raises:
+        ValueError: No size fits; names the flag.
+    """
     available, total = device_memory(server_args.device)
     page_size = runner.config.page_size
     size = size_kv_pool(

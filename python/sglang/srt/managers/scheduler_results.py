@@ -71,8 +71,9 @@ class ResultProcessor:
         state.decoding.keep([req for req in state.decoding.reqs if req.finish_reason is None])
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """`req` ends now, wherever it is; it is in none of the queues any more."""
+        """`req` ends now, wherever it is; neither `chunked` nor `decoding` has it any more."""
         state = self._state
+        state.queues.end(req)
         req.finish_reason = reason
         if req.req_pool_idx is not None:
             release_slots(req, state.tree, state.pools)
@@ -89,7 +90,7 @@ class ResultProcessor:
         req.output_ids.append(token)
         if req.matcher is not None and not req.matcher.accept_token(token):
             # Nothing in the vocabulary fits what the grammar wants next.
-            req.to_abort = req.to_abort or _DEAD_END
+            self._state.queues.abort(req, _DEAD_END)
         if not req.is_probe:
             self._state.metrics.num_generated += 1
         if req.return_logprob:

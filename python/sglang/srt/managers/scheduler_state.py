@@ -1,17 +1,17 @@
 """What the parts of a scheduler share: the queues, the pools, the tree, the counts.
 
-Every rank has the same state at every tick, but for `now`, which is rank 0's clock and reaches
-only what is shown to people.
+Every rank has the same state at every tick. `now` is rank 0's clock on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.grammar_mask import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_policy import ceil_to_page
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, Workload
 
@@ -54,14 +54,19 @@ class SchedulerState:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     metrics: SchedulerMetrics
-    waiting: list[Req] = field(default_factory=list)
+    queues: RequestQueues = field(default_factory=RequestQueues)
     chunked: Req | None = None
     """The request whose prompt is computed in parts, between two parts."""
     in_flight: LaunchedStep | None = None
     """The step whose end has not been taken in."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     now: float = 0.0
-    """`time.time()` of rank 0 at the begin of this tick."""
+    """`time.monotonic()` of rank 0 at the begin of this tick."""
+
+    @property
+    def waiting(self) -> Collection[Req]:
+        """Requests that wait to be scheduled."""
+        return self.queues.waiting
 
     def running(self) -> Iterator[Req]:
         """Requests that hold slots."""
@@ -137,8 +142,7 @@ class SchedulerState:
             self.vocab_size,
             self.pools.device,
             eos_token_ids=self.eos_token_ids,
-            prompt_ids=[req.origin_input_ids for req in reqs],
-            output_ids=[req.output_ids for req in reqs],
+            histories=[req.history for req in reqs],
             grammars=grammars,
         )
 

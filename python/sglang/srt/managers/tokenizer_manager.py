@@ -207,7 +207,7 @@ class TokenizerManager:
     async def _begin(self, request: GenerateRequest) -> RequestState:
         if self._refusal is not None:
             raise EngineUnavailable(self._refusal)
-        now = time.time()
+        now = time.monotonic()
         check_fields(request)
         self._check_rid(request.rid)
         check_sampling(request, self.limits, self.tokenizer)
@@ -263,7 +263,7 @@ class TokenizerManager:
                 state.prompt_tokens,
                 state.cached_tokens_details.total,
                 len(state.output_ids),
-                time.time() - state.created_time,
+                time.monotonic() - state.created_time,
                 reason,
             )
 
@@ -306,7 +306,7 @@ class TokenizerManager:
         if isinstance(message, ControlReqOutput):
             self.control.deliver(message)
             return
-        now = time.time()
+        now = time.monotonic()
         for update in message.outputs:
             state = self._states.get(update.output.rid)
             # Outputs of a request whose client has left are still on their way for a while.

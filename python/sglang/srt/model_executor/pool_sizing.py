@@ -13,6 +13,8 @@ CPU_POOL_BYTES = 1 * GIB
 CPU_POOL_FRACTION = 0.1
 GPU_STATIC_FRACTION = 0.88
 MAX_RUNNING_REQUESTS = 256
+MIN_TOKENS = 2
+"""One of a prompt and one of its output: with less no request can be served."""
 REQ_TABLE_BYTES = 256 * MIB
 """Most that the table of requests' slots may take unless more requests are asked for."""
 
@@ -55,7 +57,8 @@ def size_kv_pool(
             at most `MAX_RUNNING_REQUESTS` of them, so that a small model leaves memory alone.
 
     Raises:
-        ValueError: Not one page fits, or the memory for it is not there; names the flag.
+        ValueError: Not one page fits, or not the shortest request, or the memory for it is not
+            there; names the flag.
     """
     budget, reason = _budget(device, total_bytes, mem_fraction_static, weight_bytes)
     if mem_fraction_static is None and device != "cpu":
@@ -68,11 +71,11 @@ def size_kv_pool(
     if max_total_tokens is not None and (mem_fraction_static is None or max_total_tokens < tokens):
         tokens, reason = max_total_tokens, f"--max-total-tokens {max_total_tokens}"
     tokens = tokens // page_size * page_size
-    if tokens < page_size:
+    if tokens < max(page_size, MIN_TOKENS):
         raise ValueError(
             f"the KV pool would hold {max(tokens, 0)} tokens ({reason}), less than one page of "
-            f"{page_size}: raise --mem-fraction-static or --max-total-tokens, or use a smaller "
-            "--page-size"
+            f"{page_size} or a prompt and its output, {MIN_TOKENS}: raise --mem-fraction-static or "
+            "--max-total-tokens, or use a smaller --page-size"
         )
     need = (tokens + page_size) * kv_bytes_per_token
     if need > available_bytes:

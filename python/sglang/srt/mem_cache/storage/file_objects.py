@@ -131,7 +131,7 @@ class ObjectFiles:
 
     def remove_stale_temporaries(self) -> int:
         """Remove what writers that died in mid-write left an hour ago or earlier."""
-        oldest = time.time() - _STALE_SECONDS
+        oldest = time.time() - _STALE_SECONDS  # noqa: TID251 (as files have it)
         removed = 0
         for entry in list(_scan(self._temporary)):
             try:

@@ -1,0 +1,43 @@
+"""Sizes from corner to corner, longer: other combinations every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scheduler_rig import SchedulerRig
+from sglang.test.size_flags import serve_all, size_flags, start_with
+
+register_cpu_ci(est_time=200, suite="nightly-test-cpu", nightly=True)
+
+
+@pytest.fixture(scope="module", name="model")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("model")
+
+
+@settings(
+    max_examples=1000,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(flags=size_flags())
+def test_what_is_accepted_is_served_to_its_end_longer(model: Path, flags: dict[str, Any]) -> None:
+    rig: SchedulerRig | None = start_with(model, flags)
+    assume(rig is not None)
+    assert rig is not None
+    try:
+        serve_all(rig)
+    finally:
+        rig.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
