@@ -367,6 +367,13 @@ class FlakyStorage:
             result = call(*args, **kwargs)
             if self.mode == "hole" and name.startswith("batch_get"):
                 result["kv"][2] = CacheOutcome.DAMAGED
+            if self.mode == "terse" and name.startswith("batch_get"):
+                # A hole, about which it says nothing: three results for four pages.
+                self.real.pool("kv").scatter_pages(  # type: ignore[attr-defined]
+                    args[0][0].host_indices[4:8],  # type: ignore[index]
+                    torch.zeros((1, self.real.pool("kv").page_bytes), dtype=torch.uint8),
+                )
+                del result["kv"][1]
             if self.mode == "full" and name.startswith("batch_set"):
                 result["kv"][1] = CacheOutcome.FAILED
             return result
@@ -381,6 +388,17 @@ def test_a_damaged_page_shortens_the_prefix() -> None:
     FlakyStorage(rig).mode = "hole"
     assert rig.run(range(17)) == Reused(storage=8)
     rig.settle()
+
+
+def test_a_backend_that_answers_for_fewer_pages_than_it_was_asked_brings_none() -> None:
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.flush()
+    flaky = FlakyStorage(rig)
+    flaky.mode = "terse"
+    assert rig.run(range(17)) == Reused()
+    rig.settle()
+    rig.close()
 
 
 def test_a_prompt_of_which_the_store_has_nothing_waits_for_no_tick(
