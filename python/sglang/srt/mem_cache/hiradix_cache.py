@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.ballot import NONE_FAILED, Progress, QueueProgress, Reduce
+from sglang.srt.mem_cache.ballot import MAX_SETTLED, Progress, Reduce, Verdict
 from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.fetch_choice import FetchChoice
@@ -457,18 +457,12 @@ class HiRadixCache(HostTierCache):
         if self._attachment.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
             self._board.await_answers()
         progress.prefetches = self._board.progress()
-        done, failed = 0, NONE_FAILED
-        for operation in self._backups:
-            outcome = operation.outcome
-            if outcome is None:
-                break
-            if not outcome and failed == NONE_FAILED:
-                failed = done
-            done += 1
-        if done:
-            progress.queues["backup"] = QueueProgress(done, failed)
+        ended = itertools.takewhile(lambda one: one.ended, self._backups)
+        progress.backups = [
+            Verdict.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
+        ]
         if self._check is not None and self._check.outcome is not None:
-            progress.queues["check"] = QueueProgress(1, NONE_FAILED if self._check.outcome else 0)
+            progress.check = Verdict.on(is_good=bool(self._check.outcome))
         storage_io = self.cache_controller.storage_io
         if storage_io is not None:
             progress.available = storage_io.available
@@ -479,18 +473,15 @@ class HiRadixCache(HostTierCache):
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
         self._available, self._choice.rates = agreed.available, agreed.rates
-        backup = agreed.of_queue("backup")
-        for _ in range(backup.successes):
-            self._settle_backup(success=True)
-        if backup.failure_follows:
-            self._settle_backup(success=False)
+        for verdict in agreed.backups:
+            self._settle_backup(success=verdict is Verdict.LANDED)
         self._resume_postponed()
         if agreed.reconnects != self._reconnects:
             self._reconnects = agreed.reconnects
             self._storage_epoch += 1
-        if (check := self._check) is not None and agreed.of_queue("check").done:
+        if (check := self._check) is not None and agreed.check is not Verdict.UNDER_WAY:
             self._check = None
-            if agreed.of_queue("check").failure_follows and check.epoch == self._storage_epoch:
+            if agreed.check is Verdict.FAILED and check.epoch == self._storage_epoch:
                 self._storage_epoch += 1
         for slots in self._board.agree(agreed.prefetches):
             self.host_pool.free(slots)
