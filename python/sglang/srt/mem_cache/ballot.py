@@ -5,8 +5,8 @@ the same decisions. So progress enters a decision only through one int64 vector 
 reduced by MIN over the ranks. Pure functions; the reduction is handed in.
 
 Layout of the vector: the digest of the books and its negative, `available`, the two `rates`,
-`reconnects`, `writes`, `loads`, `check`; a verdict for each backup slot; for each prefetch slot
-`hit`, `landed`, `ended`, `-expired` and `-handed`.
+`reconnects`, `writes`, `loads`, `check`, `administration`; a verdict for each backup slot; for each
+prefetch slot `hit`, `landed`, `ended`, `-expired` and `-handed`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_PREFETCHES: Final = 64
 MAX_SETTLED: Final = 256
 """Writes to L3 that one tick settles at most, for the same reason."""
 
-_HEAD: Final = 9
+_HEAD: Final = 10
 _SLOT: Final = 5
 _BACKUPS_END: Final = _HEAD + MAX_SETTLED
 _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
@@ -90,6 +90,8 @@ class Progress:
     """Copies from L2 to L1, the same."""
     check: Verdict = Verdict.UNDER_WAY
     """Whether L3 still has what it was asked about; `FAILED`: it has lost pages."""
+    administration: Verdict = Verdict.UNDER_WAY
+    """Whether the change of L3 that an operator has begun can be made."""
     backups: Sequence[Verdict] = ()
     """On the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""
@@ -103,7 +105,8 @@ def to_vector(progress: Progress) -> torch.Tensor:
     assert len(progress.backups) <= MAX_SETTLED
     values = [progress.books_digest, -progress.books_digest]
     values += [int(progress.available), *progress.rates, progress.reconnects]
-    values += [progress.writes, progress.loads, progress.check, *progress.backups]
+    values += [progress.writes, progress.loads, progress.check]
+    values += [progress.administration, *progress.backups]
     values += [Verdict.UNDER_WAY] * (_BACKUPS_END - len(values))
     for one in progress.prefetches:
         values += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed]
@@ -135,6 +138,7 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         writes=values[6],
         loads=values[7],
         check=Verdict(values[8]),
+        administration=Verdict(values[9]),
         backups=[Verdict(value) for value in ended],
         prefetches=prefetches,
     )

@@ -26,7 +26,12 @@ from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.fetch_choice import FetchChoice
 from sglang.srt.mem_cache.fetch_worth import Rates
-from sglang.srt.mem_cache.hicache_attachment import StorageAttachment, host_allocator_type
+from sglang.srt.mem_cache.hicache_administration import StorageAdministration
+from sglang.srt.mem_cache.hicache_attachment import (
+    PreparedChange,
+    StorageAttachment,
+    host_allocator_type,
+)
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
@@ -39,6 +44,7 @@ from sglang.srt.mem_cache.storage_operation import (
     StorageOperation,
 )
 from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.srt.utils.listeners import log_exposed_ports
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +126,8 @@ class HiRadixCache(HostTierCache):
         self._available = True
         self._reconnects = 0
         self._storage_epoch = 0
+        self.administration = StorageAdministration()
+        """Changes of L3 at run time, which `begin_attaching` and its like begin."""
         self._attachment = StorageAttachment(
             controller,
             weights_identity=params.weights_identity,
@@ -144,6 +152,8 @@ class HiRadixCache(HostTierCache):
             counts["backups"] = len(self._backups) + len(self._postponed)
         if self._check is not None:
             counts["checks"] = 1
+        if self.administration.is_under_way:
+            counts["administration"] = 1
         return counts
 
     def _has_operations(self) -> bool:
@@ -152,6 +162,8 @@ class HiRadixCache(HostTierCache):
             or self._backups
             or self._postponed
             or self._check is not None
+            or self.administration.is_under_way
+            or not self._available
             or super()._has_operations()
         )
 
@@ -162,6 +174,10 @@ class HiRadixCache(HostTierCache):
     def reset(self) -> None:
         super().reset()
         self._loaded_from_storage.clear()
+
+    def shutdown(self) -> None:
+        self.administration.give_up("the server is shutting down")
+        super().shutdown()
 
     # ---- L3 to L2 --------------------------------------------------------------------------
 
@@ -468,11 +484,14 @@ class HiRadixCache(HostTierCache):
             progress.available = storage_io.available
             progress.rates = storage_io.worth.rates()
             progress.reconnects = storage_io.reconnects
+        progress.administration = self.administration.progress()
         return progress
 
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
-        self._available, self._choice.rates = agreed.available, agreed.rates
+        self._choice.rates = agreed.rates
+        self.administration.settle(agreed.administration)
+        self._available = agreed.available and not self.administration.is_under_way
         for verdict in agreed.backups:
             self._settle_backup(success=verdict is Verdict.LANDED)
         self._resume_postponed()
@@ -501,37 +520,111 @@ class HiRadixCache(HostTierCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        """Attach L3, or change the policies of the one that is attached. (done, what or why not).
-
-        Blocks while connecting (seconds at most); call it when idle.
-        """
-        if busy := self.is_busy():
-            return False, f"busy: {busy}"
-        if hicache_write_policy is not None and hicache_write_policy not in WRITE_POLICIES:
-            choices = ", ".join(WRITE_POLICIES)
-            return False, f"hicache_write_policy {hicache_write_policy!r} is none of {choices}"
-        done, message = self._attachment.attach_or_update(
-            storage_backend, storage_backend_extra_config_json, hicache_storage_prefetch_policy
+        """`begin_attaching`, and wait for the end. (done, what or why not)."""
+        return self._to_the_end(
+            lambda: self.begin_attaching(
+                storage_backend,
+                storage_backend_extra_config_json,
+                hicache_storage_prefetch_policy,
+                hicache_write_policy,
+            )
         )
-        if done:
-            self.write_policy = hicache_write_policy or self.write_policy
-            self._available, self._choice.rates = True, Rates()
-            self._storage_epoch += 1 if "attached" in message else 0
-        return done, message
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """Let go of L3; its objects and the policies stay. Idempotent."""
-        if busy := self.is_busy():
-            return False, f"busy: {busy}"
-        return True, self._attachment.detach()
+        """`begin_detaching`, and wait for the end. Idempotent."""
+        return self._to_the_end(self.begin_detaching)
 
     def clear_storage_backend(self) -> tuple[bool, str]:
-        """Remove this namespace's objects from L3."""
+        """`begin_clearing`, and wait for the end."""
+        return self._to_the_end(self.begin_clearing)
+
+    def _to_the_end(self, begin: Callable[[], None]) -> tuple[bool, str]:
+        try:
+            begin()
+        except ValueError as error:
+            return False, str(error)
+        return self.administration.wait(self.check_hicache_events)
+
+    def begin_attaching(
+        self,
+        backend: str,
+        extra_config: str | None,
+        prefetch_policy: str | None,
+        write_policy: str | None,
+    ) -> None:
+        """Attach L3, or change the policies of the one that is attached.
+
+        Like all that `administration` does this may take long. Requests may run meanwhile; until it
+        has ended they use no L3.
+
+        Raises:
+            ValueError: Something is under way, or a policy that does not exist.
+        """
+        self._refuse_while_busy()
+        if write_policy is not None and write_policy not in WRITE_POLICIES:
+            choices = ", ".join(WRITE_POLICIES)
+            raise ValueError(f"hicache_write_policy {write_policy!r} is none of {choices}")
+
+        def prepare() -> PreparedChange:
+            change = self._attachment.prepare(backend, extra_config, prefetch_policy)
+            if change.storage is not None:
+                log_exposed_ports(logger, "the store of L3")
+            return change
+
+        def take_up(change: PreparedChange) -> str:
+            self.write_policy = write_policy or self.write_policy
+            if change.storage is not None:
+                self._storage_epoch += 1
+                self._choice.rates = Rates()
+            return self._attachment.take_up(change)
+
+        self._begin("attaching", prepare, take_up, discard=PreparedChange.discard)
+
+    def begin_detaching(self) -> None:
+        """Let go of L3 at once, and close its client; its objects and the policies stay.
+
+        Raises ValueError while something is under way.
+        """
+        self._refuse_while_busy()
+        storage_io, name = self.cache_controller.storage_io, self._attachment.backend
+        if storage_io is None:
+            self._begin("detaching", lambda: None, lambda _: "no storage backend is attached")
+            return
+
+        def say(closed: bool) -> str:
+            rest = "" if closed else "; its client could not be closed and is left behind"
+            return f"detached {name}{rest}"
+
+        self._begin("detaching", storage_io.close, say)
+        self._attachment.detach()
+
+    def begin_clearing(self) -> None:
+        """Remove this namespace's objects from L3.
+
+        Raises ValueError while something is under way, or without an L3.
+        """
+        self._refuse_while_busy()
+        storage_io, name = self.cache_controller.storage_io, self._attachment.backend
+        if storage_io is None:
+            raise ValueError("no storage backend is attached")
+
+        def forget() -> None:
+            self._storage_epoch += 1
+
+        def say(_: None) -> str:
+            forget()
+            return f"cleared {name}"
+
+        # Where it fails, some of the objects may be gone all the same.
+        self._begin("clearing", storage_io.clear, say, on_failure=forget)
+
+    def _begin(self, what: str, *halves: Any, **options: Any) -> None:
+        self.administration.begin(f"{what} of L3", *halves, **options)
+        self._available = False
+
+    def _refuse_while_busy(self) -> None:
         if busy := self.is_busy():
-            return False, f"busy: {busy}"
-        done, message = self._attachment.clear()
-        self._storage_epoch += 1
-        return done, message
+            raise ValueError(f"busy: {busy}")
 
     def storage_state(self) -> dict[str, Any]:
         """For `GET /hicache/storage-backend`: backend, its config without secrets, policies."""

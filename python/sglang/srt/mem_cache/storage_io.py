@@ -46,6 +46,7 @@ from sglang.srt.mem_cache.storage_operation import (
     PrefetchOperation,
     StorageOperation,
 )
+from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
@@ -56,6 +57,9 @@ _GATHER_S: Final = 0.1
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLOSE_TIMEOUT_S: Final = 5.0
+"""For calls under way to return, and again for the client to close."""
+_CLEAR: Final = "clear"
+"""Among the kinds of calls that are watched."""
 _CHECK_PAUSE_S: Final = 30.0
 _LONGEST_CHECK_PAUSE_S: Final = 600.0
 """Between two questions whether L3 still has what it had; they grow where it does not: a store that
@@ -145,9 +149,10 @@ class StorageIO:
 
     @property
     def available(self) -> bool:
-        """False while a call is stuck, so that asking for more is pointless. Never blocks."""
-        started = list(self._call_started.values())
-        return not any(_is_stuck(since) for since in started)
+        """False while a call is stuck, so that asking for more is pointless, and while the store
+        is being cleared. Never blocks."""
+        started = dict(self._call_started)
+        return _CLEAR not in started and not any(map(_is_stuck, started.values()))
 
     @property
     def backend_name(self) -> str | None:
@@ -173,25 +178,37 @@ class StorageIO:
         self._backups.put(operation)
 
     def clear(self) -> None:
-        """Remove this namespace's objects. Raises StorageUnavailable or ValueError."""
+        """Remove this namespace's objects; any thread, while nothing is under way.
+
+        Until it returns `available` is false, so that nothing is asked of the store meanwhile.
+        Raises StorageUnavailable or ValueError, or whatever else the backend raises.
+        """
         if self.storage is None:
             raise StorageUnavailable("the storage backend is not connected")
-        self.storage.clear()
+        with self._watching(_CLEAR):
+            self.storage.clear()
 
     def close(self) -> bool:
-        """End the threads and the client. False if a call is stuck: it is left behind."""
+        """End the threads and the client, within seconds; any thread, while nothing is under way.
+
+        False if the client is left behind, since a call to it hangs, or did not close.
+        """
         self._prefetches.put(None)
         self._backups.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        if any(thread.is_alive() for thread in self._threads) or self._call_started:
             logger.warning("a storage call is stuck; its client is left to the end of the process")
             return False
-        if self.storage is not None:
-            self.storage.close()
-            self.storage = None
-        return True
+        storage, self.storage = self.storage, None
+        if storage is None:
+            return True
+        closing = BackgroundCall("hicache-close", storage.close)
+        if not closing.wait(_CLOSE_TIMEOUT_S):
+            logger.warning("an L3 backend hangs in close(); it is left to the end of the process")
+            return False
+        return closing.error is None
 
     # ---- both threads ----------------------------------------------------------------------
 
