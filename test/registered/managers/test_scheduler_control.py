@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -122,7 +123,7 @@ def test_requests_run_while_a_backend_connects_and_until_it_is_given_up(
     rig.step(ATTACH)
     for rid in ("first", "again"):
         rig.step(rig.request(rid, ids))
-        step_until(rig, lambda rid=rid: ended(rig, rid))
+        step_until(rig, partial(ended, rig, rid))
         assert rig.results[rid].output_ids == cold
     # One change at a time, nobody waits for idleness in vain, and looking is free.
     rig.step(ATTACH, CLEAR, DETACH, FlushCacheReqInput(req_id="flush"))
@@ -180,7 +181,7 @@ def test_a_clear_that_hangs_stops_no_request_and_is_answered(rig: SchedulerRig) 
     Slow.gate = threading.Event()
     rig.step(CLEAR)
     rig.step(rig.request("runs", prompt(1, 40)))
-    step_until(rig, lambda: ended(rig, "runs"))
+    step_until(rig, partial(ended, rig, "runs"))
     for _ in range(int(LONGEST_CHANGE_S)):
         rig.step()
     cleared = answer(rig, "clear")

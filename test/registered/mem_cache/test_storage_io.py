@@ -141,7 +141,8 @@ class Bench:
 
     def count(self, call: str, outcome: str) -> float:
         """Pages whose `call` ended so."""
-        return self.metrics.pages.labels(call, outcome)._value.get()
+        pages: float = self.metrics.pages.labels(call, outcome)._value.get()
+        return pages
 
     def let_the_pause_pass(self) -> None:
         self.io._breaker._retry_at = time.monotonic()

@@ -123,7 +123,8 @@ class HiRadixCache(HostTierCache):
         self._check: CheckOperation | None = None
         self._uses_of_stored = 0
         self._loaded_from_storage: dict[str, int] = {}
-        self._available = True
+        self._answers = True
+        """As of the last ballot: no call to L3 is stuck on any rank."""
         self._reconnects = 0
         self._storage_epoch = 0
         self.administration = StorageAdministration()
@@ -156,6 +157,11 @@ class HiRadixCache(HostTierCache):
             counts["administration"] = 1
         return counts
 
+    @property
+    def _available(self) -> bool:
+        """Whether L3 may be asked for anything."""
+        return self._answers and not self.administration.is_under_way
+
     def _has_operations(self) -> bool:
         return bool(
             len(self._board)
@@ -163,7 +169,7 @@ class HiRadixCache(HostTierCache):
             or self._postponed
             or self._check is not None
             or self.administration.is_under_way
-            or not self._available
+            or not self._answers
             or super()._has_operations()
         )
 
@@ -491,7 +497,7 @@ class HiRadixCache(HostTierCache):
         super()._act_on(agreed)
         self._choice.rates = agreed.rates
         self.administration.settle(agreed.administration)
-        self._available = agreed.available and not self.administration.is_under_way
+        self._answers = agreed.available
         for verdict in agreed.backups:
             self._settle_backup(success=verdict is Verdict.LANDED)
         self._resume_postponed()
@@ -578,7 +584,9 @@ class HiRadixCache(HostTierCache):
                 self._choice.rates = Rates()
             return self._attachment.take_up(change)
 
-        self._begin("attaching", prepare, take_up, discard=PreparedChange.discard)
+        self.administration.begin(
+            "attaching of L3", prepare, take_up, discard=PreparedChange.discard
+        )
 
     def begin_detaching(self) -> None:
         """Let go of L3 at once, and close its client; its objects and the policies stay.
@@ -588,14 +596,16 @@ class HiRadixCache(HostTierCache):
         self._refuse_while_busy()
         storage_io, name = self.cache_controller.storage_io, self._attachment.backend
         if storage_io is None:
-            self._begin("detaching", lambda: None, lambda _: "no storage backend is attached")
+            self.administration.begin(
+                "detaching of L3", lambda: None, lambda _: "no storage backend is attached"
+            )
             return
 
         def say(closed: bool) -> str:
             rest = "" if closed else "; its client could not be closed and is left behind"
             return f"detached {name}{rest}"
 
-        self._begin("detaching", storage_io.close, say)
+        self.administration.begin("detaching of L3", storage_io.close, say)
         self._attachment.detach()
 
     def begin_clearing(self) -> None:
@@ -616,11 +626,7 @@ class HiRadixCache(HostTierCache):
             return f"cleared {name}"
 
         # Where it fails, some of the objects may be gone all the same.
-        self._begin("clearing", storage_io.clear, say, on_failure=forget)
-
-    def _begin(self, what: str, *halves: Any, **options: Any) -> None:
-        self.administration.begin(f"{what} of L3", *halves, **options)
-        self._available = False
+        self.administration.begin("clearing of L3", storage_io.clear, say, on_failure=forget)
 
     def _refuse_while_busy(self) -> None:
         if busy := self.is_busy():
