@@ -15,7 +15,7 @@ import pytest
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import storage_io as storage_io_module
 from sglang.srt.mem_cache.ballot import Verdict
-from sglang.srt.mem_cache.hicache_administration import _MAX_LEFT_BEHIND, StorageAdministration
+from sglang.srt.mem_cache.hicache_administration import _MAX_LEFT_BEHIND
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorageConfig,
@@ -160,7 +160,7 @@ def test_a_configuration_that_cannot_be_read_is_refused(rig: CacheRig, tmp_path:
 
 def test_an_attachment_that_was_given_up_is_closed_when_it_comes_after_all(rig: CacheRig) -> None:
     gate = Erratic.hangs["init"] = threading.Event()
-    rig.hi.begin_attaching("dynamic", json.dumps(ERRATIC), None, "write_back")
+    rig.hi.administration.begin_attaching("dynamic", json.dumps(ERRATIC), None, "write_back")
     rig.tick()
     assert rig.tree.is_busy() == {"administration": 1}
     assert not rig.hi.attach_storage_backend("file")[0]
@@ -179,39 +179,33 @@ def test_an_attachment_that_was_given_up_is_closed_when_it_comes_after_all(rig: 
     assert serves_from_storage(rig)
 
 
-def test_attachments_that_hang_for_ever_are_bounded() -> None:
-    administration = StorageAdministration()
-    gate = threading.Event()
+def test_attachments_that_hang_for_ever_are_bounded(rig: CacheRig) -> None:
+    gate = Erratic.hangs["init"] = threading.Event()
+    administration = rig.hi.administration
     for _ in range(_MAX_LEFT_BEHIND):
-        administration.begin("attaching", lambda: gate.wait(30), str)
+        administration.begin_attaching("dynamic", json.dumps(ERRATIC), None, None)
         administration.give_up("too long")
-    with pytest.raises(ValueError, match="4 changes of L3 that were given up still hang; restart"):
-        administration.begin("attaching", lambda: True, str)
-    assert not administration.is_under_way
+    done, why = attach(rig, EXTRA, "file")
+    assert not done
+    assert "4 changes of L3 that were given up still hang; restart" in why
+    assert not rig.tree.is_busy()
     gate.set()
-    wait_for(lambda: all(call.ended for call in administration._left_behind))
-    administration.begin("attaching", lambda: True, str)
-    assert administration.wait(lambda: administration.settle(administration.progress())).done
+    wait_for(lambda: len(Erratic.closed) == _MAX_LEFT_BEHIND)
+    wait_for(lambda: attach(rig, EXTRA, "file")[0])
 
 
-def test_what_failed_on_one_rank_is_made_on_none() -> None:
-    administration = StorageAdministration()
-    undone: list[int] = []
-    failed: list[str] = []
-    administration.begin(
-        "attaching", lambda: 7, str, discard=undone.append, on_failure=lambda: failed.append("x")
-    )
+def test_what_failed_on_one_rank_is_made_on_none(rig: CacheRig) -> None:
+    administration = rig.hi.administration
+    administration.begin_attaching("dynamic", json.dumps(ERRATIC), None, None)
     wait_for(lambda: administration.progress() is Verdict.LANDED)
     administration.settle(Verdict.UNDER_WAY)
     assert administration.is_under_way, "another rank is not so far"
     administration.settle(Verdict.FAILED)
-    assert administration.take_result() == (
-        False,
-        "the attaching failed on another rank; see its log",
-    )
-    wait_for(lambda: undone == [7])
-    assert failed == ["x"]
+    done, why = administration.take_result() or (True, "")
+    assert (done, why) == (False, "the attaching of L3 failed on another rank; see its log")
+    wait_for(lambda: Erratic.closed)
     assert administration.progress() is Verdict.UNDER_WAY
+    assert rig.hi.storage_state()["hicache_storage_backend"] is None
 
 
 # ---- clearing ----------------------------------------------------------------------------------
@@ -240,7 +234,7 @@ def test_nothing_is_asked_of_a_store_while_it_is_cleared(rig: CacheRig, storage_
     rig.run(range(16))
     rig.settle()
     gate = Erratic.hangs["clear"] = threading.Event()
-    rig.hi.begin_clearing()
+    rig.hi.administration.begin_clearing()
     assert rig.run(range(100, 116)) == Reused()
     rig.until(lambda: rig.tree.is_busy() == {"administration": 1})
     outcomes = rig.hi.metrics.prefetch_outcomes.labels("unavailable")
@@ -258,7 +252,7 @@ def test_a_clear_that_hangs_is_given_up_and_its_store_can_be_detached(
 ) -> None:
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
-    rig.hi.begin_clearing()
+    rig.hi.administration.begin_clearing()
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     rig.run(range(16))
@@ -276,7 +270,7 @@ def test_a_clear_that_hangs_is_given_up_and_its_store_can_be_detached(
 def test_a_store_that_was_slow_to_clear_is_used_again_when_it_is_done(rig: CacheRig) -> None:
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
-    rig.hi.begin_clearing()
+    rig.hi.administration.begin_clearing()
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     gate.set()
@@ -304,7 +298,7 @@ def test_a_close_that_hangs_holds_up_no_request_and_no_end(
     monkeypatch.setattr(storage_io_module, "_CLOSE_TIMEOUT_S", 0.05)
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["close"] = threading.Event()
-    rig.hi.begin_detaching()
+    rig.hi.administration.begin_detaching()
     assert rig.hi.storage_state()["hicache_storage_backend"] is None, "at once"
     assert rig.run(range(16)) == Reused()
     rig.settle()

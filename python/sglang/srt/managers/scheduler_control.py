@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import (
     GetMetricsReq,
     ShutdownReq,
 )
-from sglang.srt.mem_cache.hicache_administration import LONGEST_CHANGE_S
+from sglang.srt.mem_cache.hicache_administration import LONGEST_CHANGE_S, StorageAdministration
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class ControlHandler:
     def _attach(self, message: AttachHiCacheStorageReqInput) -> None:
         self._begin_change(
             message.req_id,
-            lambda tree: tree.begin_attaching(
+            lambda administration: administration.begin_attaching(
                 message.hicache_storage_backend,
                 message.hicache_storage_backend_extra_config_json,
                 message.hicache_storage_prefetch_policy,
@@ -185,10 +185,10 @@ class ControlHandler:
         )
 
     def _detach(self, message: DetachHiCacheStorageReqInput) -> None:
-        self._begin_change(message.req_id, HiRadixCache.begin_detaching)
+        self._begin_change(message.req_id, StorageAdministration.begin_detaching)
 
     def _clear(self, message: ClearHiCacheReqInput) -> None:
-        self._begin_change(message.req_id, HiRadixCache.begin_clearing)
+        self._begin_change(message.req_id, StorageAdministration.begin_clearing)
 
     def _get_storage(self, message: GetHiCacheStorageReqInput) -> None:
         tree = self._state.tree
@@ -197,7 +197,7 @@ class ControlHandler:
             return
         self._answer(message.req_id, True, data=tree.storage_state())
 
-    def _begin_change(self, req_id: str, begin: Callable[[HiRadixCache], None]) -> None:
+    def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
         """Begin a change of L3 on an idle hierarchical cache, or say why not."""
         tree = self._state.tree
         if not isinstance(tree, HiRadixCache):
@@ -207,7 +207,7 @@ class ControlHandler:
             self._answer(req_id, False, _busy_text(busy))
             return
         try:
-            begin(tree)
+            begin(tree.administration)
         except ValueError as error:
             self._answer(req_id, False, str(error))
         else:

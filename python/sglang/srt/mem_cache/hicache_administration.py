@@ -7,20 +7,27 @@ scheduler's thread at the tick at which the ranks agree that the work has ended.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from sglang.srt.mem_cache.ballot import Verdict
+from sglang.srt.mem_cache.hicache_attachment import PreparedChange, StorageAttachment
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
 from sglang.srt.utils.background_call import BackgroundCall
+from sglang.srt.utils.listeners import log_exposed_ports
+
+logger = logging.getLogger(__name__)
 
 LONGEST_CHANGE_S: Final = 100.0
 """Seconds after which a change is given up: before clients give up waiting for its answer."""
 _MAX_LEFT_BEHIND: Final = 4
 """Changes that were given up and still hang: each keeps a thread, and whatever it has reached."""
 _TICK_S: Final = 0.01
+_NOT_ATTACHED: Final = "no storage backend is attached"
 _EXPECTED: Final = (ValueError, StorageUnavailable)
 
 T = TypeVar("T")
@@ -42,13 +49,29 @@ class _Change:
     on_failure: Callable[[], None]
 
 
-class StorageAdministration:
-    """The change under way and the result of the last one. Scheduler thread only.
+class AdministeredCache(Protocol):
+    """The cache whose L3 is changed."""
 
-    Owns one thread, `hicache-administration`, while a change is under way.
+    write_policy: str
+
+    def is_busy(self) -> dict[str, int]: ...
+    def forget_stored(self) -> None: ...
+
+
+class StorageAdministration:
+    """The change under way, and the result of the last one. Scheduler thread only.
+
+    Requests may run during a change; they use no L3. Owns one thread, `hicache-administration`,
+    while a change is under way.
+
+    Args:
+        cache: Above L3.
+        attachment: What is attached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: AdministeredCache, attachment: StorageAttachment) -> None:
+        self._cache = cache
+        self._attachment = attachment
         self._change: _Change | None = None
         self._result: ChangeResult | None = None
         self._left_behind: list[BackgroundCall[Any]] = []
@@ -58,7 +81,77 @@ class StorageAdministration:
         """Whether a change has begun and not ended: another one has to wait."""
         return self._change is not None
 
-    def begin(
+    def begin_attaching(
+        self,
+        backend: str,
+        extra_config: str | None,
+        prefetch_policy: str | None,
+        write_policy: str | None,
+    ) -> None:
+        """Attach L3, or change the policies of the one that is attached.
+
+        Raises:
+            ValueError: Something is under way, or the write policy does not exist.
+        """
+        self._refuse_while_busy()
+        if write_policy is not None and write_policy not in WRITE_POLICIES:
+            choices = ", ".join(WRITE_POLICIES)
+            raise ValueError(f"hicache_write_policy {write_policy!r} is none of {choices}")
+
+        def prepare() -> PreparedChange:
+            change = self._attachment.prepare(backend, extra_config, prefetch_policy)
+            if change.storage is not None:
+                log_exposed_ports(logger, "the store of L3")
+            return change
+
+        def take_up(change: PreparedChange) -> str:
+            self._cache.write_policy = write_policy or self._cache.write_policy
+            if change.storage is not None:
+                self._cache.forget_stored()
+            return self._attachment.take_up(change)
+
+        self._begin("attaching", prepare, take_up, discard=PreparedChange.discard)
+
+    def begin_detaching(self) -> None:
+        """Let go of L3 at once, and close its client; its objects and the policies stay.
+
+        Raises ValueError while something is under way.
+        """
+        self._refuse_while_busy()
+        storage_io, name = self._attachment.storage_io, self._attachment.backend
+        if storage_io is None:
+            self._begin("detaching", lambda: None, lambda _: _NOT_ATTACHED)
+            return
+
+        def say(closed: bool) -> str:
+            rest = "" if closed else "; its client could not be closed and is left behind"
+            return f"detached {name}{rest}"
+
+        self._begin("detaching", storage_io.close, say)
+        self._attachment.detach()
+
+    def begin_clearing(self) -> None:
+        """Remove this namespace's objects from L3.
+
+        Raises ValueError while something is under way, or without an L3.
+        """
+        self._refuse_while_busy()
+        storage_io, name = self._attachment.storage_io, self._attachment.backend
+        if storage_io is None:
+            raise ValueError(_NOT_ATTACHED)
+
+        def say(_: None) -> str:
+            self._cache.forget_stored()
+            return f"cleared {name}"
+
+        # Where it fails, some of the objects may be gone all the same.
+        self._begin("clearing", storage_io.clear, say, on_failure=self._cache.forget_stored)
+
+    def _refuse_while_busy(self) -> None:
+        if busy := self._cache.is_busy():
+            raise ValueError(f"busy: {busy}")
+
+    def _begin(
         self,
         what: str,
         work: Callable[[], T],
@@ -88,7 +181,7 @@ class StorageAdministration:
                 "the server, and look into its log for what they wait for"
             )
         call = BackgroundCall("hicache-administration", work, expected=_EXPECTED, discard=discard)
-        self._change, self._result = _Change(what, call, accept, on_failure), None
+        self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
 
     def wait(self, tick: Callable[[], None]) -> ChangeResult:
         """The end of the change, for who has nothing else to do than to `tick` meanwhile."""

@@ -79,6 +79,11 @@ class StorageAttachment:
         self.backend: str | None = None
         self._config: dict[str, Any] = {}
 
+    @property
+    def storage_io(self) -> StorageIO | None:
+        """The threads of what is attached."""
+        return self._controller.storage_io
+
     def prefetch_seconds(self, num_tokens: int) -> float:
         """How long a request may wait for a read of `num_tokens`."""
         timeout = self.settings.timeout
@@ -130,10 +135,10 @@ class StorageAttachment:
         self._use(change.storage)
         return f"attached {change.storage.backend}"
 
-    def detach(self) -> StorageIO | None:
-        """Let go of the backend; what is to be closed, None where none is attached."""
+    def detach(self) -> None:
+        """Let go of the backend, which is to be closed. Idempotent."""
         self.backend, self._config = None, {}
-        return self._controller.detach_storage_backend()
+        self._controller.detach_storage_backend()
 
     def state(self) -> dict[str, Any]:
         """Backend, configuration without secrets, prefetch policy."""

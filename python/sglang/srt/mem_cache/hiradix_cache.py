@@ -27,15 +27,11 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.fetch_choice import FetchChoice
 from sglang.srt.mem_cache.fetch_worth import Rates
 from sglang.srt.mem_cache.hicache_administration import StorageAdministration
-from sglang.srt.mem_cache.hicache_attachment import (
-    PreparedChange,
-    StorageAttachment,
-    host_allocator_type,
-)
+from sglang.srt.mem_cache.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES, HostTierCache, parts_of
+from sglang.srt.mem_cache.host_tier_cache import HostTierCache, parts_of
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.storage_operation import (
@@ -44,7 +40,6 @@ from sglang.srt.mem_cache.storage_operation import (
     StorageOperation,
 )
 from sglang.srt.mem_cache.tree_node import TreeNode
-from sglang.srt.utils.listeners import log_exposed_ports
 
 logger = logging.getLogger(__name__)
 
@@ -127,14 +122,14 @@ class HiRadixCache(HostTierCache):
         """As of the last ballot: no call to L3 is stuck on any rank."""
         self._reconnects = 0
         self._storage_epoch = 0
-        self.administration = StorageAdministration()
-        """Changes of L3 at run time, which `begin_attaching` and its like begin."""
         self._attachment = StorageAttachment(
             controller,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
         )
+        self.administration = StorageAdministration(self, self._attachment)
+        """Changes of L3 at run time."""
         if server_args.hicache_storage_backend is not None:
             try:
                 self._attachment.attach(
@@ -526,9 +521,12 @@ class HiRadixCache(HostTierCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        """`begin_attaching`, and wait for the end. (done, what or why not)."""
-        return self._to_the_end(
-            lambda: self.begin_attaching(
+        """Attach L3, or change the policies of the one that is attached, and wait for the end.
+
+        Returns whether it was done, and what or why not.
+        """
+        return self._change_storage(
+            lambda: self.administration.begin_attaching(
                 storage_backend,
                 storage_backend_extra_config_json,
                 hicache_storage_prefetch_policy,
@@ -537,100 +535,24 @@ class HiRadixCache(HostTierCache):
         )
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """`begin_detaching`, and wait for the end. Idempotent."""
-        return self._to_the_end(self.begin_detaching)
+        """Let go of L3, and wait for the end; its objects and the policies stay. Idempotent."""
+        return self._change_storage(self.administration.begin_detaching)
 
     def clear_storage_backend(self) -> tuple[bool, str]:
-        """`begin_clearing`, and wait for the end."""
-        return self._to_the_end(self.begin_clearing)
+        """Remove this namespace's objects from L3, and wait for the end."""
+        return self._change_storage(self.administration.begin_clearing)
 
-    def _to_the_end(self, begin: Callable[[], None]) -> tuple[bool, str]:
+    def _change_storage(self, begin: Callable[[], None]) -> tuple[bool, str]:
         try:
             begin()
         except ValueError as error:
             return False, str(error)
         return self.administration.wait(self.check_hicache_events)
 
-    def begin_attaching(
-        self,
-        backend: str,
-        extra_config: str | None,
-        prefetch_policy: str | None,
-        write_policy: str | None,
-    ) -> None:
-        """Attach L3, or change the policies of the one that is attached.
-
-        Like all that `administration` does this may take long. Requests may run meanwhile; until it
-        has ended they use no L3.
-
-        Raises:
-            ValueError: Something is under way, or a policy that does not exist.
-        """
-        self._refuse_while_busy()
-        if write_policy is not None and write_policy not in WRITE_POLICIES:
-            choices = ", ".join(WRITE_POLICIES)
-            raise ValueError(f"hicache_write_policy {write_policy!r} is none of {choices}")
-
-        def prepare() -> PreparedChange:
-            change = self._attachment.prepare(backend, extra_config, prefetch_policy)
-            if change.storage is not None:
-                log_exposed_ports(logger, "the store of L3")
-            return change
-
-        def take_up(change: PreparedChange) -> str:
-            self.write_policy = write_policy or self.write_policy
-            if change.storage is not None:
-                self._storage_epoch += 1
-                self._choice.rates = Rates()
-            return self._attachment.take_up(change)
-
-        self.administration.begin(
-            "attaching of L3", prepare, take_up, discard=PreparedChange.discard
-        )
-
-    def begin_detaching(self) -> None:
-        """Let go of L3 at once, and close its client; its objects and the policies stay.
-
-        Raises ValueError while something is under way.
-        """
-        self._refuse_while_busy()
-        storage_io, name = self.cache_controller.storage_io, self._attachment.backend
-        if storage_io is None:
-            self.administration.begin(
-                "detaching of L3", lambda: None, lambda _: "no storage backend is attached"
-            )
-            return
-
-        def say(closed: bool) -> str:
-            rest = "" if closed else "; its client could not be closed and is left behind"
-            return f"detached {name}{rest}"
-
-        self.administration.begin("detaching of L3", storage_io.close, say)
-        self._attachment.detach()
-
-    def begin_clearing(self) -> None:
-        """Remove this namespace's objects from L3.
-
-        Raises ValueError while something is under way, or without an L3.
-        """
-        self._refuse_while_busy()
-        storage_io, name = self.cache_controller.storage_io, self._attachment.backend
-        if storage_io is None:
-            raise ValueError("no storage backend is attached")
-
-        def forget() -> None:
-            self._storage_epoch += 1
-
-        def say(_: None) -> str:
-            forget()
-            return f"cleared {name}"
-
-        # Where it fails, some of the objects may be gone all the same.
-        self.administration.begin("clearing of L3", storage_io.clear, say, on_failure=forget)
-
-    def _refuse_while_busy(self) -> None:
-        if busy := self.is_busy():
-            raise ValueError(f"busy: {busy}")
+    def forget_stored(self) -> None:
+        """L3 is another one, or has been cleared: nothing counts as stored any more."""
+        self._storage_epoch += 1
+        self._choice.rates = Rates()
 
     def storage_state(self) -> dict[str, Any]:
         """For `GET /hicache/storage-backend`: backend, its config without secrets, policies."""
