@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AttachHiCacheStorageReqInput,
@@ -23,7 +24,6 @@ from sglang.srt.managers.io_struct import (
     GetHiCacheStorageReqInput,
     ShutdownReq,
 )
-from sglang.srt.mem_cache.hicache_administration import LONGEST_CHANGE_S
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -133,7 +133,7 @@ def test_requests_run_while_a_backend_connects_and_until_it_is_given_up(
         assert "administration 1" in refused.message
     assert attached(rig) is None
     assert rig.scheduler.poll_timeout_ms() < 1000
-    while rig.now + 1 < began + LONGEST_CHANGE_S:
+    while rig.now + 1 < began + LONGEST_STORAGE_CHANGE_S:
         rig.step()
         assert not rig.answers
     rig.step()
@@ -182,7 +182,7 @@ def test_a_clear_that_hangs_stops_no_request_and_is_answered(rig: SchedulerRig) 
     rig.step(CLEAR)
     rig.step(rig.request("runs", prompt(1, 40)))
     step_until(rig, partial(ended, rig, "runs"))
-    for _ in range(int(LONGEST_CHANGE_S)):
+    for _ in range(int(LONGEST_STORAGE_CHANGE_S)):
         rig.step()
     cleared = answer(rig, "clear")
     assert not cleared.success

@@ -292,6 +292,16 @@ def test_a_close_that_raises_anything_is_a_detachment(rig: CacheRig, raised: Bas
     assert serves_from_storage(rig)
 
 
+def test_what_is_detached_is_not_shown_as_failing(rig: CacheRig) -> None:
+    assert attach(rig, ERRATIC)[0]
+    storage_io = rig.hi.cache_controller.storage_io
+    assert storage_io is not None
+    storage_io._trip()
+    assert rig.hi.metrics.breaker_open._value.get() == 1
+    assert rig.hi.detach_storage_backend()[0]
+    assert rig.hi.metrics.breaker_open._value.get() == 0
+
+
 def test_a_close_that_hangs_holds_up_no_request_and_no_end(
     rig: CacheRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

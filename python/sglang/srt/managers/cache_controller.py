@@ -278,6 +278,7 @@ class HiCacheController:
         """Use L3 no longer. Its objects stay; no operation may be under way. Returns what is to be
         closed; None where nothing was attached."""
         storage_io, self.storage_io = self.storage_io, None
+        self._metrics.breaker_open.set(0)
         return storage_io
 
     # ---- life ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.managers.io_struct import (
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
@@ -18,7 +19,7 @@ from sglang.srt.managers.io_struct import (
     GetMetricsReq,
     ShutdownReq,
 )
-from sglang.srt.mem_cache.hicache_administration import LONGEST_CHANGE_S, StorageAdministration
+from sglang.srt.mem_cache.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class ControlHandler:
         except ValueError as error:
             self._answer(req_id, False, str(error))
         else:
-            self._change = _PendingChange(req_id, self._state.now + LONGEST_CHANGE_S)
+            self._change = _PendingChange(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
 
     def _end_change(self) -> None:
         """Answer for the change of L3 under way where it has ended, or has taken too long."""
@@ -221,7 +222,9 @@ class ControlHandler:
         if self.is_draining:
             tree.administration.give_up("the server is shutting down")
         elif self._state.now >= change.deadline:
-            tree.administration.give_up(f"it has taken {LONGEST_CHANGE_S:.0f} s; see the log")
+            tree.administration.give_up(
+                f"it has taken {LONGEST_STORAGE_CHANGE_S:.0f} s; see the log"
+            )
         if (result := tree.administration.take_result()) is None:
             return
         self._change = None

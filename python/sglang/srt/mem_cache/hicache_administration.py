@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.mem_cache.ballot import Verdict
 from sglang.srt.mem_cache.hicache_attachment import PreparedChange, StorageAttachment
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
@@ -22,8 +23,6 @@ from sglang.srt.utils.listeners import log_exposed_ports
 
 logger = logging.getLogger(__name__)
 
-LONGEST_CHANGE_S: Final = 100.0
-"""Seconds after which a change is given up: before clients give up waiting for its answer."""
 _MAX_LEFT_BEHIND: Final = 4
 """Changes that were given up and still hang: each keeps a thread, and whatever it has reached."""
 _TICK_S: Final = 0.01
@@ -185,10 +184,10 @@ class StorageAdministration:
 
     def wait(self, tick: Callable[[], None]) -> ChangeResult:
         """The end of the change, for who has nothing else to do than to `tick` meanwhile."""
-        deadline = time.monotonic() + LONGEST_CHANGE_S
+        deadline = time.monotonic() + LONGEST_STORAGE_CHANGE_S
         while (result := self.take_result()) is None:
             if time.monotonic() > deadline:
-                self.give_up(f"it has taken {LONGEST_CHANGE_S:.0f} s")
+                self.give_up(f"it has taken {LONGEST_STORAGE_CHANGE_S:.0f} s")
             if self._change is not None:
                 self._change.call.wait(_TICK_S)
             tick()

@@ -7,7 +7,8 @@ calls for the anchor pool. Answers of another type or length than their call pro
 (`answers.py`): the store then counts as failing.
 
 Threads: gets and exists come from the prefetch thread, sets from the backup thread, at the same
-time. Import it from `sglang.srt.mem_cache.hicache_storage`.
+time. At run time a backend is made, cleared and closed in further threads, while nothing else is
+asked of it. Import it from `sglang.srt.mem_cache.hicache_storage`.
 """
 
 from __future__ import annotations
