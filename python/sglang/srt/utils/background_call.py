@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from sglang.srt.utils.threads import leave_cores_to_model
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -76,6 +78,7 @@ class BackgroundCall(Generic[T]):
 
     def _run(self) -> None:
         try:
+            leave_cores_to_model()
             self._results.append(self._work())
         except BaseException as error:
             if not isinstance(error, self._expected):
