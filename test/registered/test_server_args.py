@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang.srt.arg_groups.extra_config import parse_extra_config
 from sglang.srt.arg_groups.refusals import other_name, refusal, refused_choice
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -297,6 +301,18 @@ def test_extra_config_inline_and_absent() -> None:
         ("file", "{", "cannot read its value"),
         ("file", "@/nonexistent.json", "cannot read @/nonexistent.json"),
         ("file", "@/etc/hostname", "unknown suffix"),
+        ("file", "[" * 60_000, "cannot read its value: maximum recursion depth"),
+        ("file", '{"a":' * 10_000, "cannot read its value: maximum recursion depth"),
+        ("file", "[" * 100_000, "at most 65536 bytes"),
+        ("file", '{"a": "' + "b" * 70_000 + '"}', "at most 65536 bytes"),
+        ("dynamic", '{"a": ' + "[" * 40 + "]" * 40 + "}", "'a': nested more than 32 deep"),
+        ("dynamic", json.dumps({"a": [0] * 10_001}), "'a': more than 10000 values"),
+        ("dynamic", json.dumps({"a": {"b": 2**64}}), "'a': 18446744073709551616 has more than 64"),
+        ("dynamic", '{"a": [1e999]}', "'a': inf is no number"),
+        ("dynamic", '{"a": NaN}', "'a': nan is no number"),
+        ("dynamic", '{"a": "\\ud800"}', "'a': a text that is no Unicode"),
+        ("dynamic", '{"\\ud800": 1}', "a text that is no Unicode"),
+        ("file", '{"prefetch_threshold": ' + "9" * 5000 + "}", "cannot read its value: Exceeds"),
     ],
 )
 def test_bad_extra_config(backend: str, text: str, message: str) -> None:
@@ -304,6 +320,42 @@ def test_bad_extra_config(backend: str, text: str, message: str) -> None:
         prepare("--hicache-storage-backend", backend, EXTRA, text)
     assert "\n" not in str(error.value)
     assert EXTRA in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        # Opened for reading it would wait for a writer.
+        pytest.param(os.mkfifo, "no regular file", id="fifo"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), "no regular file", id="device"),
+        pytest.param(Path.mkdir, "Is a directory", id="folder"),
+        pytest.param(lambda path: path.write_text(" " * 70_000), "at most 65536 bytes", id="long"),
+    ],
+)
+def test_extra_config_comes_from_a_regular_file_of_bounded_size(
+    tmp_path: Path, make: Callable[[Path], object], words: str
+) -> None:
+    path = tmp_path / "config.json"
+    make(path)
+    with pytest.raises(ValueError, match=words) as error:
+        parse_extra_config(f"@{path}")
+    assert str(error.value).startswith(f"{EXTRA}: cannot read @{path}: ")
+
+
+def test_yaml_that_contains_itself_or_much_in_little_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("a: &a [*a]\n")
+    with pytest.raises(ValueError, match="'a': nested more than 32 deep"):
+        parse_extra_config(f"@{path}")
+    levels = [
+        f"{name}: &{name} [{', '.join([f'*{below}'] * 9)}]" for below, name in pairwise("abcdefgh")
+    ]
+    path.write_text("a: &a [1]\n" + "\n".join(levels))
+    with pytest.raises(ValueError, match="more than 10000 values"):
+        parse_extra_config(f"@{path}")
+    path.write_text("day: 2026-01-01\n")
+    with pytest.raises(ValueError, match="'day': a value of type date"):
+        parse_extra_config(f"@{path}")
 
 
 def test_a_dynamic_backend_reads_what_it_likes() -> None:

@@ -28,3 +28,6 @@ BUILTIN_MODEL_NAME: Final = "sglang-builtin"
 
 HEALTH_CHECK_RID_PREFIX: Final = "HEALTH_CHECK"
 """Request ids with this prefix are probes: not counted, not logged, not cached."""
+
+LONGEST_STORAGE_CHANGE_S: Final = 100.0
+"""A change of L3 at run time that takes longer is given up, in seconds. Clients wait longer."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -168,6 +170,35 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
     log = server.process.log_path.read_text(errors="replace")
     for word in ("attached", "updated the policies", "detached", "cleared"):
         assert f"administration of L3: {word}" in log, word
+
+
+def test_no_configuration_ends_or_stalls_the_server(server: EngineServer, tmp_path: Path) -> None:
+    """Whatever an operator sends is refused, and requests go on."""
+    server.flush()
+    assert administer(server, "DELETE").status == 200
+    fifo = tmp_path / "fifo.json"
+    os.mkfifo(fifo)
+    dynamic = {"backend_name": "b", "module_path": "no_such_module", "class_name": "B"}
+    for backend, config in (
+        ("file", "[" * 60_000),
+        ("file", "[" * 200_000),
+        ("file", json.dumps({"prefetch_threshold": 10**30})),
+        ("file", json.dumps({"prefetch_threshold": "\ud800"})),
+        ("file", f"@{fifo}"),
+        ("file", "@/dev/zero"),
+        ("dynamic", json.dumps(dynamic)),
+    ):
+        server.flush()
+        reply = administer(
+            server, "PUT",
+            hicache_storage_backend=backend,
+            hicache_storage_backend_extra_config_json=config,
+        )  # fmt: skip
+        assert reply.status == 400 and "busy" not in text_of(reply), (config[:80], reply)
+        assert administer(server, "GET").body["hicache_storage_backend"] is None
+        assert len(server.generate(tokens(99, 64), max_new_tokens=2).output_ids) == 2
+    server.flush()
+    assert administer(server, "PUT", **MOONCAKE).status == 200
 
 
 def assert_from_storage(server: EngineServer, prompt: list[int], cold: list[int]) -> None:

@@ -208,12 +208,15 @@ def test_administration_is_refused_while_busy_and_works_when_idle(model: Path) -
         assert [answer.success for answer in rig.answers[-2:]] == [False, False]
         assert "running 1" in rig.answers[-1].message
         settle(rig)
-        rig.step(attach, GetHiCacheStorageReqInput(req_id="get"))
-        assert rig.answers[-2].success, rig.answers[-2].message
+        rig.step(attach)
+        settle(rig)
+        assert rig.answers[-1].success, rig.answers[-1].message
+        rig.step(GetHiCacheStorageReqInput(req_id="get"))
         assert rig.answers[-1].data["hicache_storage_backend"] == "file"
         for _ in range(2):
             rig.step(DetachHiCacheStorageReqInput(req_id="detach"))
-            assert rig.answers[-1].success
+            settle(rig)
+            assert (rig.answers[-1].req_id, rig.answers[-1].success) == ("detach", True)
         rig.step(GetHiCacheStorageReqInput(req_id="get"))
         assert rig.answers[-1].data["hicache_storage_backend"] is None
     finally:

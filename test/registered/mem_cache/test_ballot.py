@@ -7,11 +7,11 @@ import torch
 
 from sglang.srt.mem_cache.ballot import (
     MAX_PREFETCHES,
-    NONE_FAILED,
+    MAX_SETTLED,
     PrefetchProgress,
     Progress,
-    QueueProgress,
     RanksDiverged,
+    Verdict,
     agree,
     from_vector,
     to_vector,
@@ -21,6 +21,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
+FAILED, LANDED = Verdict.FAILED, Verdict.LANDED
+
 
 def vote(*ranks: Progress) -> Progress:
     """What all of `ranks` agree on."""
@@ -29,16 +31,10 @@ def vote(*ranks: Progress) -> Progress:
 
 
 def test_the_slowest_rank_decides() -> None:
-    fast = Progress(
-        queues={"write": QueueProgress(done=5)},
-        prefetches=[PrefetchProgress(hit=8, landed=8, ended=True)],
-    )
-    slow = Progress(
-        queues={"write": QueueProgress(done=2)},
-        prefetches=[PrefetchProgress(hit=6, landed=3)],
-    )
+    fast = Progress(writes=5, loads=3, prefetches=[PrefetchProgress(hit=8, landed=8, ended=True)])
+    slow = Progress(writes=2, loads=4, prefetches=[PrefetchProgress(hit=6, landed=3)])
     agreed = vote(fast, slow)
-    assert agreed.queues["write"] == QueueProgress(2, NONE_FAILED)
+    assert (agreed.writes, agreed.loads) == (2, 3)
     assert agreed.prefetches == [PrefetchProgress(hit=6, landed=3, ended=False, expired=False)]
 
 
@@ -47,25 +43,30 @@ def test_one_rank_whose_time_is_up_ends_the_wait_of_all() -> None:
     assert vote(expired, Progress(prefetches=[PrefetchProgress()])).prefetches[0].expired
 
 
-def test_a_failure_on_one_rank_is_a_failure_for_all_in_its_turn() -> None:
-    good = Progress(queues={"backup": QueueProgress(done=4)})
-    bad = Progress(queues={"backup": QueueProgress(done=3, first_failed=1)})
-    backup = vote(good, bad).queues["backup"]
-    assert (backup.successes, backup.failure_follows) == (1, True)
-    # Until the failed one is done everywhere, only what came before it counts.
-    waiting = Progress(queues={"backup": QueueProgress(done=1)})
-    assert not vote(waiting, bad).queues["backup"].failure_follows
+def test_a_write_that_failed_on_one_rank_failed_for_all_and_holds_up_no_other() -> None:
+    good = Progress(backups=[LANDED, LANDED, LANDED, LANDED])
+    bad = Progress(backups=[LANDED, FAILED, FAILED])
+    other = Progress(backups=[FAILED, LANDED, LANDED, LANDED])
+    assert vote(good, bad).backups == [LANDED, FAILED, FAILED]
+    assert vote(good, bad, other).backups == [FAILED, FAILED, FAILED]
+    # Until one has ended everywhere, only those before it count.
+    assert vote(good, bad, Progress(backups=[LANDED])).backups == [LANDED]
+    assert vote(good, bad, Progress()).backups == []
+
+
+def test_as_many_writes_as_there_are_slots_are_settled_in_a_tick() -> None:
+    verdicts = [LANDED, FAILED] * (MAX_SETTLED // 2)
+    reads = [PrefetchProgress(hit=8, landed=3, handed=5)] * MAX_PREFETCHES
+    agreed = vote(Progress(backups=verdicts, prefetches=reads))
+    assert agreed.backups == verdicts
+    assert agreed.prefetches == reads
 
 
 def test_what_one_rank_has_lost_is_lost_for_all_once_all_have_looked() -> None:
-    there, lost = QueueProgress(done=1), QueueProgress(done=1, first_failed=0)
-    found = Progress(queues={"check": there})
-    missing = Progress(queues={"check": lost})
-    agreed = vote(found, missing).of_queue("check")
-    assert agreed.done == 1
-    assert agreed.failure_follows
-    assert not vote(found, found).of_queue("check").failure_follows
-    assert vote(missing, Progress()).of_queue("check").done == 0
+    found, missing = Progress(check=LANDED), Progress(check=FAILED)
+    assert vote(found, missing).check is FAILED
+    assert vote(found, found).check is LANDED
+    assert vote(missing, Progress()).check is Verdict.UNDER_WAY
 
 
 def test_unavailable_or_slow_anywhere_is_so_everywhere() -> None:
@@ -81,14 +82,16 @@ def test_different_books_stop_the_ranks() -> None:
 
 
 def test_the_vector_has_one_size_whatever_happens() -> None:
-    full = Progress(prefetches=[PrefetchProgress()] * MAX_PREFETCHES)
+    full = Progress(
+        prefetches=[PrefetchProgress()] * MAX_PREFETCHES, backups=[LANDED] * MAX_SETTLED
+    )
     assert len(to_vector(Progress())) == len(to_vector(full))
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    progress = Progress(queues={"load": QueueProgress(done=1)})
+    progress = Progress(loads=1)
     assert agree(progress, None) is progress
-    assert agree(progress, lambda vector: vector).queues["load"].done == 1
+    assert agree(progress, lambda vector: vector).loads == 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
 from sglang.srt.mem_cache.circuit_breaker import CircuitBreaker
@@ -65,6 +68,61 @@ def test_a_failure_after_recovery_starts_with_a_short_pause() -> None:
     store.now, store.works = 1.0, True
     assert store.breaker.allow()
     assert store.breaker.times_opened == 2
+
+
+def test_who_asks_during_a_probe_is_refused_and_does_not_probe_too() -> None:
+    probes: list[str] = []
+    goes_on = threading.Event()
+
+    def probe() -> bool:
+        probes.append("probe")
+        return goes_on.wait(10)
+
+    breaker = CircuitBreaker(probe, clock=lambda: float(len(probes) * 100))
+    breaker.trip()
+    probes.append("time passes")
+    answers: list[bool] = []
+    first = threading.Thread(target=lambda: answers.append(breaker.allow()))
+    first.start()
+    while len(probes) < 2:
+        first.join(0.001)
+    assert not breaker.allow()
+    goes_on.set()
+    first.join()
+    assert answers == [True]
+    assert probes == ["time passes", "probe"]
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_a_probe_has_ended_only_when_its_result_counts(works: bool) -> None:
+    """Who asks between the end of a probe and what follows from it is told what held before."""
+    store = Store()
+    store.breaker.trip()
+    store.now, store.works = 1.0, works
+    answers: list[bool] = []
+    gate = Gate(store.breaker._lock, lambda: answers.append(store.breaker.allow()))
+    store.breaker._lock = gate  # type: ignore[assignment]
+    assert store.breaker.allow() is works
+    assert answers == [False]
+    assert store.probes == 1
+
+
+class Gate:
+    """A lock that lets somebody else in first at its second taking: that of a probe's result."""
+
+    def __init__(self, lock: threading.Lock, somebody: Callable[[], None]) -> None:
+        self._lock = lock
+        self._somebody = somebody
+        self._taken = 0
+
+    def __enter__(self) -> None:
+        self._taken += 1
+        if self._taken == 2:
+            self._somebody()
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
     PrefetchTimeoutConfig,
+    StorageUnavailable,
 )
 from sglang.srt.mem_cache.host_layout import HostLayout
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
@@ -264,6 +266,48 @@ def test_v1_calls_are_used_for_the_anchor() -> None:
     assert storage.batch_set_v2([move]) == {"kv": [True, True]}
     assert storage.objects["ns/" + "0" * 64 + "/kv/1_2"].tolist() == [8, 9, 10, 11]
     assert storage.batch_get_v2([move]) == {"kv": [True, True]}
+
+
+class Scripted(DictStorage):
+    """A third party's calls, each answering what a test says."""
+
+    def __init__(self, **answers: object) -> None:
+        super().__init__()
+        self.register_mem_pool_host(make_host_pool(make_device_pool(), "page_first"))
+        for name, answer in answers.items():
+            setattr(self, name, lambda *args, _answer=answer, **kwargs: _answer)
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"exists": 1}, "Scripted.exists answered 1 where True or False is due"),
+        ({"exists": None}, "Scripted.exists answered None"),
+        ({"batch_exists": 4}, "Scripted.batch_exists answered 4 pages, having been asked about 3"),
+        ({"batch_exists": -1}, "Scripted.batch_exists answered -1 pages"),
+        ({"batch_exists": True}, "Scripted.batch_exists answered True where a number"),
+        ({"batch_exists": [True] * 3}, "of type list where a number"),
+        ({"get": b"bytes"}, "Scripted.batch_get answered a value of type bytes"),
+        ({"get": True}, "Scripted.batch_get answered True where a tensor or None is due"),
+        ({"batch_get": [None, None]}, "Scripted.batch_get answered 2 results for 3 keys"),
+        ({"batch_get": None}, "Scripted.batch_get answered None where a list is due"),
+        ({"set": None}, "Scripted.set answered None where True or False is due"),
+        ({"set": 0}, "Scripted.set answered 0 where True or False is due"),
+    ],
+)
+def test_answers_of_the_plain_and_v1_calls_have_a_type_and_a_length(
+    answers: dict[str, object], words: str
+) -> None:
+    storage, keys = Scripted(**answers), page_keys(3)
+    move = PoolTransfer(PoolName.KV, host_indices=page_slots([2, 0, 1]), keys=keys)
+    calls: dict[str, Callable[[], object]] = {
+        "exists": lambda: storage.batch_exists_v2(keys),
+        "get": lambda: storage.batch_get_v2([move]),
+        "set": lambda: storage.batch_set_v2([move]),
+    }
+    (name,) = answers
+    with pytest.raises(StorageUnavailable, match=re.escape(words)):
+        calls[name.removeprefix("batch_")]()
 
 
 def test_malformed_transfers_name_the_field() -> None:

@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +342,14 @@ def test_pages_that_l3_has_lost_are_written_again_while_they_are_used(storage_di
     rig.close()
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until `condition` holds, without a tick."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 class FlakyStorage:
     """Wraps the real backend of a rig; `mode` says how calls behave."""
 
@@ -364,9 +372,18 @@ class FlakyStorage:
                 raise StorageUnavailable("the store is down")
             if self.mode == "hangs" and name.startswith(("prompts_exist", "batch_set")):
                 assert self.goes_on.wait(30)
+            if self.mode == "refuses" and name.startswith("batch_set"):
+                return {"kv": [CacheOutcome.FAILED] * len(args[0][0].keys)}  # type: ignore[index]
             result = call(*args, **kwargs)
             if self.mode == "hole" and name.startswith("batch_get"):
                 result["kv"][2] = CacheOutcome.DAMAGED
+            if self.mode == "terse" and name.startswith("batch_get"):
+                # A hole, about which it says nothing: three results for four pages.
+                self.real.pool("kv").scatter_pages(
+                    args[0][0].host_indices[4:8],  # type: ignore[index]
+                    torch.zeros((1, self.real.pool("kv").page_bytes), dtype=torch.uint8),
+                )
+                del result["kv"][1]
             if self.mode == "full" and name.startswith("batch_set"):
                 result["kv"][1] = CacheOutcome.FAILED
             return result
@@ -381,6 +398,17 @@ def test_a_damaged_page_shortens_the_prefix() -> None:
     FlakyStorage(rig).mode = "hole"
     assert rig.run(range(17)) == Reused(storage=8)
     rig.settle()
+
+
+def test_a_backend_that_answers_for_fewer_pages_than_it_was_asked_brings_none() -> None:
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.flush()
+    flaky = FlakyStorage(rig)
+    flaky.mode = "terse"
+    assert rig.run(range(17)) == Reused()
+    rig.settle()
+    rig.close()
 
 
 def test_a_prompt_of_which_the_store_has_nothing_waits_for_no_tick(
@@ -494,6 +522,69 @@ def test_what_follows_a_page_that_was_not_written_is_not_written() -> None:
     assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
     rig.flush()
     assert rig.run([*range(16), *range(50, 59)]).storage == 24
+
+
+def test_all_writes_that_have_ended_are_settled_in_one_tick_though_they_failed() -> None:
+    """Else a store that fails keeps the pages of one write a tick free, and the rest of L2."""
+    rig = three_tiers(l1_pages=32, prefetch_threshold=400)
+    rig.hi._reduce = lambda vector: vector  # One rank that votes like several.
+    flaky = FlakyStorage(rig)
+    flaky.mode = "hangs"
+    for number in range(5):
+        rig.run(range(100 * number, 100 * number + 16))
+    rig.until(lambda: rig.tree.is_busy() == {"backups": 5})
+    operations = list(rig.hi._backups)
+    flaky.mode = "full"
+    flaky.goes_on.set()
+    wait_for(lambda: all(one.ended for one in operations))
+    assert {one.outcome for one in operations} == {CacheOutcome.FAILED}
+    assert {node.host_ref_counter for node in rig.hi.nodes()} == {1}
+    rig.tick()
+    assert not rig.tree.is_busy()
+    assert {node.host_ref_counter for node in rig.hi.nodes()} == {0}
+    rig.close()
+
+
+def test_pages_of_a_write_that_failed_are_not_stored_and_go_with_their_next_use(
+    storage_dir: Path,
+) -> None:
+    rig = three_tiers()
+    flaky = FlakyStorage(rig)
+    flaky.mode = "refuses"
+    rig.run(range(16))
+    rig.settle()
+    (node,) = rig.hi.nodes()
+    assert node.backuped and not rig.hi._is_stored(node)
+    assert not [path for path in storage_dir.rglob("*") if path.is_file()]
+    flaky.mode = "ok"
+    rig.run(range(16))
+    rig.settle()
+    assert rig.hi._is_stored(node)
+    assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
+    rig.close()
+
+
+def test_what_was_read_before_the_store_came_back_is_written_again(storage_dir: Path) -> None:
+    """A read that was begun before a store was lost says nothing of what the new one has."""
+    rig = three_tiers()
+    rig.run(range(16))
+    rig.flush()
+    rig.arrive("reads", list(range(17)))
+    rig.tick()
+    begun_in = rig.hi._storage_epoch
+    (operation,) = rig.hi._board.operations()
+    wait_for(lambda: operation.ended)
+    rig.hi._storage_epoch += 1  # It came back, empty.
+    for path in storage_dir.rglob("*"):
+        path.unlink() if path.is_file() else None
+    rig.until(lambda: rig.tree.check_prefetch_progress("reads"))
+    (node,) = rig.hi.nodes()
+    assert (node.storage_epoch, rig.hi._is_stored(node)) == (begun_in, False)
+    assert rig.run(range(17)) == Reused(host=16)
+    rig.settle()
+    assert rig.hi._is_stored(node)
+    assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
+    rig.close()
 
 
 def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:

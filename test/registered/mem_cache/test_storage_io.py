@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +46,10 @@ class HangingStore(HiCacheStorage):
         self.hangs: set[str] = set()
         self.raises = self.is_mute = False
         self.asked: list[list[str]] = []
+        self.moved: object = None
+        """What it answers to transfers, if anything else than the truth."""
+        self.found: object = None
+        """What it answers to questions, the same."""
         self.absent: set[str] = set()
         self.questions: list[int] = []
         """Of how many prompts each."""
@@ -59,6 +64,8 @@ class HangingStore(HiCacheStorage):
         self.questions.append(len(prompts))
         if self.is_mute:
             raise StorageUnavailable("no answer")
+        if self.found is not None:
+            return self.found  # type: ignore[return-value]
         absent = {f"ns/{page}" for page in self.absent}
         return [PoolTransferResult(0 if absent & set(keys) else len(keys)) for keys in prompts]
 
@@ -67,6 +74,10 @@ class HangingStore(HiCacheStorage):
     ) -> dict[str, list[CacheOutcome]]:
         keys = transfers[0].keys or []
         self.asked.append([key.removeprefix("ns/") for key in keys])
+        if isinstance(self.moved, BaseException):
+            raise self.moved
+        if self.moved is not None:
+            return self.moved  # type: ignore[return-value]
         if not self.hangs & set(self.asked[-1]):
             return {"kv": [CacheOutcome.LANDED] * len(keys)}
         time.sleep(STUCK_S * 1.5)
@@ -119,6 +130,7 @@ class Bench:
         )  # fmt: skip
 
     def write(self, *pages: str) -> CacheOutcome | None:
+        """Write `pages`; how that ended."""
         operation = StorageOperation(
             node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
             hashes=[PageHash(page) for page in pages], prefix_hashes=[], after=None, epoch=0,
@@ -126,6 +138,11 @@ class Bench:
         self.io.submit_backup(operation)
         wait_for(lambda: operation.ended)
         return operation.outcome
+
+    def count(self, call: str, outcome: str) -> float:
+        """Pages whose `call` ended so."""
+        pages: float = self.metrics.pages.labels(call, outcome)._value.get()
+        return pages
 
     def let_the_pause_pass(self) -> None:
         self.io._breaker._retry_at = time.monotonic()
@@ -142,6 +159,7 @@ def wait_for(condition: object) -> None:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(storage_io_module, "_STUCK_AFTER_S", STUCK_S)
+    monkeypatch.setattr(storage_io_module, "_GATHER_S", 0.0)
     made = Bench()
     yield made
     made.store.probe_gate.set()
@@ -304,10 +322,6 @@ def test_a_write_goes_along_only_with_what_it_hangs_on() -> None:
     assert next_group([second, operation(None)])[0] is second
 
 
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))
-
-
 class RecordingStore(HangingStore):
     """Keeps what is written; refuses what holds `refused`."""
 
@@ -386,3 +400,103 @@ def test_one_refused_page_takes_its_own_chain_down_and_no_other(
     assert (a.outcome, b.outcome) == (CacheOutcome.FAILED, CacheOutcome.LANDED)
     assert after_a.outcome is CacheOutcome.SHORT
     assert not any("a3" in call for call in store.calls[1:])
+
+
+# ---- backends that break their contract --------------------------------------------------------
+
+LANDED = CacheOutcome.LANDED
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        pytest.param({"kv": [LANDED, LANDED]}, "2 results for 3 pages", id="fewer"),
+        pytest.param({"kv": [True] * 4}, "4 results for 3 pages", id="more"),
+        pytest.param({"kv": []}, "0 results for 3 pages", id="none"),
+        pytest.param({"kv": [True, None, True]}, "None where True or False", id="null"),
+        pytest.param({"kv": [1, 1, 1]}, "1 where True or False", id="codes"),
+        pytest.param({"kv": ["landed"] * 3}, "of type str where True or False", id="words"),
+        pytest.param({"kv": "yes"}, "of type str where a list", id="text"),
+        pytest.param({"kv": iter([True] * 3)}, "where a list", id="iterator"),
+        pytest.param({"kv": None}, "None where a list", id="no-list"),
+        pytest.param({"indexer": [True] * 3}, "nothing about pool 'kv'", id="other-pool"),
+        pytest.param([True] * 3, "of type list where results by pool", id="no-pools"),
+        pytest.param(True, "True where results by pool", id="bool"),
+    ],
+)
+def test_a_wrong_answer_to_a_transfer_moves_no_page_and_is_a_failing_store(
+    bench: Bench, caplog: pytest.LogCaptureFixture, kind: str, answer: object, words: str
+) -> None:
+    bench.store.moved = answer
+    if kind == "read":
+        operation = bench.submit("a", "b", "c")
+        wait_for(lambda: operation.ended)
+        assert (operation.outcome, operation.landed_pages) == (CacheOutcome.FAILED, 0)
+    else:
+        assert bench.write("a", "b", "c") is CacheOutcome.FAILED
+    call = "get" if kind == "read" else "set"
+    assert (bench.count(call, "failed"), bench.count(call, "landed")) == (3, 0)
+    assert bench.io.is_open
+    assert f"HangingStore.batch_{call}_v2 answered" in caplog.text and words in caplog.text
+
+
+def test_results_of_numpy_are_taken_for_what_they_are(bench: Bench) -> None:
+    bench.store.moved = {"kv": [np.True_, np.False_]}
+    bench.store.found = [PoolTransferResult(np.int64(2))]  # type: ignore[arg-type]
+    operation = bench.submit("a", "b")
+    wait_for(lambda: operation.ended)
+    assert (operation.outcome, operation.landed_pages) == (CacheOutcome.MISS, 1)
+    assert bench.write("a", "b") is CacheOutcome.FAILED
+    assert not bench.io.is_open
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        pytest.param([PoolTransferResult(-1)], "-1 pages, having been asked about 2", id="less"),
+        pytest.param([PoolTransferResult(3)], "3 pages, having been asked about 2", id="more"),
+        pytest.param([PoolTransferResult(True)], "True where a number", id="bool"),
+        pytest.param([PoolTransferResult(2.0)], "2.0 where a number", id="float"),  # type: ignore[arg-type]
+        pytest.param([PoolTransferResult(None)], "None where a number", id="null"),  # type: ignore[arg-type]
+        pytest.param([2], "2 where a PoolTransferResult", id="plain"),
+        pytest.param([], "0 results for 1 prompts", id="fewer"),
+        pytest.param([PoolTransferResult(2)] * 2, "2 results for 1 prompts", id="more-prompts"),
+        pytest.param(PoolTransferResult(2), "where a list", id="no-list"),
+    ],
+)
+def test_a_wrong_answer_to_a_question_is_a_failing_store(
+    bench: Bench, caplog: pytest.LogCaptureFixture, answer: object, words: str
+) -> None:
+    bench.store.found = answer
+    operation = bench.submit("a", "b")
+    wait_for(lambda: operation.ended)
+    assert (operation.outcome, operation.hit_pages) == (CacheOutcome.FAILED, 0)
+    assert bench.store.asked == [], "nothing is read"
+    assert bench.io.is_open
+    assert "HangingStore.prompts_exist answered" in caplog.text and words in caplog.text
+    bench.let_the_pause_pass()
+    check = CheckOperation([PageHash("a"), PageHash("b")], epoch=0)
+    bench.io.submit_check(check)
+    wait_for(lambda: check.outcome is not None)
+    assert check.outcome is CacheOutcome.LANDED, "nothing is known to be lost"
+    assert bench.io.is_open
+
+
+@pytest.mark.parametrize("raised", [KeyError("page"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_whatever_a_backend_raises_its_thread_goes_on(
+    bench: Bench, caplog: pytest.LogCaptureFixture, kind: str, raised: BaseException
+) -> None:
+    move = bench.read if kind == "read" else bench.write
+    bench.store.moved = raised
+    assert move("a") is CacheOutcome.FAILED
+    assert bench.io.is_open
+    assert "HangingStore" in caplog.text and type(raised).__name__ in caplog.text
+    bench.store.moved = None
+    bench.let_the_pause_pass()
+    assert move("a") is CacheOutcome.LANDED
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

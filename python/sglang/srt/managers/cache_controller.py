@@ -234,13 +234,13 @@ class HiCacheController:
 
     # ---- L3 --------------------------------------------------------------------------------
 
-    def attach_storage_backend(
+    def open_storage(
         self,
         connect: Callable[[], HiCacheStorage],
         settings: StorageSettings,
         namespace: str,
-    ) -> None:
-        """Connect to L3 and start its threads.
+    ) -> StorageIO:
+        """Connect to L3 and start its threads, to be attached or closed. Any thread.
 
         Args:
             connect: Makes a client with its pools registered.
@@ -248,16 +248,14 @@ class HiCacheController:
             namespace: First part of every key.
 
         Raises:
-            ValueError: A backend is attached already, or the configuration cannot work.
-            StorageUnreachable: The store cannot be reached and the settings do not allow that.
+            ValueError: The configuration cannot work.
+            StorageUnavailable: The store cannot be reached and the settings do not allow that.
         """
-        if self.storage_io is not None:
-            raise ValueError("a storage backend is attached already; detach it first")
         if self.mem_pool_device.device.type != "cpu":
             share_interpreter()
         if settings.on_unreachable is OnUnreachable.WAIT:
             connect = _first_waiting(connect)
-        self.storage_io = StorageIO(
+        return StorageIO(
             connect,
             namespace=namespace,
             page_size=self.page_size,
@@ -270,11 +268,18 @@ class HiCacheController:
             degrade=settings.on_unreachable is OnUnreachable.DEGRADE,
         )
 
-    def detach_storage_backend(self) -> None:
-        """Let go of L3. Its objects stay. Idempotent; no operation may be under way."""
+    def attach_storage_backend(self, storage_io: StorageIO) -> None:
+        """Use an L3 from now on. Raises ValueError where one is attached already."""
         if self.storage_io is not None:
-            self.storage_io.close()
-            self.storage_io = None
+            raise ValueError("a storage backend is attached already; detach it first")
+        self.storage_io = storage_io
+
+    def detach_storage_backend(self) -> StorageIO | None:
+        """Use L3 no longer. Its objects stay; no operation may be under way. Returns what is to be
+        closed; None where nothing was attached."""
+        storage_io, self.storage_io = self.storage_io, None
+        self._metrics.breaker_open.set(0)
+        return storage_io
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -286,8 +291,9 @@ class HiCacheController:
         self.layer_done_counter.reset()
 
     def shutdown(self) -> None:
-        """Detach L3 and end the copy threads. Idempotent."""
-        self.detach_storage_backend()
+        """Detach L3 and end the copy threads, within seconds. Idempotent."""
+        if (storage_io := self.detach_storage_backend()) is not None:
+            storage_io.close()
         self._write_stream.close()
         self._load_stream.close()
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.managers.generate_request import EngineUnavailable
 from sglang.srt.managers.io_struct import (
     AttachHiCacheStorageReqInput,
@@ -22,7 +23,7 @@ from sglang.srt.managers.io_struct import (
 
 QUICK_TIMEOUT: Final = 10.0
 """Seconds for questions that the scheduler answers between two forward passes."""
-STORAGE_TIMEOUT: Final = 120.0
+STORAGE_TIMEOUT: Final = LONGEST_STORAGE_CHANGE_S + 20.0
 """Seconds for what has to reach the store: connecting and registering memory takes a while."""
 
 _Build: TypeAlias = Callable[[str], Message]

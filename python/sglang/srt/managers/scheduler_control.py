@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.managers.io_struct import (
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
@@ -18,8 +19,8 @@ from sglang.srt.managers.io_struct import (
     GetMetricsReq,
     ShutdownReq,
 )
+from sglang.srt.mem_cache.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.utils.listeners import log_exposed_ports
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_output import OutputCollector
@@ -37,8 +38,17 @@ class _PendingFlush:
     """`tick.now` seconds."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PendingChange:
+    """A change of L3 under way."""
+
+    req_id: str
+    deadline: float
+    """`tick.now` seconds."""
+
+
 class ControlHandler:
-    """Answers control requests. None of them blocks the loop but attaching, which needs idleness.
+    """Answers control requests. None of them blocks the loop.
 
     Args:
         public_args: The server's arguments as they may be shown.
@@ -51,6 +61,7 @@ class ControlHandler:
         self._outputs = outputs
         self._public_args = public_args
         self._flushes: list[_PendingFlush] = []
+        self._change: _PendingChange | None = None
         self._drain_deadline: float | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             FlushCacheReqInput: self._flush,
@@ -95,7 +106,9 @@ class ControlHandler:
         return {kind: count for kind, count in counts.items() if count}
 
     def tick(self) -> None:
-        """Flush for those who waited for idleness; refuse those whose time is up."""
+        """Answer for a change of L3 that has ended; flush for those who waited for idleness;
+        refuse those whose time is up."""
+        self._end_change()
         if not self._flushes:
             return
         busy = self.busy()
@@ -162,22 +175,21 @@ class ControlHandler:
         self._answer(message.req_id, True, data={"text": text})
 
     def _attach(self, message: AttachHiCacheStorageReqInput) -> None:
-        self._administer(
+        self._begin_change(
             message.req_id,
-            lambda tree: tree.attach_storage_backend(
+            lambda administration: administration.begin_attaching(
                 message.hicache_storage_backend,
                 message.hicache_storage_backend_extra_config_json,
-                hicache_storage_prefetch_policy=message.hicache_storage_prefetch_policy,
-                hicache_write_policy=message.hicache_write_policy,
+                message.hicache_storage_prefetch_policy,
+                message.hicache_write_policy,
             ),
         )
-        log_exposed_ports(logger, "the store of L3")
 
     def _detach(self, message: DetachHiCacheStorageReqInput) -> None:
-        self._administer(message.req_id, lambda tree: tree.detach_storage_backend())
+        self._begin_change(message.req_id, StorageAdministration.begin_detaching)
 
     def _clear(self, message: ClearHiCacheReqInput) -> None:
-        self._administer(message.req_id, lambda tree: tree.clear_storage_backend())
+        self._begin_change(message.req_id, StorageAdministration.begin_clearing)
 
     def _get_storage(self, message: GetHiCacheStorageReqInput) -> None:
         tree = self._state.tree
@@ -186,8 +198,8 @@ class ControlHandler:
             return
         self._answer(message.req_id, True, data=tree.storage_state())
 
-    def _administer(self, req_id: str, action: Callable[[HiRadixCache], tuple[bool, str]]) -> None:
-        """Run `action` on an idle hierarchical cache, or say why not."""
+    def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
+        """Begin a change of L3 on an idle hierarchical cache, or say why not."""
         tree = self._state.tree
         if not isinstance(tree, HiRadixCache):
             self._answer(req_id, False, _NO_HIERARCHY)
@@ -195,10 +207,30 @@ class ControlHandler:
         if busy := self.busy():
             self._answer(req_id, False, _busy_text(busy))
             return
-        done, text = action(tree)
-        if done:
-            logger.info("administration of L3: %s", text)
-        self._answer(req_id, done, text, tree.storage_state() if done else None)
+        try:
+            begin(tree.administration)
+        except ValueError as error:
+            self._answer(req_id, False, str(error))
+        else:
+            self._change = _PendingChange(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
+
+    def _end_change(self) -> None:
+        """Answer for the change of L3 under way where it has ended, or has taken too long."""
+        tree, change = self._state.tree, self._change
+        if change is None or not isinstance(tree, HiRadixCache):
+            return
+        if self.is_draining:
+            tree.administration.give_up("the server is shutting down")
+        elif self._state.now >= change.deadline:
+            tree.administration.give_up(
+                f"it has taken {LONGEST_STORAGE_CHANGE_S:.0f} s; see the log"
+            )
+        if (result := tree.administration.take_result()) is None:
+            return
+        self._change = None
+        logger.info("administration of L3: %s", result.message)
+        data = tree.storage_state() if result.done else None
+        self._answer(change.req_id, result.done, result.message, data)
 
     def _shutdown(self, message: ShutdownReq) -> None:
         self._drain_deadline = self._state.now + max(0.0, message.timeout)

@@ -5,28 +5,31 @@ the same decisions. So progress enters a decision only through one int64 vector 
 reduced by MIN over the ranks. Pure functions; the reduction is handed in.
 
 Layout of the vector: the digest of the books and its negative, `available`, the two `rates`,
-`reconnects`; for each FIFO queue `done` and `first_failed`; for each prefetch slot `hit`,
-`landed`, `ended`, `-expired` and `-handed`.
+`reconnects`, `writes`, `loads`, `check`, `administration`; a verdict for each backup slot; for each
+prefetch slot `hit`, `landed`, `ended`, `-expired` and `-handed`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
 from sglang.srt.mem_cache.fetch_worth import Rates
 
-NONE_FAILED: Final = 2**62
-"""`first_failed` of a queue in which nothing failed."""
 MAX_PREFETCHES: Final = 64
 """Prefetches that own host pages at most: the vector has a fixed size (unequal ones abort gloo)."""
-QUEUES: Final = ("write", "load", "backup", "check")
+MAX_SETTLED: Final = 256
+"""Writes to L3 that one tick settles at most, for the same reason."""
 
-_HEAD: Final = 6
-_VECTOR_SIZE: Final = _HEAD + 2 * len(QUEUES) + 5 * MAX_PREFETCHES
+_HEAD: Final = 10
+_SLOT: Final = 5
+_BACKUPS_END: Final = _HEAD + MAX_SETTLED
+_VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
 
 Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """MIN over the ranks of an int64 `[n]` CPU tensor."""
@@ -36,23 +39,19 @@ class RanksDiverged(RuntimeError):
     """The ranks' books differ: going on would corrupt somebody's cache."""
 
 
-class QueueProgress(NamedTuple):
-    """Of a FIFO queue of operations, counted from its head."""
+class Verdict(IntEnum):
+    """On one operation. The least over the ranks is what it came to."""
 
-    done: int = 0
-    """Operations that have ended."""
-    first_failed: int = NONE_FAILED
-    """Position of the first that ended in failure."""
+    UNDER_WAY = 0
+    """On some rank, until which all wait."""
+    FAILED = 1
+    """On some rank, so that it counts for none."""
+    LANDED = 2
 
-    @property
-    def successes(self) -> int:
-        """Operations to acknowledge as successful now."""
-        return min(self.done, self.first_failed)
-
-    @property
-    def failure_follows(self) -> bool:
-        """The operation after `successes` is to be acknowledged as failed."""
-        return self.first_failed < self.done
+    @classmethod
+    def on(cls, *, is_good: bool) -> Verdict:
+        """Of an operation that has ended."""
+        return cls.LANDED if is_good else cls.FAILED
 
 
 class PrefetchProgress(NamedTuple):
@@ -70,7 +69,6 @@ class PrefetchProgress(NamedTuple):
     """Pages that the store may have written to, or may be writing to, from the first on."""
 
 
-_NO_PROGRESS: Final = QueueProgress()
 _NO_RATES: Final = Rates()
 
 
@@ -86,23 +84,30 @@ class Progress:
     """Of reading from L3 and of computing; those of the slowest rank, 0 where any knows none."""
     reconnects: int = 0
     """How often L3 came back after a failure, perhaps without what it held."""
-    queues: dict[str, QueueProgress] = dataclasses.field(default_factory=dict)
-    """By name of `QUEUES`; absent: nothing happened."""
+    writes: int = 0
+    """Copies from L1 to L2 that have ended, from the head of their queue on."""
+    loads: int = 0
+    """Copies from L2 to L1, the same."""
+    check: Verdict = Verdict.UNDER_WAY
+    """Whether L3 still has what it was asked about; `FAILED`: it has lost pages."""
+    administration: Verdict = Verdict.UNDER_WAY
+    """Whether the change of L3 that an operator has begun can be made."""
+    backups: Sequence[Verdict] = ()
+    """On the writes to L3 that have ended, from the head of their queue on; at most
+    `MAX_SETTLED`."""
     prefetches: Sequence[PrefetchProgress] = ()
     """In the order of the board: those that are waited for, then those that were cut."""
-
-    def of_queue(self, name: str) -> QueueProgress:
-        """That of one of `QUEUES`."""
-        return self.queues.get(name, _NO_PROGRESS)
 
 
 def to_vector(progress: Progress) -> torch.Tensor:
     """int64 `[fixed]`, so that an element-wise MIN over ranks is the agreement."""
     assert len(progress.prefetches) <= MAX_PREFETCHES
+    assert len(progress.backups) <= MAX_SETTLED
     values = [progress.books_digest, -progress.books_digest]
     values += [int(progress.available), *progress.rates, progress.reconnects]
-    for name in QUEUES:
-        values += progress.of_queue(name)
+    values += [progress.writes, progress.loads, progress.check]
+    values += [progress.administration, *progress.backups]
+    values += [Verdict.UNDER_WAY] * (_BACKUPS_END - len(values))
     for one in progress.prefetches:
         values += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed]
     values += [0] * (_VECTOR_SIZE - len(values))
@@ -118,12 +123,9 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     values = vector.tolist()
     if values[0] != -values[1]:
         raise RanksDiverged("the ranks' cache books differ: stop and report the last requests")
-    queues = {
-        name: QueueProgress(values[_HEAD + 2 * i], values[_HEAD + 2 * i + 1])
-        for i, name in enumerate(QUEUES)
-    }
-    begin = _HEAD + 2 * len(QUEUES)
-    slots = [values[begin + 5 * i : begin + 5 * i + 5] for i in range(num_prefetches)]
+    ended = itertools.takewhile(bool, values[_HEAD:_BACKUPS_END])
+    begins = range(_BACKUPS_END, _BACKUPS_END + _SLOT * num_prefetches, _SLOT)
+    slots = [values[begin : begin + _SLOT] for begin in begins]
     prefetches = [
         PrefetchProgress(hit, landed, bool(ended), minus_expired < 0, -minus_handed)
         for hit, landed, ended, minus_expired, minus_handed in slots
@@ -133,7 +135,11 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         available=bool(values[2]),
         rates=Rates(values[3], values[4]),
         reconnects=values[5],
-        queues=queues,
+        writes=values[6],
+        loads=values[7],
+        check=Verdict(values[8]),
+        administration=Verdict(values[9]),
+        backups=[Verdict(value) for value in ended],
         prefetches=prefetches,
     )
 

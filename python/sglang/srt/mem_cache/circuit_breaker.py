@@ -46,17 +46,12 @@ class CircuitBreaker:
     def trip(self) -> None:
         """A call failed: open, or stay open for twice as long."""
         with self._lock:
-            if self._retry_at is None:
-                self.times_opened += 1
-            else:
-                self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
-            self._retry_at = self._clock() + self._pause
+            self._open()
 
     def reset(self) -> None:
         """A call succeeded: close."""
         with self._lock:
-            self._retry_at = None
-            self._pause = _FIRST_PAUSE_S
+            self._close()
 
     def allow(self) -> bool:
         """Whether a call may go to the store now; probes it first where a pause is over."""
@@ -66,12 +61,26 @@ class CircuitBreaker:
             if self._probing or self._clock() < self._retry_at:
                 return False
             self._probing = True
+        works = False
         try:
             works = self._probe()
         finally:
-            self._probing = False
-        if works:
-            self.reset()
-        else:
-            self.trip()
+            # Together, so that nobody who asks meanwhile finds the pause over and no probe running.
+            with self._lock:
+                self._probing = False
+                if works:
+                    self._close()
+                else:
+                    self._open()
         return works
+
+    def _open(self) -> None:
+        if self._retry_at is None:
+            self.times_opened += 1
+        else:
+            self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
+        self._retry_at = self._clock() + self._pause
+
+    def _close(self) -> None:
+        self._retry_at = None
+        self._pause = _FIRST_PAUSE_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.arg_groups.extra_config import (
@@ -16,15 +17,40 @@ from sglang.srt.mem_cache.hicache_prefetch import PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
-    StorageUnavailable,
 )
 from sglang.srt.mem_cache.host_layout import page_byte_order
 from sglang.srt.mem_cache.namespace import CacheNamespace
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage_io import StorageIO
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStorage:
+    """An L3 that has been reached."""
+
+    backend: str
+    config: dict[str, Any]
+    settings: StorageSettings
+    storage_io: StorageIO
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChange:
+    """What an operator wants, with everything done that may fail or take long."""
+
+    prefetch_policy: PrefetchPolicy | None
+    """None: as it is."""
+    storage: OpenStorage | None
+    """None: that which is attached."""
+
+    def discard(self) -> None:
+        """It is not going to be made."""
+        if self.storage is not None:
+            self.storage.storage_io.close()
 
 
 class StorageAttachment:
@@ -53,6 +79,11 @@ class StorageAttachment:
         self.backend: str | None = None
         self._config: dict[str, Any] = {}
 
+    @property
+    def storage_io(self) -> StorageIO | None:
+        """The threads of what is attached."""
+        return self._controller.storage_io
+
     def prefetch_seconds(self, num_tokens: int) -> float:
         """How long a request may wait for a read of `num_tokens`."""
         timeout = self.settings.timeout
@@ -60,67 +91,54 @@ class StorageAttachment:
             return timeout.max
         return timeout.seconds_for(num_tokens)
 
-    def attach(self, backend: str, extra_config: str | None, *, may_wait: bool = True) -> None:
-        """Connect to `backend`; `may_wait` where nobody is served yet.
+    def attach(self, backend: str, extra_config: str | None) -> None:
+        """At start: connect to `backend` and use it.
 
         Raises:
             ValueError: The backend or its configuration cannot work.
             StorageUnavailable: It cannot be reached, and the configuration does not allow that.
         """
         config = parse_extra_config(extra_config)
-        check_extra_config_keys(backend, config)
-        settings = StorageSettings.from_extra_config(config)
-        if not may_wait and settings.on_unreachable is OnUnreachable.WAIT:
-            raise ValueError(
-                "extra config on_unreachable: `wait` is for the start, a running server would "
-                "stand still meanwhile; give exit or degrade"
-            )
-        namespace = self._namespace()
-        connect = self._connector(backend, config, namespace)
-        self._controller.attach_storage_backend(connect, settings, namespace)
-        self.backend, self._config, self.settings = backend, config, settings
+        self._use(self._open(backend, config, _settings(backend, config)))
 
-    def attach_or_update(
+    def prepare(
         self, backend: str, extra_config: str | None, prefetch_policy: str | None
-    ) -> tuple[bool, str]:
-        """While serving: attach, or update the policy where `backend` is attached.
+    ) -> PreparedChange:
+        """While serving: what it takes to attach `backend`, or to update the policy where it is
+        attached. Any thread; changes nothing.
 
-        (done, what or why not).
+        Raises:
+            ValueError: The backend or its configuration cannot work, or another one is attached.
+            StorageUnavailable: It cannot be reached, and the configuration does not allow that.
         """
-        try:
-            policy = parse_policy(prefetch_policy) if prefetch_policy else self.prefetch_policy
-            if self.backend is None:
-                self.attach(backend, extra_config, may_wait=False)
-                done = f"attached {backend}"
-            elif backend != self.backend:
-                return False, f"{self.backend} is attached; detach it before attaching {backend}"
-            elif extra_config is not None and parse_extra_config(extra_config) != self._config:
-                return False, "the extra config of an attached backend is fixed; detach it first"
-            else:
-                done = "updated the policies"
-        except (ValueError, StorageUnavailable) as error:
-            return False, str(error)
-        self.prefetch_policy = policy
-        return True, done
-
-    def detach(self) -> str:
-        """Let go of the backend, if there is one; says what was done."""
+        policy = parse_policy(prefetch_policy) if prefetch_policy else None
+        config = None if extra_config is None else parse_extra_config(extra_config)
         if self.backend is None:
-            return "no storage backend is attached"
-        name, self.backend, self._config = self.backend, None, {}
-        self._controller.detach_storage_backend()
-        return f"detached {name}"
+            config = config or {}
+            settings = _settings(backend, config)
+            if settings.on_unreachable is OnUnreachable.WAIT:
+                raise ValueError(
+                    "extra config on_unreachable: `wait` is for the start; give exit or degrade"
+                )
+            return PreparedChange(policy, self._open(backend, config, settings))
+        if backend != self.backend:
+            raise ValueError(f"{self.backend} is attached; detach it before attaching {backend}")
+        if config is not None and config != self._config:
+            raise ValueError("the extra config of an attached backend is fixed; detach it first")
+        return PreparedChange(policy, None)
 
-    def clear(self) -> tuple[bool, str]:
-        """Remove this namespace's objects. (done, what or why not)."""
-        storage_io = self._controller.storage_io
-        if storage_io is None:
-            return False, "no storage backend is attached"
-        try:
-            storage_io.clear()
-        except (ValueError, StorageUnavailable) as error:
-            return False, str(error)
-        return True, f"cleared {self.backend}"
+    def take_up(self, change: PreparedChange) -> str:
+        """Make a prepared change; what was done."""
+        self.prefetch_policy = change.prefetch_policy or self.prefetch_policy
+        if change.storage is None:
+            return "updated the policies"
+        self._use(change.storage)
+        return f"attached {change.storage.backend}"
+
+    def detach(self) -> None:
+        """Let go of the backend, which is to be closed. Idempotent."""
+        self.backend, self._config = None, {}
+        self._controller.detach_storage_backend()
 
     def state(self) -> dict[str, Any]:
         """Backend, configuration without secrets, prefetch policy."""
@@ -141,6 +159,17 @@ class StorageAttachment:
             f"L3: {name}, sized by the store itself; prefetch policy {self.prefetch_policy.value}, "
             f"from {self.settings.prefetch_threshold} tokens; namespace {self._namespace()}"
         )
+
+    def _open(self, backend: str, config: dict[str, Any], settings: StorageSettings) -> OpenStorage:
+        namespace = self._namespace()
+        connect = self._connector(backend, config, namespace)
+        storage_io = self._controller.open_storage(connect, settings, namespace)
+        return OpenStorage(backend, config, settings, storage_io)
+
+    def _use(self, storage: OpenStorage) -> None:
+        self._controller.attach_storage_backend(storage.storage_io)
+        self.backend, self._config = storage.backend, storage.config
+        self.settings = storage.settings
 
     def _namespace(self) -> str:
         pool = self._controller.mem_pool_device
@@ -174,6 +203,11 @@ class StorageAttachment:
             return StorageBackendFactory.create_backend(backend, storage_config, host_pool)
 
         return connect
+
+
+def _settings(backend: str, config: dict[str, Any]) -> StorageSettings:
+    check_extra_config_keys(backend, config)
+    return StorageSettings.from_extra_config(config)
 
 
 def host_allocator_type(backend: str | None, extra_config: str | None) -> str:

@@ -21,16 +21,17 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.ballot import NONE_FAILED, Progress, QueueProgress, Reduce
+from sglang.srt.mem_cache.ballot import MAX_SETTLED, Progress, Reduce, Verdict
 from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.fetch_choice import FetchChoice
 from sglang.srt.mem_cache.fetch_worth import Rates
+from sglang.srt.mem_cache.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES, HostTierCache, parts_of
+from sglang.srt.mem_cache.host_tier_cache import HostTierCache, parts_of
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.storage_operation import (
@@ -117,7 +118,8 @@ class HiRadixCache(HostTierCache):
         self._check: CheckOperation | None = None
         self._uses_of_stored = 0
         self._loaded_from_storage: dict[str, int] = {}
-        self._available = True
+        self._answers = True
+        """As of the last ballot: no call to L3 is stuck on any rank."""
         self._reconnects = 0
         self._storage_epoch = 0
         self._attachment = StorageAttachment(
@@ -126,6 +128,8 @@ class HiRadixCache(HostTierCache):
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
         )
+        self.administration = StorageAdministration(self, self._attachment)
+        """Changes of L3 at run time."""
         if server_args.hicache_storage_backend is not None:
             try:
                 self._attachment.attach(
@@ -144,7 +148,14 @@ class HiRadixCache(HostTierCache):
             counts["backups"] = len(self._backups) + len(self._postponed)
         if self._check is not None:
             counts["checks"] = 1
+        if self.administration.is_under_way:
+            counts["administration"] = 1
         return counts
+
+    @property
+    def _available(self) -> bool:
+        """Whether L3 may be asked for anything."""
+        return self._answers and not self.administration.is_under_way
 
     def _has_operations(self) -> bool:
         return bool(
@@ -152,6 +163,8 @@ class HiRadixCache(HostTierCache):
             or self._backups
             or self._postponed
             or self._check is not None
+            or self.administration.is_under_way
+            or not self._answers
             or super()._has_operations()
         )
 
@@ -162,6 +175,10 @@ class HiRadixCache(HostTierCache):
     def reset(self) -> None:
         super().reset()
         self._loaded_from_storage.clear()
+
+    def shutdown(self) -> None:
+        self.administration.give_up("the server is shutting down")
+        super().shutdown()
 
     # ---- L3 to L2 --------------------------------------------------------------------------
 
@@ -457,40 +474,34 @@ class HiRadixCache(HostTierCache):
         if self._attachment.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
             self._board.await_answers()
         progress.prefetches = self._board.progress()
-        done, failed = 0, NONE_FAILED
-        for operation in self._backups:
-            outcome = operation.outcome
-            if outcome is None:
-                break
-            if not outcome and failed == NONE_FAILED:
-                failed = done
-            done += 1
-        if done:
-            progress.queues["backup"] = QueueProgress(done, failed)
+        ended = itertools.takewhile(lambda one: one.ended, self._backups)
+        progress.backups = [
+            Verdict.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
+        ]
         if self._check is not None and self._check.outcome is not None:
-            progress.queues["check"] = QueueProgress(1, NONE_FAILED if self._check.outcome else 0)
+            progress.check = Verdict.on(is_good=bool(self._check.outcome))
         storage_io = self.cache_controller.storage_io
         if storage_io is not None:
             progress.available = storage_io.available
             progress.rates = storage_io.worth.rates()
             progress.reconnects = storage_io.reconnects
+        progress.administration = self.administration.progress()
         return progress
 
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
-        self._available, self._choice.rates = agreed.available, agreed.rates
-        backup = agreed.of_queue("backup")
-        for _ in range(backup.successes):
-            self._settle_backup(success=True)
-        if backup.failure_follows:
-            self._settle_backup(success=False)
+        self._choice.rates = agreed.rates
+        self.administration.settle(agreed.administration)
+        self._answers = agreed.available
+        for verdict in agreed.backups:
+            self._settle_backup(success=verdict is Verdict.LANDED)
         self._resume_postponed()
         if agreed.reconnects != self._reconnects:
             self._reconnects = agreed.reconnects
             self._storage_epoch += 1
-        if (check := self._check) is not None and agreed.of_queue("check").done:
+        if (check := self._check) is not None and agreed.check is not Verdict.UNDER_WAY:
             self._check = None
-            if agreed.of_queue("check").failure_follows and check.epoch == self._storage_epoch:
+            if agreed.check is Verdict.FAILED and check.epoch == self._storage_epoch:
                 self._storage_epoch += 1
         for slots in self._board.agree(agreed.prefetches):
             self.host_pool.free(slots)
@@ -510,37 +521,38 @@ class HiRadixCache(HostTierCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        """Attach L3, or change the policies of the one that is attached. (done, what or why not).
+        """Attach L3, or change the policies of the one that is attached, and wait for the end.
 
-        Blocks while connecting (seconds at most); call it when idle.
+        Returns whether it was done, and what or why not.
         """
-        if busy := self.is_busy():
-            return False, f"busy: {busy}"
-        if hicache_write_policy is not None and hicache_write_policy not in WRITE_POLICIES:
-            choices = ", ".join(WRITE_POLICIES)
-            return False, f"hicache_write_policy {hicache_write_policy!r} is none of {choices}"
-        done, message = self._attachment.attach_or_update(
-            storage_backend, storage_backend_extra_config_json, hicache_storage_prefetch_policy
+        return self._change_storage(
+            lambda: self.administration.begin_attaching(
+                storage_backend,
+                storage_backend_extra_config_json,
+                hicache_storage_prefetch_policy,
+                hicache_write_policy,
+            )
         )
-        if done:
-            self.write_policy = hicache_write_policy or self.write_policy
-            self._available, self._choice.rates = True, Rates()
-            self._storage_epoch += 1 if "attached" in message else 0
-        return done, message
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """Let go of L3; its objects and the policies stay. Idempotent."""
-        if busy := self.is_busy():
-            return False, f"busy: {busy}"
-        return True, self._attachment.detach()
+        """Let go of L3, and wait for the end; its objects and the policies stay. Idempotent."""
+        return self._change_storage(self.administration.begin_detaching)
 
     def clear_storage_backend(self) -> tuple[bool, str]:
-        """Remove this namespace's objects from L3."""
-        if busy := self.is_busy():
-            return False, f"busy: {busy}"
-        done, message = self._attachment.clear()
+        """Remove this namespace's objects from L3, and wait for the end."""
+        return self._change_storage(self.administration.begin_clearing)
+
+    def _change_storage(self, begin: Callable[[], None]) -> tuple[bool, str]:
+        try:
+            begin()
+        except ValueError as error:
+            return False, str(error)
+        return self.administration.wait(self.check_hicache_events)
+
+    def forget_stored(self) -> None:
+        """L3 is another one, or has been cleared: nothing counts as stored any more."""
         self._storage_epoch += 1
-        return done, message
+        self._choice.rates = Rates()
 
     def storage_state(self) -> dict[str, Any]:
         """For `GET /hicache/storage-backend`: backend, its config without secrets, policies."""

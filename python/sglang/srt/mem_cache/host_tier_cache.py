@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from sglang.srt.managers.cache_controller import CacheOperation, HiCacheAck, HiCacheController
-from sglang.srt.mem_cache.ballot import Progress, QueueProgress, Reduce, agree
+from sglang.srt.mem_cache.ballot import Progress, Reduce, agree
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InitLoadBackParams
 from sglang.srt.mem_cache.evict_policy import EvictionHeap
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
@@ -353,23 +353,20 @@ class HostTierCache(RadixCache):
 
     def _progress(self) -> Progress:
         controller = self.cache_controller
-        progress = Progress()
-        if done := _reached(controller.ack_write_queue):
-            progress.queues["write"] = QueueProgress(done)
-        if done := _reached(controller.ack_load_queue):
-            progress.queues["load"] = QueueProgress(done)
-        return progress
+        return Progress(
+            writes=_reached(controller.ack_write_queue), loads=_reached(controller.ack_load_queue)
+        )
 
     def _act_on(self, agreed: Progress) -> None:
         controller = self.cache_controller
-        for _ in range(agreed.of_queue("write").successes):
+        for _ in range(agreed.writes):
             ack = controller.ack_write_queue.popleft()
             self.metrics.transfer_seconds.labels("write").observe(time.monotonic() - ack.started)
             for operation_id in ack.operation_ids:
                 # Absent: an eviction has waited for it and settled it.
                 if (copy := self._writing.pop(operation_id, None)) is not None:
                     self._settle_write(copy)
-        for _ in range(agreed.of_queue("load").successes):
+        for _ in range(agreed.loads):
             ack = controller.ack_load_queue.popleft()
             self.metrics.load_back_seconds.observe(time.monotonic() - ack.started)
             for operation_id in ack.operation_ids:

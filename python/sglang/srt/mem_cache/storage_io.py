@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -28,13 +28,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheStorage,
     HiCacheStorageExtraInfo,
-    PageResult,
     PoolName,
     PoolTransfer,
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.radix_key import PageHash
 from sglang.srt.mem_cache.recent_timeouts import RecentTimeouts
+from sglang.srt.mem_cache.storage import answers
 from sglang.srt.mem_cache.storage_groups import (
     PAGES_PER_CALL,
     next_group,
@@ -46,6 +46,7 @@ from sglang.srt.mem_cache.storage_operation import (
     PrefetchOperation,
     StorageOperation,
 )
+from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
@@ -56,6 +57,9 @@ _GATHER_S: Final = 0.1
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLOSE_TIMEOUT_S: Final = 5.0
+"""For calls under way to return, and again for the client to close."""
+_CLEAR: Final = "clear"
+"""Among the kinds of calls that are watched."""
 _CHECK_PAUSE_S: Final = 30.0
 _LONGEST_CHECK_PAUSE_S: Final = 600.0
 """Between two questions whether L3 still has what it had; they grow where it does not: a store that
@@ -145,9 +149,10 @@ class StorageIO:
 
     @property
     def available(self) -> bool:
-        """False while a call is stuck, so that asking for more is pointless. Never blocks."""
-        started = list(self._call_started.values())
-        return not any(_is_stuck(since) for since in started)
+        """False while a call is stuck, so that asking for more is pointless, and while the store
+        is being cleared. Never blocks."""
+        started = dict(self._call_started)
+        return _CLEAR not in started and not any(map(_is_stuck, started.values()))
 
     @property
     def backend_name(self) -> str | None:
@@ -173,25 +178,37 @@ class StorageIO:
         self._backups.put(operation)
 
     def clear(self) -> None:
-        """Remove this namespace's objects. Raises StorageUnavailable or ValueError."""
+        """Remove this namespace's objects; any thread, while nothing is under way.
+
+        Until it returns `available` is false, so that nothing is asked of the store meanwhile.
+        Raises StorageUnavailable or ValueError, or whatever else the backend raises.
+        """
         if self.storage is None:
             raise StorageUnavailable("the storage backend is not connected")
-        self.storage.clear()
+        with self._watching(_CLEAR):
+            self.storage.clear()
 
     def close(self) -> bool:
-        """End the threads and the client. False if a call is stuck: it is left behind."""
+        """End the threads and the client, within seconds; any thread, while nothing is under way.
+
+        False if the client is left behind, since a call to it hangs, or did not close.
+        """
         self._prefetches.put(None)
         self._backups.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        if any(thread.is_alive() for thread in self._threads) or self._call_started:
             logger.warning("a storage call is stuck; its client is left to the end of the process")
             return False
-        if self.storage is not None:
-            self.storage.close()
-            self.storage = None
-        return True
+        storage, self.storage = self.storage, None
+        if storage is None:
+            return True
+        closing = BackgroundCall("hicache-close", storage.close)
+        if not closing.wait(_CLOSE_TIMEOUT_S):
+            logger.warning("an L3 backend hangs in close(); it is left to the end of the process")
+            return False
+        return closing.error is None
 
     # ---- both threads ----------------------------------------------------------------------
 
@@ -221,24 +238,25 @@ class StorageIO:
         try:
             if self.storage is None:
                 self.storage = self._connect()
-            elif not self.storage.probe():
-                return False
+                return True
+            return answers.flag(self.storage, "probe", self.storage.probe())
         except StorageUnavailable as error:
             self._say.warning("reconnect", "L3 is still unavailable: %s", error)
-            return False
-        except Exception:
-            logger.exception("L3 could not be probed")
-            return False
-        return True
+        except BaseException:
+            logger.exception("L3 (%s) could not be probed", self.backend_name)
+        return False
 
     @contextmanager
     def _reporting_failures(self, what: str) -> Iterator[None]:
-        """Around a thread's work on the store: whatever it raises, the thread goes on."""
+        """Around a thread's work on the store: whatever it raises, the thread goes on.
+
+        After `SystemExit` too, or operations would wait for a thread that has ended.
+        """
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, StorageUnavailable):
-                logger.exception("an L3 backend raised what it must not")
+                logger.exception("L3 backend %s raised what it must not", self.backend_name)
             self._trip()
             self._say.warning(what, "L3 %s failed, leaving it alone for a while: %s", what, error)
 
@@ -272,32 +290,48 @@ class StorageIO:
 
     def _transfer(
         self,
-        call: Callable[..., object],
-        kind: str,
+        kind: Literal["get", "set"],
         hashes: Sequence[PageHash],
         host_indices: torch.Tensor,
         prefix: Sequence[PageHash],
     ) -> tuple[int, CacheOutcome]:
         """One get or put. Returns the leading pages that landed, and why the next did not."""
+        storage = self.storage
+        assert storage is not None
+        call = storage.batch_get_v2 if kind == "get" else storage.batch_set_v2
         transfer = PoolTransfer(
             name=PoolName.KV, keys=self._keys(hashes), host_indices=host_indices
         )
         started = time.monotonic()
-        outcomes: list[CacheOutcome] = []
+        outcomes = [CacheOutcome.FAILED] * len(hashes)
         try:
             with self._calling(kind):
-                results = call([transfer], self._extra_info(prefix))
-            assert isinstance(results, dict)
-            outcomes = [as_outcome(result) for result in results[PoolName.KV]]
+                answer = call([transfer], self._extra_info(prefix))
+            outcomes = answers.page_outcomes(
+                storage, f"batch_{kind}_v2", answer, len(hashes),
+                pool=PoolName.KV,
+                otherwise=CacheOutcome.MISS if kind == "get" else CacheOutcome.FAILED,
+            )  # fmt: skip
         finally:
             if _is_stuck(started):
-                missing = [i for i in range(len(hashes)) if i >= len(outcomes) or not outcomes[i]]
-                self._timeouts[kind].add(hashes[i] for i in missing)
-        for outcome in set(outcomes):
-            self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
+                missing = itertools.compress(hashes, [not outcome for outcome in outcomes])
+                self._timeouts[kind].add(missing)
+            for outcome in set(outcomes):
+                self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
         landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
         why = CacheOutcome.LANDED if landed == len(outcomes) else outcomes[landed]
         return landed, why
+
+    def _hit_pages(
+        self, prompts: Sequence[Sequence[PageHash]], prefixes: Sequence[Sequence[PageHash]]
+    ) -> list[int]:
+        """One question: how many pages the store has of each prompt."""
+        storage = self.storage
+        assert storage is not None
+        keys = [self._keys(hashes) for hashes in prompts]
+        with self._calling("exists"):
+            answer = storage.prompts_exist(keys, [self._extra_info(prefix) for prefix in prefixes])
+        return answers.prompt_hits(storage, "prompts_exist", answer, list(map(len, keys)))
 
     # ---- prefetch thread -------------------------------------------------------------------
 
@@ -332,25 +366,22 @@ class StorageIO:
 
     def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
         """Pages that the store has of each prompt, or why that is not known."""
-        answers: list[int | CacheOutcome] = [
-            operation.why_cut if operation.is_terminated else CacheOutcome.UNAVAILABLE
-            for operation in group
-        ]
+        known: dict[int, int | CacheOutcome] = {
+            index: operation.why_cut if operation.is_terminated else CacheOutcome.UNAVAILABLE
+            for index, operation in enumerate(group)
+        }
         reaches = [self._timeouts["get"].leading_allowed(operation.hashes) for operation in group]
         asked = [i for i, one in enumerate(group) if reaches[i] and not one.is_terminated]
         if not asked or not self._allowed():
-            return answers
-        for index in asked:
-            answers[index] = CacheOutcome.FAILED
-        assert self.storage is not None
-        with self._reporting_failures("read"), self._calling("exists"):
-            results = self.storage.prompts_exist(
-                [self._keys(group[i].hashes[: reaches[i]]) for i in asked],
-                [self._extra_info(group[i].prefix_hashes) for i in asked],
+            return list(known.values())
+        known.update(dict.fromkeys(asked, CacheOutcome.FAILED))
+        with self._reporting_failures("read"):
+            hits = self._hit_pages(
+                [group[i].hashes[: reaches[i]] for i in asked],
+                [group[i].prefix_hashes for i in asked],
             )
-            for index, result in zip(asked, results, strict=True):
-                answers[index] = result.kv_hit_pages
-        return answers
+            known.update(zip(asked, hits, strict=True))
+        return list(known.values())
 
     def _decide(
         self, operation: PrefetchOperation, answer: int | CacheOutcome
@@ -380,7 +411,6 @@ class StorageIO:
                 return operation.why_cut
             started = time.monotonic()
             landed, why = self._transfer(
-                self.storage.batch_get_v2,
                 "get",
                 operation.hashes[begin:end],
                 operation.host_indices[begin * self._page_size : end * self._page_size],
@@ -404,11 +434,9 @@ class StorageIO:
         # A store that failed may get its probe here: nobody else asks while all is in L1 and L2.
         if not self._allowed() or time.monotonic() < self._check_at:
             return CacheOutcome.LANDED
-        assert self.storage is not None
         there: int | None = None
-        with self._reporting_failures("question"), self._calling("exists"):
-            (answer,) = self.storage.prompts_exist([self._keys(hashes)], [self._extra_info(())])
-            there = answer.kv_hit_pages
+        with self._reporting_failures("question"):
+            (there,) = self._hit_pages([hashes], [()])
         if there is None:
             return CacheOutcome.LANDED
         is_whole = there == len(hashes)
@@ -473,7 +501,7 @@ class StorageIO:
         started = time.monotonic()
         landed = 0
         with self._reporting_failures("write"):
-            landed, _ = self._transfer(self.storage.batch_set_v2, "set", hashes, slots, ())
+            landed, _ = self._transfer("set", hashes, slots, ())
         ends = itertools.accumulate(len(operation.hashes) for operation in group)
         settled = sum(end <= landed for end in ends)
         if settled:
@@ -502,7 +530,6 @@ class StorageIO:
         for begin in range(0, len(operation.hashes), PAGES_PER_CALL):
             end = min(begin + PAGES_PER_CALL, len(operation.hashes))
             landed, why = self._transfer(
-                self.storage.batch_set_v2,
                 "set",
                 operation.hashes[begin:end],
                 operation.host_indices[begin * self._page_size : end * self._page_size],
@@ -529,10 +556,3 @@ class StorageIO:
 
 def _is_stuck(started: float) -> bool:
     return time.monotonic() - started > _STUCK_AFTER_S
-
-
-def as_outcome(result: PageResult) -> CacheOutcome:
-    """A third party's bool in our words."""
-    if isinstance(result, CacheOutcome):
-        return result
-    return CacheOutcome.LANDED if result else CacheOutcome.MISS

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.class_lookup import dynamic_class
-from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, PoolName, StoragePool
+from sglang.srt.mem_cache.storage.types import (
+    HiCacheStorageConfig,
+    PoolName,
+    StoragePool,
+    StorageUnavailable,
+)
 from sglang.srt.utils.spelling import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 DYNAMIC = "dynamic"
 _FILE = "file"
@@ -20,6 +28,10 @@ _FILE = "file"
 class _Registered:
     module_path: str
     class_name: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.module_path}.{self.class_name}"
 
 
 class StorageBackendFactory:
@@ -64,21 +76,27 @@ class StorageBackendFactory:
             kwargs: Passed to backends that are not built in.
 
         Raises:
-            ValueError: The name is unknown, a field is missing, or the class cannot be loaded or
-                is no `HiCacheStorage`. One line.
-            StorageUnreachable: The store is not there.
+            ValueError: The name is unknown, a field is missing, or the class cannot be loaded, is
+                no `HiCacheStorage` or raises anything of its own. One line.
+            StorageUnavailable: The store is not there.
         """
         entry = cls._find(backend_name, storage_config)
         backend_class = _load(backend_name, entry)
-        backend: HiCacheStorage
         if backend_name == _FILE:
             root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
-            backend = backend_class(storage_config, root)
+            args: tuple[Any, ...] = (storage_config, root)
+            kwargs = {}
         else:
-            backend = backend_class(storage_config, **kwargs)
-        if backend.storage_config is None:
-            backend.storage_config = storage_config
-        backend.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+            args = (storage_config,)
+        try:
+            backend: HiCacheStorage = backend_class(*args, **kwargs)
+            if backend.storage_config is None:
+                backend.storage_config = storage_config
+            backend.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+        except (ValueError, StorageUnavailable):
+            raise
+        except (Exception, SystemExit) as error:
+            raise _failure(backend_name, entry, "cannot make", error) from error
         return backend
 
     @classmethod
@@ -96,13 +114,18 @@ class StorageBackendFactory:
 
 
 def _load(name: str, entry: _Registered) -> Any:
-    where = f"{entry.module_path}.{entry.class_name}"
     try:
         found = getattr(importlib.import_module(entry.module_path), entry.class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--hicache-storage-backend {name}: cannot load {where}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        # Importing runs whatever the module has in it.
+        raise _failure(name, entry, "cannot load", error) from error
     if not (isinstance(found, type) and issubclass(found, HiCacheStorage)):
-        raise ValueError(f"--hicache-storage-backend {name}: {where} is no HiCacheStorage")
+        raise ValueError(f"--hicache-storage-backend {name}: {entry.where} is no HiCacheStorage")
     return found
+
+
+def _failure(name: str, entry: _Registered, verb: str, error: BaseException) -> ValueError:
+    """What to raise for an error of somebody else's code, whose traceback goes to the log."""
+    logger.warning("--hicache-storage-backend %s: %s %s", name, verb, entry.where, exc_info=error)
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    return ValueError(f"--hicache-storage-backend {name}: {verb} {entry.where}: {cause}")

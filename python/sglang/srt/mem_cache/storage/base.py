@@ -3,10 +3,12 @@
 The engine calls `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`, `get_stats`,
 `probe` and `rebuild` only. A third-party backend may implement just `get`, `set` and `exists`
 (values are then flat uint8 tensors: page bytes, then the trailer of `page_trailer`), or the v1
-calls for the anchor pool.
+calls for the anchor pool. Answers of another type or length than their call promises are refused
+(`answers.py`): the store then counts as failing.
 
 Threads: gets and exists come from the prefetch thread, sets from the backup thread, at the same
-time. Import it from `sglang.srt.mem_cache.hicache_storage`.
+time. At run time a backend is made, cleared and closed in further threads, while nothing else is
+asked of it. Import it from `sglang.srt.mem_cache.hicache_storage`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage import answers
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
@@ -78,9 +81,10 @@ class HiCacheStorage(ABC):
         def exists(pool: str, asked: Sequence[str]) -> list[bool]:
             object_keys = self.object_keys(asked, pool)
             if pool == PoolName.KV:
-                run = self.batch_exists(object_keys, extra_info)
+                answer = self.batch_exists(object_keys, extra_info)
+                run = answers.page_count(self, "batch_exists", answer, len(object_keys))
                 return [index < run for index in range(len(object_keys))]
-            return [self.exists(key) for key in object_keys]
+            return [answers.flag(self, "exists", self.exists(key)) for key in object_keys]
 
         return combine_hits(keys, pool_transfers, exists, PoolName.KV)
 
@@ -199,7 +203,7 @@ class HiCacheStorage(ABC):
     ) -> int:
         """How many of `keys` exist before the first that does not."""
         for index, key in enumerate(keys):
-            if not self.exists(key):
+            if not answers.flag(self, "exists", self.exists(key)):
                 return index
         return len(keys)
 
@@ -253,7 +257,8 @@ class HiCacheStorage(ABC):
         targets = list(torch.empty((len(keys), size), dtype=torch.uint8))
         outcomes: list[CacheOutcome] = []
         pages = host_indices.view(len(keys), pool.page_size)
-        for key, slots, value in zip(keys, pages, self.batch_get(keys, targets), strict=True):
+        values = answers.values(self, "batch_get", self.batch_get(keys, targets), len(keys))
+        for key, slots, value in zip(keys, pages, values, strict=True):
             if value is None:
                 outcomes.append(CacheOutcome.MISS)
                 continue
@@ -281,7 +286,7 @@ class HiCacheStorage(ABC):
             raw[pool.page_bytes :] = seal(
                 (raw[: pool.page_bytes],), key, with_checksum=self.storage_config.verify_checksum
             )
-            done = self.set(key, value)
+            done = answers.flag(self, "set", self.set(key, value))
             outcomes.append(CacheOutcome.LANDED if done else CacheOutcome.FAILED)
         return outcomes
 

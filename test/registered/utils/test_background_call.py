@@ -1,0 +1,89 @@
+"""A call in a thread of its own: its result, what it raises, and who cleans up after it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sglang.srt.utils.background_call import BackgroundCall
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+class Gate:
+    """Work that goes on when it is told to, and what was discarded of it."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.discarded: list[int] = []
+        self.has_discarded = threading.Event()
+
+    def work(self) -> int:
+        assert self.opened.wait(10)
+        return 7
+
+    def discard(self, result: int) -> None:
+        self.discarded.append(result)
+        self.has_discarded.set()
+
+
+def test_a_result_is_kept_until_it_is_taken() -> None:
+    gate = Gate()
+    call = BackgroundCall("work", gate.work, discard=gate.discard)
+    assert not call.ended
+    assert not call.wait(0.001)
+    gate.opened.set()
+    assert call.wait(10)
+    assert (call.ended, call.error, call.result, gate.discarded) == (True, None, 7, [])
+
+
+@pytest.mark.parametrize("raised", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
+def test_whatever_is_raised_ends_with_the_thread(
+    raised: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> int:
+        raise raised
+
+    call = BackgroundCall("work", work, expected=(ValueError,))
+    assert call.wait(10)
+    assert call.error is raised
+    is_expected = isinstance(raised, ValueError)
+    assert ("work failed" in caplog.text) is not is_expected, "a traceback for what is not expected"
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_result_that_nobody_takes_is_discarded(ends_first: bool) -> None:
+    gate = Gate()
+    call = BackgroundCall("work", gate.work, discard=gate.discard)
+    if ends_first:
+        gate.opened.set()
+        assert call.wait(10)
+    call.abandon()
+    gate.opened.set()
+    assert gate.has_discarded.wait(10)
+    assert gate.discarded == [7]
+
+
+def test_a_discarding_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> int:
+        return 7
+
+    def discard(result: int) -> None:
+        done.set()
+        raise SystemExit(result)
+
+    done = threading.Event()
+    call = BackgroundCall("work", work, discard=discard)
+    assert call.wait(10)
+    call.abandon()
+    assert done.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "work":
+            thread.join(10)
+    assert "work could not be undone" in caplog.text
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
