@@ -7,9 +7,11 @@ a position, so that a wrong, stale or misplaced page anywhere shows when a prefi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,12 +23,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_key import RadixKey
 from sglang.srt.mem_cache.tree_node import TreeNode
-from sglang.srt.utils.device import detect_device
+from sglang.srt.utils.device import detect_device, synchronize
 
 RIG_DEVICE = detect_device()
 """A GPU where there is one."""
@@ -148,7 +151,9 @@ class CacheRig:
         self.until(lambda: self.tree.check_prefetch_progress(rid))
         return self.admit(rid, ids, extra_key)
 
-    def arrive(self, rid: str, ids: list[int], extra_key: str | None = None) -> None:
+    def arrive(
+        self, rid: str, ids: list[int], extra_key: str | None = None, *, only_join: bool = False
+    ) -> None:
         """Match on arrival and start the prefetch."""
         match = self.tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1], extra_key)))
         found = len(match.device_indices) + match.host_hit_length
@@ -156,7 +161,11 @@ class CacheRig:
         self._arrivals += 1
         if isinstance(self.tree, HiRadixCache):
             self.tree.prefetch_from_storage(
-                rid, match.last_host_node, ids[found:-1], extra_key=extra_key
+                rid,
+                match.last_host_node,
+                ids[found:-1],
+                extra_key=extra_key,
+                only_join=only_join,
             )
 
     def admit(
@@ -257,3 +266,72 @@ def expected_kv(ids: Sequence[int], extra_key: str | None) -> torch.Tensor:
 def as_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`[n, heads, dim]`: each number spread over a slot."""
     return values.to(dtype)[:, None, None].expand(-1, _HEADS, _DIM).contiguous()
+
+
+class HeldStream:
+    """Stands in for a `CopyStream`: copies wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.at_once = False
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+        if self.at_once:
+            self.run()
+
+    def run(self, count: int | None = None) -> None:
+        """Do the first `count` copies, or all."""
+        chosen, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
+        for work in chosen:
+            work()
+        synchronize(RIG_DEVICE)
+
+    def close(self) -> None:
+        self.run()
+
+
+class HeldReads:
+    """Counts the pages that are read from a tree's L3, and can hold the reads back.
+
+    Context manager: on leaving it whatever is held goes on.
+
+    Args:
+        tree: Its L3 is attached.
+        pages_per_call: Of one get at most; None: as many as the engine takes.
+        calls: Gets that may be made for now; None: any number.
+    """
+
+    def __init__(
+        self, tree: HiRadixCache, *, pages_per_call: int | None = None, calls: int | None = None
+    ) -> None:
+        storage_io = tree.cache_controller.storage_io
+        assert storage_io is not None and storage_io.storage is not None
+        self.pages = 0
+        """Asked for so far, but for what is held."""
+        self._get = storage_io.storage.batch_get_v2
+        self._permits = threading.Semaphore(calls or 0)
+        self._is_open = calls is None
+        storage_io.storage.batch_get_v2 = self._held_get  # type: ignore[method-assign]
+        if pages_per_call is not None:
+            storage_io._pages_per_read = pages_per_call
+
+    def __enter__(self) -> HeldReads:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
+
+    def let(self, calls: int) -> None:
+        """So many more gets may be made."""
+        self._permits.release(calls)
+
+    def open(self) -> None:
+        """From now on all may be made."""
+        self._is_open = True
+        self._permits.release()
+
+    def _held_get(self, transfers: list[PoolTransfer], extra_info: Any = None) -> Any:
+        assert self._is_open or self._permits.acquire(timeout=_DEADLINE_S)
+        self.pages += len(transfers[0].keys or ())
+        return self._get(transfers, extra_info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from sglang.srt.managers.io_struct import (
     RequestOutput,
 )
 from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.test.cache_rig import HeldReads, HeldStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
@@ -61,20 +63,36 @@ def make_rig(model: Path, *, storage: bool = True, **args: object) -> SchedulerR
 
 def settle(rig: SchedulerRig) -> None:
     """Step until nothing is in flight."""
-    deadline = time.monotonic() + 20
-    while not rig.scheduler.is_idle():
-        assert time.monotonic() < deadline, rig.tree.is_busy()
-        rig.step()
-        time.sleep(0.001)
+    until(rig, rig.scheduler.is_idle)
     rig.assert_clean()
 
 
 def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> RequestOutput:
     rig.step(rig.request(rid, ids))
     settle(rig)
+    return last_of(rig, rid)
+
+
+def until(rig: SchedulerRig, condition: Callable[[], bool]) -> None:
+    """Step until `condition` holds."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, rig.tree.is_busy()
+        rig.step()
+        time.sleep(0.001)
+
+
+def last_of(rig: SchedulerRig, rid: str) -> RequestOutput:
+    """The last message about a request."""
     last = rig.results[rid].last
     assert last is not None
     return last
+
+
+def hi_of(rig: SchedulerRig) -> HiRadixCache:
+    """Its tree, of several tiers."""
+    assert isinstance(rig.tree, HiRadixCache)
+    return rig.tree
 
 
 def flush(rig: SchedulerRig) -> None:
@@ -118,9 +136,150 @@ def test_others_overtake_a_request_that_waits_for_storage(model: Path) -> None:
         rig.step(rig.request("waits", ids), rig.request("goes", prompt(2, 10)))
         assert rig.scheduler.state.num_running >= 1
         settle(rig)
-        last = rig.results["waits"].last
-        assert last is not None
-        assert last.cached_tokens_details.storage == 96
+        assert last_of(rig, "waits").cached_tokens_details.storage == 96
+    finally:
+        rig.close()
+
+
+def test_samples_read_their_prompt_once_and_go_right_after_the_first(model: Path) -> None:
+    rig = make_rig(model, pool_tokens=2048)
+    try:
+        ids = prompt(1, 18 * PAGE + 1)
+        ask(rig, "writer", ids)
+        flush(rig)
+        # Of the one read that is made every call may be made, and none besides.
+        with HeldReads(hi_of(rig), pages_per_call=18, calls=1) as reads:
+            samples = [f"first-{number}" for number in range(1, 5)]
+            rig.step(
+                rig.request("first", ids),
+                *[rig.request(rid, ids, sample_of="first") for rid in samples],
+            )
+            settle(rig)
+        assert reads.pages == 18
+        details = [last_of(rig, rid).cached_tokens_details for rid in ("first", *samples)]
+        assert [one.storage for one in details] == [288, 0, 0, 0, 0]
+        assert [one.device for one in details] == [0, 288, 288, 288, 288]
+        assert len({tuple(rig.results[rid].output_ids) for rid in ("first", *samples)}) == 1
+    finally:
+        rig.close()
+
+
+def test_a_sample_whose_first_is_aborted_gets_what_was_being_read(model: Path) -> None:
+    rig = make_rig(model, pool_tokens=2048)
+    try:
+        ids = prompt(1, 18 * PAGE + 1)
+        ask(rig, "writer", ids)
+        flush(rig)
+        with HeldReads(hi_of(rig), calls=0) as reads:
+            rig.step(rig.request("first", ids), rig.request("first-1", ids, sample_of="first"))
+            rig.step(AbortReq(rid="first"))
+            assert rig.results["first"].finish_reason is not None
+            reads.open()
+            settle(rig)
+        assert reads.pages == 18
+        assert last_of(rig, "first-1").cached_tokens_details.storage == 288
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "short_of"), [("best_effort", "memory"), ("timeout", "memory"), ("timeout", "rows")]
+)
+def test_a_read_is_not_cut_for_a_request_that_cannot_run_yet(
+    model: Path, policy: str, short_of: str
+) -> None:
+    """Its time is up at once, but there is no room for it until somebody else has ended."""
+    rig = make_rig(
+        model,
+        pool_tokens=384 if short_of == "memory" else 2048,
+        max_requests=8 if short_of == "memory" else 1,
+        hicache_ratio=8.0,
+        schedule_conservativeness=10.0,
+        hicache_storage_prefetch_policy=policy,
+        hicache_storage_backend_extra_config=json.dumps(
+            {"prefetch_threshold": PAGE, "prefetch_timeout_base": 0, "prefetch_timeout_max": 0}
+        ),
+    )
+    try:
+        ids = prompt(1, 18 * PAGE + 1)
+        ask(rig, "writer", ids)
+        flush(rig)
+        with HeldReads(hi_of(rig), pages_per_call=3, calls=1) as reads:
+            rig.step(rig.request("runs", prompt(2, 20), greedy(120)), rig.request("waits", ids))
+            for _ in range(20):
+                rig.step()
+            reads.open()
+            until(rig, lambda: hi_of(rig)._board.operations()[0].landed_pages == 18)
+            assert rig.scheduler.state.num_running == 1
+            settle(rig)
+        assert last_of(rig, "waits").cached_tokens_details.storage == 288
+    finally:
+        rig.close()
+
+
+def test_who_is_short_of_memory_is_looked_at_again_when_copies_end(model: Path) -> None:
+    """Nobody comes or goes meanwhile: what runs has a long way to go."""
+    rig = make_rig(model, storage=False)
+    controller = hi_of(rig).cache_controller
+    controller._write_stream.close()
+    writes = HeldStream()
+    controller._write_stream = writes  # type: ignore[assignment]
+    try:
+        rig.step(rig.request("writes", prompt(1, 240), greedy(1)))
+        until(rig, lambda: "writes" in rig.results)
+        rig.step(rig.request("runs", prompt(2, 20), greedy(100)))
+        rig.step(rig.request("waits", prompt(3, 240)))
+        for _ in range(3):
+            rig.step()
+        state = rig.scheduler.state
+        assert (state.num_running, len(state.waiting)) == (1, 1)
+        writes.run()
+        for _ in range(20):
+            rig.step()
+        assert not state.waiting
+        assert "runs" in {req.rid for req in state.running()}
+        writes.at_once = True
+        settle(rig)
+    finally:
+        rig.close()
+
+
+def test_a_load_is_waited_for_though_its_request_was_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(1, 100)
+    cold = SchedulerRig(model, disable_radix_cache=True).generate([ids])[0]
+    rig = make_rig(model, storage=False)
+    try:
+        ask(rig, "writer", ids)
+        rig.tree.evict(EvictParams(num_tokens=1000))
+        controller = hi_of(rig).cache_controller
+        controller._load_stream.close()
+        loads = HeldStream()
+        controller._load_stream = loads  # type: ignore[assignment]
+        worker, prefill = rig.scheduler._parts.worker, rig.scheduler._prefill
+        forward, alloc = worker.forward_batch_generation, prefill._alloc
+        refusals = [True]
+        waited_for: list[bool] = []
+
+        def refuse_once(*args: Any) -> Any:
+            return None if refusals and refusals.pop() else alloc(*args)
+
+        def forward_that_waits(batch: ModelWorkerBatch) -> Any:
+            waited_for.append(batch.hicache_consumer_index != -1)
+            if waited_for[-1]:
+                loads.run()
+            return forward(batch)
+
+        monkeypatch.setattr(prefill, "_alloc", refuse_once)
+        monkeypatch.setattr(worker, "forward_batch_generation", forward_that_waits)
+        rig.step(rig.request("refused", ids))
+        assert (refusals, waited_for, rig.tree.is_busy()) == ([], [], {"loads": 1})
+        until(rig, lambda: bool(waited_for))
+        assert waited_for == [True]
+        settle(rig)
+        assert last_of(rig, "refused").cached_tokens_details.device == 96
+        assert rig.results["refused"].output_ids == cold
     finally:
         rig.close()
 
@@ -133,9 +292,7 @@ class SlowParts:
         read_s: For each token read.
         compute_s: For each token of a prompt.
         """
-        tree = rig.tree
-        assert isinstance(tree, HiRadixCache)
-        storage_io = tree.cache_controller.storage_io
+        storage_io = hi_of(rig).cache_controller.storage_io
         assert storage_io is not None and storage_io.storage is not None
         self._get = storage_io.storage.batch_get_v2
         self._forward = rig.scheduler._parts.worker.forward_batch_generation
@@ -174,11 +331,7 @@ def test_a_burst_is_divided_between_a_slow_store_and_the_model(model: Path, poli
         rig.step(*[rig.request(rid, ids) for rid, ids in prompts.items()])
         settle(rig)
         assert {rid: rig.results[rid].output_ids for rid in prompts} == words
-        from_store = [
-            last.cached_tokens_details.storage
-            for rid in prompts
-            if (last := rig.results[rid].last) is not None
-        ]
+        from_store = [last_of(rig, rid).cached_tokens_details.storage for rid in prompts]
         read, computed = from_store.count(96), from_store.count(0)
         assert read + computed == 10
         overtaken = rig.scheduler.state.metrics.registry.get_sample_value(

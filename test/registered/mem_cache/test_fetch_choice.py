@@ -298,6 +298,9 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
         assert [rig.hi.pop_prefetch_loaded_tokens(rid) for rid in "ab" for rig in ranks.rigs] == [
             0
         ] * 4
+        for rid in "ab":
+            for rig in ranks.rigs:
+                rig.hi.note_scheduled(rid)
         goes_on.set()
         ranks.until(lambda rig: not rig.hi.is_busy())
         for rig in ranks.rigs:
@@ -306,6 +309,48 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
         counted = first.hi.metrics.prefetch_outcomes.labels("overtaken")
         ranks.until(lambda rig: counted._value.get() == 2)
         assert operation.outcome is CacheOutcome.LANDED, "it had, before it was cut"
+    finally:
+        goes_on.set()
+        ranks.close()
+
+
+def test_ranks_of_which_one_reads_faster_let_those_who_joined_go_at_the_same_tick() -> None:
+    ranks = TwoRanks([Rates(), Rates()])
+    shared = list(range(16))
+    prompts = {"a": [*shared, *range(100, 109)], "b": [*shared, *range(200, 209)]}
+    goes_on = threading.Event()
+    try:
+        for ids in prompts.values():
+            for rig in ranks.rigs:
+                request, _ = rig.admit("writer", ids)
+                rig.finish(request)
+            ranks.until(lambda rig: not rig.hi.is_busy())
+        for rig in ranks.rigs:
+            rig.hi.reset()
+            rig.allocator.clear()
+        hold_gets(ranks.rigs[0], goes_on)
+        for rig in ranks.rigs:
+            for rid, ids in prompts.items():
+                rig.arrive(rid, ids)
+        fast = ranks.rigs[1].hi._board.operations()
+        ranks.until(lambda rig: rig is ranks.rigs[0] or all(one.ended for one in fast))
+        for _ in range(3):
+            ranks.tick()
+            may = [rig.hi.check_prefetch_progress("b") for rig in ranks.rigs]
+            assert may == [False, False]
+        for rig in ranks.rigs:
+            rig.hi.release_aborted_request("a")
+        goes_on.set()
+        deadline = time.monotonic() + 20
+        while not any(may):
+            assert time.monotonic() < deadline
+            ranks.tick()
+            may = [rig.hi.check_prefetch_progress("b") for rig in ranks.rigs]
+        assert may == [True, True]
+        assert [rig.hi.pop_prefetch_loaded_tokens("b") for rig in ranks.rigs] == [24, 24]
+        ranks.until(lambda rig: not rig.hi.is_busy())
+        for rig in ranks.rigs:
+            rig.hi.check_integrity()
     finally:
         goes_on.set()
         ranks.close()

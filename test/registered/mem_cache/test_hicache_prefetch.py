@@ -46,7 +46,7 @@ def tick(board: PrefetchBoard) -> list[int]:
 def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> None:
     board = PrefetchBoard(PAGE)
     operation = started(board)
-    board.finish("r")
+    board.leave("r")
     assert not operation.hand_over(4), "too late"
     # What was noted then counts until the thread has seen that it is too late.
     assert tick(board) == [4, 5, 6, 7, 8, 9]
@@ -55,7 +55,7 @@ def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> 
     assert len(board) == 0
 
     operation = started(board)
-    board.finish("r")
+    board.leave("r")
     assert tick(board) == list(range(10))
     assert len(board) == 0
     assert not operation.hand_over(4)
@@ -68,8 +68,8 @@ def test_only_the_pages_of_the_call_under_way_stay_with_a_read_that_was_cut() ->
     operation.landed_pages = 4
     tick(board)
     assert operation.hand_over(8)
-    found = board.finish("r")
-    assert found == (operation, 4)
+    (cut,) = board.leave("r")
+    assert (cut.operation, cut.progress.landed) == (operation, 4)
     operation.publish(1 * PAGE, 4 * PAGE)
     assert tick(board) == [0, 8, 9]
     assert board.stuck_tokens() == 4 * PAGE
@@ -86,7 +86,7 @@ def test_who_ended_gives_back_what_it_has_though_one_before_it_hangs() -> None:
     hangs, behind = started(board, "hangs"), started(board, "behind", PAGES)
     hangs.hand_over(2)
     for rid in ("hangs", "behind"):
-        board.finish(rid)
+        board.leave(rid)
     assert tick(board) == [*range(2, 10), *range(10, 20)]
     assert not behind.hand_over(2)
     assert board.stuck_tokens() == 2 * PAGE

@@ -230,6 +230,27 @@ def test_a_load_takes_what_fits_the_quota() -> None:
     rig.settle()
 
 
+def test_a_load_does_not_evict_what_it_hangs_on() -> None:
+    """L1 of 8 pages, full: 2 of the prefix, which is not locked, and 6 that were used later."""
+    rig = two_tiers()
+    for length in (8, 16):
+        rig.run(range(length))
+    rig.settle()
+    rig.tree.evict(EvictParams(num_tokens=8))
+    rig.run(range(100, 124))
+    rig.settle()
+    assert rig.allocator.available_size() == 0
+    match = rig.tree.match_prefix(MatchPrefixParams(RadixKey(list(range(16)))))
+    assert (len(match.device_indices), match.host_hit_length) == (8, 8)
+    rig.tree.match_prefix(MatchPrefixParams(RadixKey(list(range(100, 124)))))
+    loaded, _ = rig.tree.init_load_back(InitLoadBackParams(match.best_match_node, 8))
+    assert len(loaded) == 8
+    rig.tree.check_integrity()
+    rig.tree.ready_to_load_host_cache()
+    rig.settle()
+    assert rig.run(range(17)) == Reused(device=16)
+
+
 def test_an_aborted_request_gives_its_pages_back() -> None:
     rig = three_tiers()
     rig.run(range(16))
@@ -246,6 +267,7 @@ def test_best_effort_never_waits() -> None:
     rig.flush()
     rig.arrive("r", list(range(17)))
     assert rig.tree.check_prefetch_progress("r")
+    rig.tree.note_scheduled("r")
     rig.settle()
 
 

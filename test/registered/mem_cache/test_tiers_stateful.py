@@ -40,11 +40,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
 from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.storage_io import StorageIO
-from sglang.srt.utils.device import synchronize
 from sglang.test.cache_rig import (
-    RIG_DEVICE,
     RIG_LAYOUTS,
     CacheRig,
+    HeldStream,
     HiCacheSettings,
     Reused,
     RigRequest,
@@ -59,29 +58,6 @@ PREFETCH = ("best_effort", "wait_complete")
 MAX_PAGES = 6
 EXAMPLES = 50
 """The nightly profile beside this file sets more."""
-
-
-class HeldStream:
-    """Stands in for a `CopyStream`: copies wait until they are let go."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-        self.at_once = False
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self.waiting.append(work)
-        if self.at_once:
-            self.run()
-
-    def run(self, count: int | None = None) -> None:
-        """Do the first `count` copies, or all."""
-        chosen, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
-        for work in chosen:
-            work()
-        synchronize(RIG_DEVICE)
-
-    def close(self) -> None:
-        self.run()
 
 
 class SteppedRig(CacheRig):
@@ -232,14 +208,21 @@ class Tiers(RuleBasedStateMachine):
     shapes = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_PAGES)
 
     @precondition(lambda self: len(self.waiting) < 6)
-    @rule(shape=shapes, tail=st.integers(0, 3))
-    def arrive(self, shape: list[int], tail: int) -> None:
+    @rule(shape=shapes, tail=st.integers(0, 3), only_join=st.booleans())
+    def arrive(self, shape: list[int], tail: int, only_join: bool) -> None:
         assert self.rig is not None
         rid = f"w{len(self.waiting)}-{sum(shape)}-{tail}-{self.rig._next_rid}"
         self.rig._next_rid += 1
         ids = self.tokens(shape, tail)
-        self.rig.arrive(rid, ids)
+        self.rig.arrive(rid, ids, only_join=only_join)
         self.waiting[rid] = ids
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 5))
+    def look(self, which: int) -> None:
+        """A request is looked at and takes what has landed, but there is no room for it yet."""
+        assert self.rig is not None
+        self.rig.hi.check_prefetch_progress(sorted(self.waiting)[which % len(self.waiting)])
 
     @precondition(lambda self: self.waiting and not self.running)
     @rule(which=st.integers(0, 5), finish=st.booleans())
@@ -547,9 +530,9 @@ def test_what_a_prefetch_continues_leaves_meanwhile(folder: Path) -> None:
     rig.prefetches(None)
     rig.tick()
     assert rig.hi.check_prefetch_progress("r")
-    assert rig.hi.metrics.prefetch_outcomes.labels("orphan")._value.get() == 1
     request, reused = rig.admit("r", pages_of(PAGES))
     assert reused == Reused()
+    assert rig.hi.metrics.prefetch_outcomes.labels("orphan")._value.get() == 1
     rig.finish(request)
     rig.settle()
 

@@ -143,7 +143,7 @@ class InputHandler:
 
     def _look_ahead(self, req: Req) -> None:
         """While the request waits, keep what L1 and L2 have of its prompt, and read from L3 what
-        they lack."""
+        they lack. A sample takes what is read for the request that computes its prompt."""
         tree = self._state.tree
         key = req.match_key()
         match = tree.match_prefix(MatchPrefixParams(key, req=req))
@@ -151,8 +151,22 @@ class InputHandler:
         req.cached_on_arrival = known
         tree.note_waiting(req.rid, req.arrival_number, match.last_host_node)
         tree.prefetch_from_storage(
-            req.rid, match.last_host_node, key.token_ids[known:], extra_key=req.extra_key
+            req.rid,
+            match.last_host_node,
+            key.token_ids[known:],
+            extra_key=req.extra_key,
+            only_join=self._has_prompt_ahead(req),
         )
+
+    def _has_prompt_ahead(self, req: Req) -> bool:
+        """Whether another request is going to compute the same prompt."""
+        if req.sample_of is None:
+            return False
+        chunked = self._state.chunked
+        if chunked is not None and chunked.rid == req.sample_of:
+            return True
+        # From the last on: samples come right after the first.
+        return any(other.rid == req.sample_of for other in reversed(self._state.waiting))
 
 
 def _refusal(message: str, status_code: int) -> FinishReason:

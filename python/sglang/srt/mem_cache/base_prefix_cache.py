@@ -223,11 +223,14 @@ class BasePrefixCache(ABC):
         prefix_keys: list[PageHash] | None = None,
         *,
         extra_key: str | None = None,
+        only_join: bool = False,
     ) -> None:
-        """Start reading the pages after `last_host_node` from L3, in the background."""
+        """Start reading the pages after `last_host_node` from L3, in the background; those that
+        are being read already are waited for, and with `only_join` no others."""
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        """True when `req_id` need not wait for L3 any longer. Publishes what has landed."""
+        """True when `req_id` need not wait for L3 any longer. Publishes what has landed; the rest
+        is read on until `note_scheduled`."""
         return True
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
@@ -246,7 +249,7 @@ class BasePrefixCache(ABC):
         use is evicted last. Requests are expected to be served in the order of their numbers."""
 
     def note_scheduled(self, rid: str) -> None:
-        """Request `rid` has locked what it uses; it waits no more."""
+        """Request `rid` has locked what it uses; it waits no more, and nothing is read for it."""
 
     def release_aborted_request(self, rid: str) -> None:
         """Forget that a request waits that will not run, and its prefetch."""

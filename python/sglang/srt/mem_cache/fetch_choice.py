@@ -73,14 +73,14 @@ class FetchChoice:
             waiting=self._to_compute(work),
         )
         cut = []
-        for operation, is_later in zip(waited_for, later, strict=True):
+        for read, is_later in zip(waited_for, later, strict=True):
             if not is_later:
                 continue
             if self._may_give_up():
-                operation.overtake()
-                cut.append(operation)
+                read.operation.overtake()
+                cut.append(read.operation)
             else:
-                operation.is_spared = True
+                read.operation.is_spared = True
         return cut
 
     def note_read(self) -> None:

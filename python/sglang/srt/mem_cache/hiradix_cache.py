@@ -1,9 +1,8 @@
-"""The radix tree over three tiers: what `host_tier_cache.py` does, and L3 below it.
+"""The radix tree over three tiers, built from the server's arguments.
 
-This file says what is read from L3 and what is written to it; `storage_io.py` has the threads
-that do it, `hicache_prefetch.py` the book of reads under way, and `fetch_choice.py` decides which
-are worth it. L3 never fails a request: whatever it does shortens a prefix, and is counted with its
-reason.
+`prefetch_cache.py` says what is read from L3, this file what is written to it; `storage_io.py` has
+the threads that do it. L3 never fails a request: whatever it does shortens a prefix, and is counted
+with its reason.
 
 Threads: the scheduler's only.
 """
@@ -12,40 +11,29 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Protocol
-
-import numpy as np
-import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.ballot import MAX_SETTLED, Progress, Reduce, Verdict
-from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.fetch_choice import FetchChoice
 from sglang.srt.mem_cache.fetch_worth import Rates
 from sglang.srt.mem_cache.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
-from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.host_tier_cache import HostTierCache, parts_of
+from sglang.srt.mem_cache.host_tier_cache import parts_of
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
-from sglang.srt.mem_cache.radix_key import PageHash, RadixKey, TokenArray
-from sglang.srt.mem_cache.storage_operation import (
-    CheckOperation,
-    PrefetchOperation,
-    StorageOperation,
-)
+from sglang.srt.mem_cache.prefetch_cache import PrefetchCache
+from sglang.srt.mem_cache.radix_key import PageHash
+from sglang.srt.mem_cache.storage_operation import CheckOperation, StorageOperation
 from sglang.srt.mem_cache.tree_node import TreeNode
 
 logger = logging.getLogger(__name__)
 
-_PREFETCH_SHARE: Final = 0.5
 _BACKUP_SHARE: Final = 0.5
-"""Of L2: reads and writes of L3 under way may hold this much each, so that neither starves L2."""
+"""Of L2: writes to L3 under way may hold this much, so that they do not starve it."""
 _CHECK_EVERY: Final = 61
 """Of the uses of prompts that L3 has, every so many may ask whether it still has them. A prime
 number: of prompts that come in turn it takes each in time."""
@@ -74,7 +62,7 @@ class HiCacheArgs(Protocol):
     def served_model_name(self) -> str | None: ...
 
 
-class HiRadixCache(HostTierCache):
+class HiRadixCache(PrefetchCache):
     """Prefix cache of up to three tiers, built from the server's arguments.
 
     Raises:
@@ -102,32 +90,27 @@ class HiRadixCache(HostTierCache):
         controller = HiCacheController(
             allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics
         )
+        attachment = StorageAttachment(
+            controller,
+            weights_identity=params.weights_identity,
+            model_name=server_args.served_model_name,
+            prefetch_policy=server_args.hicache_storage_prefetch_policy,
+        )
         super().__init__(
             params,
             controller,
+            attachment,
             write_policy=server_args.hicache_write_policy,
             metrics=metrics,
             reduce=reduce,
         )
-        self._board = PrefetchBoard(self.page_size)
-        self._choice = FetchChoice(self._board)
         self._backups: deque[StorageOperation] = deque()
         self._backup_tokens = 0
         self._postponed: dict[int, TreeNode] = {}
         """Nodes whose write to L3 waits for room among the writes under way, parents first."""
         self._check: CheckOperation | None = None
         self._uses_of_stored = 0
-        self._loaded_from_storage: dict[str, int] = {}
-        self._answers = True
-        """As of the last ballot: no call to L3 is stuck on any rank."""
         self._reconnects = 0
-        self._storage_epoch = 0
-        self._attachment = StorageAttachment(
-            controller,
-            weights_identity=params.weights_identity,
-            model_name=server_args.served_model_name,
-            prefetch_policy=server_args.hicache_storage_prefetch_policy,
-        )
         self.administration = StorageAdministration(self, self._attachment)
         """Changes of L3 at run time."""
         if server_args.hicache_storage_backend is not None:
@@ -142,8 +125,6 @@ class HiRadixCache(HostTierCache):
 
     def is_busy(self) -> dict[str, int]:
         counts = super().is_busy()
-        if len(self._board):
-            counts["prefetches"] = len(self._board)
         if self._backups or self._postponed:
             counts["backups"] = len(self._backups) + len(self._postponed)
         if self._check is not None:
@@ -155,177 +136,20 @@ class HiRadixCache(HostTierCache):
     @property
     def _available(self) -> bool:
         """Whether L3 may be asked for anything."""
-        return self._answers and not self.administration.is_under_way
+        return super()._available and not self.administration.is_under_way
 
     def _has_operations(self) -> bool:
         return bool(
-            len(self._board)
-            or self._backups
+            self._backups
             or self._postponed
             or self._check is not None
             or self.administration.is_under_way
-            or not self._answers
             or super()._has_operations()
         )
-
-    def read_metrics(self) -> None:
-        super().read_metrics()
-        self.metrics.host_stuck.set(self._board.stuck_tokens())
-
-    def reset(self) -> None:
-        super().reset()
-        self._loaded_from_storage.clear()
 
     def shutdown(self) -> None:
         self.administration.give_up("the server is shutting down")
         super().shutdown()
-
-    # ---- L3 to L2 --------------------------------------------------------------------------
-
-    def prefetch_from_storage(
-        self,
-        req_id: str,
-        last_host_node: TreeNode,
-        new_input_tokens: Sequence[int] | TokenArray,
-        last_hash: PageHash | None = None,
-        prefix_keys: list[PageHash] | None = None,
-        *,
-        extra_key: str | None = None,
-    ) -> None:
-        """Read the pages that follow `last_host_node` in the prompt of `req_id`, which begins at
-        the next tick.
-
-        Args:
-            last_host_node: As matched on arrival.
-            new_input_tokens: The tokens after its end; those past the last whole page are ignored.
-            last_hash: Hash of the node's last page, where the caller knows it.
-            prefix_keys: Hashes of the pages before, where the caller knows them.
-            extra_key: The request's.
-        """
-        storage_io = self.cache_controller.storage_io
-        if storage_io is None:
-            return
-        new = RadixKey(new_input_tokens, extra_key).page_aligned(self.page_size)
-        settings = self._attachment.settings
-        least = settings.threshold_pages(self.page_size) * self.page_size
-        reason, host_indices = self._room_for_prefetch(req_id, len(new), least)
-        if host_indices is None:
-            self.metrics.prefetch_outcomes.labels(reason).inc()
-            if reason != "too_short":
-                self._say.info(f"no-prefetch-{reason}", "no L3 read for a prompt: %s", reason)
-            return
-        new = new[: len(host_indices)]
-        is_root = last_host_node.parent is None
-        if last_hash is None and not is_root:
-            last_hash = last_host_node.page_hashes(self.page_size)[-1]
-        if prefix_keys is None and settings.pass_prefix_keys and not is_root:
-            own = last_host_node.page_hashes(self.page_size)
-            prefix_keys = [*last_host_node.get_prefix_hash_values(self.page_size), *own]
-        above = _path_tokens(last_host_node)
-        operation = PrefetchOperation(
-            request_id=req_id,
-            key=RadixKey(np.concatenate([above, new.ids]), extra_key),
-            start=len(above),
-            host_indices=host_indices,
-            hashes=new.page_hashes(self.page_size, last_hash),
-            prefix_hashes=prefix_keys or [],
-            deadline=time.monotonic() + self._attachment.prefetch_seconds(len(new)),
-            epoch=self._storage_epoch,
-        )
-        self._board.start(operation)
-
-    def _room_for_prefetch(
-        self, req_id: str, wanted: int, least: int
-    ) -> tuple[str, torch.Tensor | None]:
-        """Host pages for a read of at most `wanted` tokens; else why there is none."""
-        if wanted < least:
-            return "too_short", None
-        if req_id in self._board:
-            return "duplicate", None
-        if not self._available:
-            return CacheOutcome.UNAVAILABLE.value, None
-        page = self.page_size
-        share = int(_PREFETCH_SHARE * self.host_pool.size) - self._board.held_tokens()
-        wanted = min(wanted, share // page * page)
-        if self._board.is_full or wanted < least:
-            return "queue_full", None
-        if not self._choice.may_begin(req_id, wanted, self._attachment.prefetch_policy):
-            return "slower_than_computing", None
-        missing = wanted - self.host_pool.available_size()
-        if missing > 0:
-            self.evict_host(missing)
-            wanted = min(wanted, self.host_pool.available_size() // page * page)
-        if wanted < least:
-            return "no_host_memory", None
-        return "", self.host_pool.alloc(wanted)
-
-    def check_prefetch_progress(self, req_id: str) -> bool:
-        if not self._board.may_schedule(req_id, self._attachment.prefetch_policy):
-            return False
-        self._finish_prefetch(req_id)
-        return True
-
-    def release_aborted_request(self, rid: str) -> None:
-        super().release_aborted_request(rid)
-        self._finish_prefetch(rid)
-        self._loaded_from_storage.pop(rid, None)
-
-    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        return self._loaded_from_storage.pop(req_id, 0)
-
-    def _finish_prefetch(self, req_id: str) -> None:
-        """Cut the read of `req_id`, if there is one, and publish what has landed."""
-        finished = self._board.finish(req_id)
-        if finished is None:
-            return
-        operation, landed_pages = finished
-        if landed_pages:
-            self._choice.note_read()
-        published = self._publish(operation, landed_pages * self.page_size)
-        if published:
-            self._loaded_from_storage[req_id] = published
-        if not operation.ended and not operation.is_overtaken:
-            self._say.info("late", "an L3 read was cut; %d tokens of it are used", published)
-
-    def _publish(self, operation: PrefetchOperation, landed: int) -> int:
-        """Put the `landed` first tokens of a read into the tree; how many were new to it.
-
-        The prompt is matched again: what others put there meanwhile stays theirs, and where the
-        node that the read continues has gone, the pages are orphans and not used.
-        """
-        end = operation.start + landed
-        path = self._walk(operation.key[:end])
-        known = sum(len(node.key) for node in path)
-        if known < operation.start or known >= end:
-            if landed and known < operation.start:
-                self.metrics.prefetch_outcomes.labels("orphan").inc()
-            return 0
-        begin = known - operation.start
-        parent = path[-1] if path else self.root_node
-        leaf = self._new_node(operation.key[known:end], parent)
-        leaf.set_host_value(operation.publish(begin, landed))
-        leaf.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
-        leaf.storage_epoch = operation.epoch
-        self._host_heap.offer(leaf)
-        return end - known
-
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """What computing costs here: L3 is read only where that is not much faster."""
-        storage_io = self.cache_controller.storage_io
-        if storage_io is not None:
-            storage_io.worth.prefills.add(tokens, seconds)
-
-    def watch_workload(self, workload: Callable[[], Workload]) -> None:
-        self._choice.watch(workload)
-
-    def _cut_overtaken(self) -> None:
-        """Let requests go on whose prompts are computed before L3 would bring them."""
-        for operation in self._choice.cut_overtaken(self._attachment.prefetch_policy):
-            self._say.info(
-                "overtaken",
-                "an L3 read of %d tokens is cut: computing them is going to be sooner",
-                len(operation.host_indices),
-            )
 
     # ---- L2 to L3 --------------------------------------------------------------------------
 
@@ -457,23 +281,8 @@ class HiRadixCache(HostTierCache):
 
     # ---- one tick --------------------------------------------------------------------------
 
-    def check_hicache_events(self) -> None:
-        self._choice.begin_tick()
-        self._submit_prefetches()
-        super().check_hicache_events()
-
-    def _submit_prefetches(self) -> None:
-        """Hand on the reads of the prompts that have come since the last tick, as one question."""
-        if started := self._board.take_new():
-            storage_io = self.cache_controller.storage_io
-            assert storage_io is not None, "L3 is detached when nothing is under way"
-            storage_io.submit_prefetches(started)
-
     def _progress(self) -> Progress:
         progress = super()._progress()
-        if self._attachment.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
-            self._board.await_answers()
-        progress.prefetches = self._board.progress()
         ended = itertools.takewhile(lambda one: one.ended, self._backups)
         progress.backups = [
             Verdict.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
@@ -482,17 +291,13 @@ class HiRadixCache(HostTierCache):
             progress.check = Verdict.on(is_good=bool(self._check.outcome))
         storage_io = self.cache_controller.storage_io
         if storage_io is not None:
-            progress.available = storage_io.available
-            progress.rates = storage_io.worth.rates()
             progress.reconnects = storage_io.reconnects
         progress.administration = self.administration.progress()
         return progress
 
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
-        self._choice.rates = agreed.rates
         self.administration.settle(agreed.administration)
-        self._answers = agreed.available
         for verdict in agreed.backups:
             self._settle_backup(success=verdict is Verdict.LANDED)
         self._resume_postponed()
@@ -503,13 +308,6 @@ class HiRadixCache(HostTierCache):
             self._check = None
             if agreed.check is Verdict.FAILED and check.epoch == self._storage_epoch:
                 self._storage_epoch += 1
-        for slots in self._board.agree(agreed.prefetches):
-            self.host_pool.free(slots)
-        self._cut_overtaken()
-        if not self._available and (stuck := self._board.stuck_tokens()):
-            self._say.warning(
-                "stuck", "an L3 read hangs: %d tokens of L2 stay with it until it returns", stuck
-            )
 
     # ---- administration --------------------------------------------------------------------
 
@@ -572,17 +370,3 @@ class HiRadixCache(HostTierCache):
             f"memory in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
         )
         return [host, self._attachment.describe()]
-
-    def _host_pages_of_operations(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from super()._host_pages_of_operations()
-        for operation in self._board.operations():
-            yield f"prefetch of {operation.request_id}", operation.owned_slots()
-
-
-def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Tokens from the root to the end of `node`."""
-    parts = []
-    while node.parent is not None:
-        parts.append(node.key.ids)
-        node = node.parent
-    return np.concatenate([np.empty(0, dtype=np.uint32), *reversed(parts)])

@@ -1,8 +1,8 @@
 """What the requests that wait will use: the queue knows part of the future, so eviction heeds it.
 
 A request is matched when it arrives, and the nodes of its prefix are marked until it is scheduled
-or goes away. Marked nodes leave a tier after all others, the one that is needed last first. Where
-nobody waits nothing changes.
+or goes away; those that L3 brings meanwhile are marked too. Marked nodes leave a tier after all
+others, the one that is needed last first. Where nobody waits nothing changes.
 
 Source: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
 CachedAttention", USENIX ATC'24: scheduler-aware eviction, here on a radix tree.
@@ -11,6 +11,7 @@ CachedAttention", USENIX ATC'24: scheduler-aware eviction, here on a radix tree.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable
 
 from sglang.srt.mem_cache.tree_node import TreeNode
@@ -34,6 +35,15 @@ class LookAhead:
         self._arrivals[rid] = arrival
         self._ends[arrival] = node
         for at in _path(node):
+            bisect.insort(at.wanted_by, arrival)
+
+    def extend(self, rid: str, node: TreeNode) -> None:
+        """Request `rid`, if it waits, will use its prompt up to `node`, if not further."""
+        arrival = self._arrivals.get(rid)
+        if arrival is None or _is_marked(node, arrival):
+            return
+        self._ends[arrival] = node
+        for at in itertools.takewhile(lambda at: not _is_marked(at, arrival), _path(node)):
             bisect.insort(at.wanted_by, arrival)
 
     def remove(self, rid: str) -> list[TreeNode]:
@@ -66,6 +76,11 @@ class LookAhead:
         for node in nodes:
             expected = wanted.get(node.id, [])
             assert node.wanted_by == expected, f"{node} is wanted by {node.wanted_by}: {expected}"
+
+
+def _is_marked(node: TreeNode, arrival: int) -> bool:
+    at = bisect.bisect_left(node.wanted_by, arrival)
+    return at < len(node.wanted_by) and node.wanted_by[at] == arrival
 
 
 def _path(node: TreeNode) -> Iterable[TreeNode]:

@@ -409,12 +409,13 @@ class StorageIO:
             end = min(begin + self._pages_per_read, pages)
             if not operation.hand_over(end):
                 return operation.why_cut
+            before = operation.hashes[:begin] if self._pass_prefix_keys else []
             started = time.monotonic()
             landed, why = self._transfer(
                 "get",
                 operation.hashes[begin:end],
                 operation.host_indices[begin * self._page_size : end * self._page_size],
-                [*operation.prefix_hashes, *operation.hashes[:begin]],
+                [*operation.prefix_hashes, *before],
             )
             operation.landed_pages += landed
             # Of calls, not of prompts: long ones tell how fast reads are while they last.

@@ -20,17 +20,18 @@ from sglang.srt.mem_cache.tree_node import TreeNode
 
 @dataclass(eq=False, slots=True)
 class PrefetchOperation:
-    """Read the pages of one prompt that follow its L1 and L2 hit.
+    """Read the pages of a prompt that follow what L1 and L2 have of it, or what other reads bring.
 
     Owns `host_indices` until they are published (what landed) or released (the rest).
     """
 
     request_id: str
+    """Who began it; others may wait for it too."""
     key: RadixKey
     """The whole prompt up to the last page asked for. Publishing matches it again, so no node
     needs to be pinned, and splits and evictions meanwhile do no harm."""
     start: int
-    """Tokens of `key` that were in L1 or L2 at the start."""
+    """Tokens of `key` that were in L1 or L2 at the start, or are read before these."""
     host_indices: torch.Tensor
     """int64 `[len(key) - start]`: host slots of the pages asked for."""
     hashes: list[PageHash]
@@ -51,10 +52,13 @@ class PrefetchOperation:
     """Transfer thread: pages got and verified, from the first on."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
+    wanted_pages: int = field(init=False)
+    """Scheduler: somebody waits for these, from the first on. Only ever lowered."""
     is_terminated: bool = False
     """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
     is_overtaken: bool = False
-    """Scheduler, before `is_terminated`: that is because computing was going to be sooner."""
+    """Scheduler, before `is_terminated`: that is because computing was going to be sooner, or
+    was."""
     is_spared: bool = False
     """Scheduler: not to be overtaken, so that it shows how fast reads are."""
     _answered: threading.Event = field(default_factory=threading.Event)
@@ -63,6 +67,7 @@ class PrefetchOperation:
 
     def __post_init__(self) -> None:
         self._owned = [(0, len(self.host_indices))]
+        self.wanted_pages = len(self.hashes)
 
     @property
     def ended(self) -> bool:
@@ -72,6 +77,10 @@ class PrefetchOperation:
     def owned_tokens(self) -> int:
         """Scheduler: host tokens that are still this operation's."""
         return sum(end - begin for begin, end in self._owned)
+
+    def owns(self, begin: int, end: int) -> bool:
+        """Scheduler: whether all tokens from `begin` to `end` are still this operation's."""
+        return any(first <= begin and end <= last for first, last in self._owned)
 
     def owned_slots(self) -> torch.Tensor:
         """Scheduler: those."""
@@ -108,15 +117,20 @@ class PrefetchOperation:
 
     @property
     def why_cut(self) -> CacheOutcome:
-        """How it ends once it is terminated."""
-        return CacheOutcome.OVERTAKEN if self.is_overtaken else CacheOutcome.LATE
+        """How it ends before all pages that the store has are read."""
+        if self.is_overtaken:
+            return CacheOutcome.OVERTAKEN
+        return CacheOutcome.LATE if self.is_terminated else CacheOutcome.LANDED
 
     def hand_over(self, pages: int) -> bool:
         """Transfer thread, before the store may write to the pages before `pages`: whether it may.
 
-        Here the number is written before `is_terminated` is read, in the scheduler it is the other
-        way round: either the thread sees that it is too late, or the scheduler sees the number.
+        Not where nobody waits for more than it was given. Here the number is written before
+        `is_terminated` is read, in the scheduler it is the other way round: either the thread sees
+        that it is too late, or the scheduler sees the number.
         """
+        if self.handed_pages >= self.wanted_pages:
+            return False
         self.handed_pages = pages
         return not self.is_terminated
 

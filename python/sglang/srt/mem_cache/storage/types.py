@@ -31,7 +31,7 @@ class CacheOutcome(StrEnum):
     LATE = "late"
     """Not there in time."""
     OVERTAKEN = "overtaken"
-    """A read that was cut, because computing was going to be done sooner."""
+    """A read that was cut, because computing was going to be done sooner, or was."""
     REVOKED = "revoked"
     """Given up as not worth it: below the threshold."""
     UNAVAILABLE = "unavailable"
