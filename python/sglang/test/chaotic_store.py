@@ -382,7 +382,7 @@ class PlainStore(HiCacheStorage):
         answers = super().prompts_exist(prompts, extra_infos)
         call = self.store.begin("prompts_exist")
         if call.lies():
-            return call.rng.choice([answers[1:], [*answers, *answers], None, [None] * len(answers)])  # type: ignore[list-item, return-value]
+            return call.rng.choice([answers[1:], [*answers, *answers], None, [None] * len(answers)])  # type: ignore[list-item]
         return answers
 
     def probe(self) -> bool:
@@ -491,4 +491,4 @@ def _answer(call: Call, results: dict[str, list[PageResult]]) -> dict[str, list[
             {name: None},
             {name: ["no"] * len(pages)},
         ]
-    return call.rng.choice(broken)  # type: ignore[no-any-return]
+    return call.rng.choice(broken)

@@ -45,6 +45,7 @@ from sglang.srt.managers.io_struct import (
     GetHiCacheStorageReqInput,
     GetInternalStateReq,
     GetMetricsReq,
+    ShutdownReq,
     TokenizedGenerateReqInput,
     ToScheduler,
 )
@@ -128,7 +129,7 @@ class Setup:
             tiers=rng.choice((1, 2, 3, 3, 3, 3)),
             l2_ratio=rng.choice((0.5, 1.5, 3.0, 8.0)),
             max_requests=rng.choice((1, 2, 4, 8)),
-            max_queued=rng.choice((4, *(1000,) * 5)),
+            max_queued=rng.choice((8, *(1000,) * 7)),
             chunk_tokens=chunk,
             max_prefill_tokens=rng.choice((page, 3 * page, 16384)),
             schedule_policy=rng.choice(("fcfs", "lpm")),
@@ -261,6 +262,7 @@ class RandomScheduler:
         self._families = [self._tokens(self._pages(2, 6)) for _ in range(3)]
         self._working_steps = 0
         self._next_id = 0
+        self._is_draining = False
         self._epoch = -1
         self._epoch_began = 0.0
         """Before the tick at which the tree took to it, `time.monotonic()` seconds."""
@@ -296,6 +298,8 @@ class RandomScheduler:
             while self.outcome.steps < steps:
                 self._busy_time()
                 self._come_to_rest()
+            if self.rng.random() < 0.3:
+                self._shut_down()
             self._count()
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
@@ -365,6 +369,22 @@ class RandomScheduler:
             # What comes next is read from L3.
             self._flush_at_rest()
 
+    def _shut_down(self) -> None:
+        """In the middle of work: whoever waits is told, and the loop ends."""
+        for _ in range(self.rng.randint(0, 3)):
+            self._step(*self._arrivals())
+        timeout = self.rng.choice((0.0, 3.0, 1000.0))
+        for sent in self._sent.values():
+            sent.may_be_aborted = True
+        self._is_draining = True
+        self._step(ShutdownReq(timeout=timeout), *self._arrivals())
+        began = time.monotonic()
+        while not self.rig.scheduler.is_stopped:
+            assert time.monotonic() - began < _REST_S, "the scheduler does not stop"
+            self.store.release()
+            self._step()
+        assert not self._sent, f"never told of the end: {sorted(self._sent)}"
+
     def _assert_unpinned(self) -> None:
         tree = self.rig.tree
         for node in tree.nodes():
@@ -388,9 +408,10 @@ class RandomScheduler:
             if node.storage_epoch == tree._storage_epoch:
                 missing = [k for k in keys if not self.store.has_had_since(k, self._epoch_began)]
                 assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
-            if self.setup.backend == IN_PLACE and node.parent is not tree.root_node:
-                above = node.parent.page_hashes(tree.page_size)[-1]
-                (above,) = storage.object_keys([f"{namespace}/{above}"], PoolName.KV)
+            if self.setup.backend == IN_PLACE and node.parent not in (None, tree.root_node):
+                assert node.parent is not None
+                last = f"{namespace}/{node.parent.page_hashes(tree.page_size)[-1]}"
+                (above,) = storage.object_keys([last], PoolName.KV)
                 orphans = [key for key in keys if self.store.has_had(key)]
                 assert not orphans or self.store.has_had(above), f"{node} was written as an orphan"
 
@@ -465,7 +486,8 @@ class RandomScheduler:
         seed = sum(map(ord, key or "")) + 1
         is_refused = len(tokens) > limits.max_input_tokens
         wanted = rng.choice((1, 2, 12, rng.randint(1, 2 * self.setup.page_size + 40)))
-        most = max(1, min(wanted, limits.max_request_tokens - len(tokens)))
+        wanted = 0 if rng.random() < 0.02 else wanted
+        most = min(wanted, limits.max_request_tokens - len(tokens))
         words = [] if is_refused else checkable_model.words(tokens, seed, most)
         params: dict[str, Any] = {}
         stops = False
@@ -491,7 +513,7 @@ class RandomScheduler:
 
     def _abort(self) -> list[ToScheduler]:
         rng = self.rng
-        if rng.random() < 0.1:
+        if rng.random() < 0.04:
             for sent in self._sent.values():
                 sent.may_be_aborted = True
             return [AbortReq(abort_all=True)]
@@ -530,8 +552,10 @@ class RandomScheduler:
                 (is_full and self.setup.max_queued < 1000)
                 or (reason.status_code == 400 and sent.is_refused)
                 or (reason.status_code == 499 and sent.may_be_aborted)
+                or (reason.status_code == 503 and self._is_draining)
             ), f"{rid} ended by {reason}"
             counts[f"aborted after {min(len(got.output_ids), 1)} words"] += 1
+            counts[f"aborted with {reason.status_code}"] += 1
             return
         assert not sent.is_refused, f"{rid} is too long and ran"
         assert got.output_ids == sent.words, f"{rid} ended after {len(got.output_ids)} words"
