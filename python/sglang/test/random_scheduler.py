@@ -17,25 +17,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import logging
 import random
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 
-from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -46,23 +40,18 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     GetMetricsReq,
     ShutdownReq,
-    TokenizedGenerateReqInput,
     ToScheduler,
-)
-from sglang.srt.mem_cache import (
-    circuit_breaker,
-    fetch_choice,
-    hiradix_cache,
-    recent_timeouts,
-    storage_io,
 )
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
 from sglang.test import checkable_model
-from sglang.test.chaotic_store import IN_PLACE, MOODS, PLAIN, STORE_KEY, ObjectStore
-from sglang.test.checkable_model import VOCAB_SIZE, CheckableWorker
-from sglang.test.scheduler_rig import Collected, SchedulerRig, greedy
+from sglang.test.checkable_model import CheckableWorker
+from sglang.test.object_store import IN_PLACE, MOODS, ObjectStore
+from sglang.test.random_requests import RandomRequests, Sent
+from sglang.test.random_setup import Setup, impatient
+from sglang.test.scheduler_rig import Collected, SchedulerRig
+from sglang.test.step_watchdog import Watchdog, log_kept
 from sglang.test.storage_rigs import counts as counter_values
 
 BREAKS_CONTRACT: Final = False
@@ -77,128 +66,7 @@ _MOST_STEPS_TO_REST: Final = 4000
 _MOST_WORKING_STEPS: Final = 2500
 """Forwards that others may get from a request's arrival to its end."""
 _MOODS: Final = (*MOODS, *("quick", "well", "crawling") * 3)
-_MOST_CONVERSATIONS: Final = 20
 _IDLE_S: Final = 0.0005
-_EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
-_LAYOUTS: Final = ("auto", "layer_first", "page_first", "page_first_direct", "page_first_kv_split")
-_KEYS: Final = (None, None, None, None, "a", "b")
-
-
-class StepHangs(AssertionError):
-    """A step of the scheduler did not return."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The configuration of one run. Lengths in pages unless they say tokens."""
-
-    page_size: int
-    l1_pages: int
-    tiers: int
-    l2_ratio: float
-    max_requests: int
-    max_queued: int
-    chunk_tokens: int
-    max_prefill_tokens: int
-    schedule_policy: str
-    conservativeness: float
-    eviction: str
-    write_policy: str
-    prefetch_policy: str
-    layout: str
-    overlap: bool
-    stream_interval: int
-    backend: str
-    pass_prefix_keys: bool
-    verify_checksum: bool
-    threshold_pages: int
-    slow_copies: float
-    """Chance of a copy between L1 and L2 to take a while."""
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Setup:
-        page = rng.choice((1, 2, 4, 16, 64))
-        few = rng.random() < 0.7
-        l1_pages = rng.randint(9, 16) if few else rng.randint(20, 60)
-        if page < 4:
-            l1_pages *= 4
-        chunk = rng.choice((-1, page, 2 * page, 5 * page))
-        return cls(
-            page_size=page,
-            l1_pages=l1_pages,
-            tiers=rng.choice((1, 2, 3, 3, 3, 3)),
-            l2_ratio=rng.choice((0.5, 1.5, 3.0, 8.0)),
-            max_requests=rng.choice((1, 2, 4, 8)),
-            max_queued=rng.choice((8, *(1000,) * 7)),
-            chunk_tokens=chunk,
-            max_prefill_tokens=rng.choice((page, 3 * page, 16384)),
-            schedule_policy=rng.choice(("fcfs", "lpm")),
-            conservativeness=rng.choice((0.01, 0.3, 1.0)),
-            eviction=rng.choice(_EVICTION),
-            write_policy=rng.choice(WRITE_POLICIES),
-            prefetch_policy=rng.choice(("best_effort", "wait_complete", "timeout", "timeout")),
-            layout=rng.choice(_LAYOUTS),
-            overlap=rng.random() < 0.5,
-            stream_interval=rng.choice((1, 3)),
-            backend=rng.choice((PLAIN, IN_PLACE)),
-            pass_prefix_keys=rng.random() < 0.3,
-            verify_checksum=rng.random() < 0.8,
-            threshold_pages=rng.choice((1, 1, 2)),
-            slow_copies=rng.choice((0.0, 0.1, 0.5)),
-        )
-
-    def server_args(self) -> dict[str, Any]:
-        """As `SchedulerRig` takes them."""
-        args: dict[str, Any] = {
-            "page_size": self.page_size,
-            "max_queued_requests": self.max_queued,
-            "chunked_prefill_size": self.chunk_tokens,
-            "max_prefill_tokens": self.max_prefill_tokens,
-            "schedule_policy": self.schedule_policy,
-            "schedule_conservativeness": self.conservativeness,
-            "radix_eviction_policy": self.eviction,
-            "stream_interval": self.stream_interval,
-        }
-        if self.tiers > 1:
-            args |= {
-                "enable_hierarchical_cache": True,
-                "hicache_ratio": self.l2_ratio,
-                "hicache_write_policy": self.write_policy,
-                "hicache_mem_layout": self.layout,
-                "hicache_storage_prefetch_policy": self.prefetch_policy,
-            }
-        return args
-
-    def extra_config(self, store: ObjectStore) -> str:
-        return json.dumps(
-            {
-                STORE_KEY: store.name,
-                "prefetch_threshold": self.threshold_pages * self.page_size,
-                "prefetch_timeout_base": 0.01,
-                "prefetch_timeout_max": 0.05,
-                "hicache_storage_pass_prefix_keys": self.pass_prefix_keys,
-                "verify_checksum": self.verify_checksum,
-            }
-        )
-
-
-@contextlib.contextmanager
-def impatient() -> Iterator[None]:
-    """Scale the engine's timers to ticks of a millisecond."""
-    with contextlib.ExitStack() as stack:
-        for module, name, value in (
-            (storage_io, "_GATHER_S", 0.002),
-            (storage_io, "_STUCK_AFTER_S", 0.03),
-            (storage_io, "_CHECK_PAUSE_S", 0.0),
-            (storage_io, "_LONGEST_CHECK_PAUSE_S", 0.05),
-            (circuit_breaker, "_FIRST_PAUSE_S", 0.004),
-            (circuit_breaker, "_LONGEST_PAUSE_S", 0.05),
-            (recent_timeouts, "PERIOD_S", 0.05),
-            (hiradix_cache, "_CHECK_EVERY", 5),
-            (fetch_choice, "_PROBE_EVERY", 4),
-        ):
-            stack.enter_context(patch.object(module, name, value))
-        yield
 
 
 class CheckableRig(SchedulerRig):
@@ -210,22 +78,6 @@ class CheckableRig(SchedulerRig):
         self, model_path: Path, page_size: int, pool_tokens: int, max_requests: int
     ) -> CheckableWorker:
         return CheckableWorker(page_size, pool_tokens, max_requests)
-
-
-@dataclass(slots=True)
-class Sent:
-    """A request on its way, and what it must give."""
-
-    message: TokenizedGenerateReqInput
-    words: list[int]
-    """All that may come, in order; the last ends it."""
-    stops: bool
-    """Whether the last is a stop token."""
-    arrived: int
-    """Working steps before it came."""
-    may_be_aborted: bool = False
-    is_refused: bool = False
-    """Too long ever to run."""
 
 
 @dataclass(slots=True)
@@ -258,10 +110,9 @@ class RandomScheduler:
         self._sent: dict[str, Sent] = {}
         """Not ended yet."""
         self._unanswered: set[str] = set()
-        self._conversations: list[tuple[str | None, list[int]]] = []
-        self._families = [self._tokens(self._pages(2, 6)) for _ in range(3)]
+        self._requests = RandomRequests(self.rng, self.setup.page_size)
         self._working_steps = 0
-        self._next_id = 0
+        self._num_controls = 0
         self._is_draining = False
         self._epoch = -1
         self._epoch_began = 0.0
@@ -279,7 +130,7 @@ class RandomScheduler:
         setup = self.setup
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
-            stack.enter_context(_log_kept(self._log))
+            stack.enter_context(log_kept(self._log))
             stack.enter_context(self._watchdog)
             stack.enter_context(self.store)
             self._rig = CheckableRig(
@@ -426,90 +277,15 @@ class RandomScheduler:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def _pages(self, least: int, most: int) -> int:
-        """Tokens of so many pages, or a few more or less; of more where pages are short."""
-        scale = max(1, 4 // self.setup.page_size)
-        pages = self.rng.randint(least * scale, most * scale)
-        return max(1, pages * self.setup.page_size + self.rng.choice((-1, 0, 0, 1, 3)))
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(1, VOCAB_SIZE) for _ in range(count)]
-
-    def _prompt(self) -> tuple[str | None, list[int]]:
-        """`extra_key` and tokens."""
-        rng, page = self.rng, self.setup.page_size
-        kind = rng.random()
-        if kind < 0.45 and self._conversations:
-            key, said = rng.choice(self._conversations)
-            again = rng.random() < 0.5
-            return key, said if again else said + self._tokens(rng.randint(1, 2 * page + 1))
-        key = rng.choice(_KEYS)
-        if kind < 0.65:
-            # A tree that branches at every page.
-            depth = rng.randint(1, 5)
-            branches = [rng.randrange(2) * 500 + 7 * level for level in range(depth)]
-            tokens = [start + i for start in branches for i in range(1, page + 1)]
-            return key, tokens + self._tokens(rng.choice((0, 0, 1, page)))
-        family = rng.choice(self._families)
-        cut = rng.choice((len(family), rng.randint(0, len(family))))
-        if rng.random() < 0.5:
-            cut -= cut % page
-        tail = rng.choice((0, 1, page - 1, page, page + 1, self._pages(1, 3)))
-        return key, (family[:cut] + self._tokens(tail)) or [1]
-
     def _arrivals(self) -> list[ToScheduler]:
-        rng = self.rng
-        if rng.random() < 0.05:
-            rid = rng.choice(sorted(self._sent)) if self._sent else None
-            if rid is not None:
-                # An id that is in use is dropped without a word.
-                return [self._sent[rid].message]
-        key, tokens = self._prompt()
-        if rng.random() < 0.03:
-            tokens = tokens * (1 + self.rig.scheduler.state.limits.pool_tokens // len(tokens))
-        messages: list[ToScheduler] = []
-        first: str | None = None
-        for _ in range(rng.choice((1, 1, 1, 1, 2, 5))):
-            message = self._request(key, tokens, first)
-            first = first or message.rid
-            messages.append(message)
-        return messages
-
-    def _request(
-        self, key: str | None, tokens: list[int], sample_of: str | None
-    ) -> TokenizedGenerateReqInput:
-        rng, limits = self.rng, self.rig.scheduler.state.limits
-        self._next_id += 1
-        rid = f"r{self._next_id}"
-        if sample_of is None and rng.random() < 0.03:
-            rid = f"{HEALTH_CHECK_RID_PREFIX}{self._next_id}"
-        seed = sum(map(ord, key or "")) + 1
-        is_refused = len(tokens) > limits.max_input_tokens
-        wanted = rng.choice((1, 2, 12, rng.randint(1, 2 * self.setup.page_size + 40)))
-        wanted = 0 if rng.random() < 0.02 else wanted
-        most = min(wanted, limits.max_request_tokens - len(tokens))
-        words = [] if is_refused else checkable_model.words(tokens, seed, most)
-        params: dict[str, Any] = {}
-        stops = False
-        if words and rng.random() < 0.3:
-            stop = rng.choice(words)
-            words = words[: words.index(stop) + 1]
-            params, stops = {"ignore_eos": False, "stop_token_ids": [stop]}, True
-        logprobs = rng.random() < 0.15
-        message = self.rig.request(
-            rid,
-            tokens,
-            greedy(wanted, **params),
-            seed=seed,
-            stream=rng.random() < 0.5,
-            extra_key=key,
-            priority=rng.randrange(3),
-            sample_of=sample_of,
-            return_logprob=logprobs,
-            logprob_start_len=rng.choice((-1, 0, len(tokens) // 2)) if logprobs else -1,
-        )
-        self._sent[rid] = Sent(message, words, stops, self._working_steps, is_refused=is_refused)
-        return message
+        if self._sent and self.rng.random() < 0.05:
+            # An id that is in use is dropped without a word.
+            return [self._sent[self.rng.choice(sorted(self._sent))].message]
+        drawn = self._requests.draw(self.rig.scheduler.state.limits)
+        for one in drawn:
+            one.arrived = self._working_steps
+            self._sent[one.message.rid] = one
+        return [one.message for one in drawn]
 
     def _abort(self) -> list[ToScheduler]:
         rng = self.rng
@@ -517,7 +293,7 @@ class RandomScheduler:
             for sent in self._sent.values():
                 sent.may_be_aborted = True
             return [AbortReq(abort_all=True)]
-        rids = [*self._sent, f"r{self._next_id}", "nobody"]
+        rids = [*self._sent, self._requests.last_rid, "nobody"]
         rid = rng.choice(rids)
         if rid in self._sent:
             self._sent[rid].may_be_aborted = True
@@ -535,7 +311,7 @@ class RandomScheduler:
             at = next(i for i, word in enumerate(said) if sent.words[i : i + 1] != [word])
             raise AssertionError(
                 f"{rid}: word {at} is {said[at]} and not {sent.words[at : at + 1]}, after a "
-                f"prompt of {len(sent.message.input_ids)} tokens; {got.last}"
+                f"prompt of {len(sent.prompt)} tokens; {got.last}"
             )
         if got.finish_reason is not None:
             self._on_end(rid, sent, got)
@@ -561,27 +337,25 @@ class RandomScheduler:
         assert got.output_ids == sent.words, f"{rid} ended after {len(got.output_ids)} words"
         assert reason.type == ("stop" if sent.stops else "length"), f"{rid} ended by {reason}"
         details = got.last.cached_tokens_details
-        assert details.total < len(message.input_ids), f"{rid}: {details}"
+        assert details.total < len(sent.prompt), f"{rid}: {details}"
         for tier in ("device", "host", "storage"):
             counts[f"tokens from {tier}"] += getattr(details, tier)
-        counts["tokens of prompts"] += len(message.input_ids)
+        counts["tokens of prompts"] += len(sent.prompt)
         if message.logprob_start_len >= 0:
             wanted = checkable_model.input_logprobs(
-                message.input_ids, message.seed, message.logprob_start_len
+                sent.prompt, message.seed, message.logprob_start_len
             )
             assert got.input_logprobs == wanted, f"{rid}: wrong logprobs of its prompt"
             counts["prompts with logprobs"] += 1
-        conversation = message.input_ids + got.output_ids
+        conversation = sent.prompt + got.output_ids
         if len(conversation) < self.rig.scheduler.state.limits.max_input_tokens * 3 // 4:
-            kept = self._conversations
-            kept.insert(self.rng.randint(0, len(kept)), (message.extra_key, conversation))
-            del kept[_MOST_CONVERSATIONS:]
+            self._requests.remember(message.extra_key, conversation)
 
     # ---- administration and the store ----------------------------------------------------------
 
     def _control_id(self) -> str:
-        self._next_id += 1
-        name = f"c{self._next_id}"
+        self._num_controls += 1
+        name = f"c{self._num_controls}"
         self._unanswered.add(name)
         return name
 
@@ -740,69 +514,6 @@ def run_for(
         counts["seeds"] += 1
         seed += 1
     return counts, failed
-
-
-class Watchdog:
-    """Raises StepHangs in the main thread where a step takes too long, with all threads' stacks.
-
-    Must be entered in the main thread. A step that hangs in C without ever coming back to the
-    interpreter is left to who started the process.
-    """
-
-    def __enter__(self) -> Watchdog:
-        self._before = signal.signal(signal.SIGALRM, self._on_alarm)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self._before)
-
-    @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """What is done here takes no longer."""
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    @staticmethod
-    def _on_alarm(_: int, frame: FrameType | None) -> None:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = [
-            f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(at))}"
-            for ident, at in sys._current_frames().items()
-        ]
-        raise StepHangs("a step hangs; the stacks of all threads:\n" + "\n".join(stacks))
-
-
-class _LastLines(logging.Handler):
-    """Keeps the engine's last lines for the report of a failure; nothing is printed."""
-
-    def __init__(self, lines: deque[str]) -> None:
-        super().__init__(logging.INFO)
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = f"{record.levelname} {record.threadName}: {record.getMessage()}"
-        if record.exc_info and record.exc_info[1] is not None:
-            line += f" ({record.exc_info[1]!r})"
-        self._lines.append(line)
-
-
-@contextlib.contextmanager
-def _log_kept(lines: deque[str]) -> Iterator[None]:
-    logger, handler = logging.getLogger("sglang"), _LastLines(lines)
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def main(argv: Sequence[str] | None = None) -> int:

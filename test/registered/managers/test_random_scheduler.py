@@ -18,19 +18,14 @@ import torch
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, FlushCacheReqInput
 from sglang.srt.mem_cache.storage import base
-from sglang.test import chaotic_store
-from sglang.test.chaotic_store import IN_PLACE, MOODS, PLAIN, STORE_KEY, Mood, ObjectStore
+from sglang.test import chaotic_store, object_store
 from sglang.test.checkable_model import CheckableWorker, WrongContext, words
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.random_scheduler import (
-    CheckableRig,
-    RandomScheduler,
-    StepHangs,
-    Watchdog,
-    impatient,
-    run_seed,
-)
+from sglang.test.object_store import IN_PLACE, MOODS, PLAIN, STORE_KEY, Mood, ObjectStore
+from sglang.test.random_scheduler import CheckableRig, RandomScheduler, run_seed
+from sglang.test.random_setup import impatient
 from sglang.test.scheduler_rig import greedy
+from sglang.test.step_watchdog import StepHangs, Watchdog
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -180,7 +175,7 @@ def test_damage_is_seen_by_the_trailer_alone(
         return value[:5] + bytes([value[5] ^ 4]) + value[6:]
 
     monkeypatch.setitem(MOODS, "damaging", Mood(damage=1.0))
-    monkeypatch.setattr(chaotic_store, "_damaged", flip)
+    monkeypatch.setattr(object_store, "damaged", flip)
     rig = make_rig(hicache_ratio=4.0)
     try:
         attach(rig, store, backend)
