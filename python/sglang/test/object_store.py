@@ -23,6 +23,8 @@ STORE_KEY: Final = "object_store"
 
 _SLOW_S: Final = 0.004
 _CRAWL_S: Final = 0.03
+_LIES: Final = 0.15
+"""Chance of a call, where the contract is broken: its answer is none that the interface allows."""
 _HANG_LIMIT_S: Final = 10.0
 """Nobody hangs longer, so that a test that has failed can end."""
 
@@ -46,8 +48,6 @@ class Mood:
     lose: float = 0.0
     """Of a page that is asked for: its object goes, for good."""
     is_full: bool = False
-    lie: float = 0.0
-    """Of a call: its answer is none that the interface allows."""
 
 
 MOODS: Final = {
@@ -278,7 +278,7 @@ class Call:
         return True
 
     def lies(self) -> bool:
-        return self.store.breaks_contract and self._draws(max(self._mood.lie, 0.05), "lie")
+        return self.store.breaks_contract and self._draws(_LIES, "lie")
 
     def _draws(self, chance: float, what: str) -> bool:
         if not chance or self.rng.random() >= chance:

@@ -170,7 +170,7 @@ class RandomScheduler:
                 messages += self._abort()
             if rng.random() < 0.02:
                 messages.append(self._control())
-            if rng.random() < 0.05:
+            if rng.random() < 0.08:
                 self._move_store()
             self._step(*messages)
 
@@ -397,10 +397,18 @@ class RandomScheduler:
                 self.store.restart()
             case 1 | 2:
                 self.store.rot(rng)
-            case at if at < 8:
+            case 3 | 4:
+                self._lose_what_was_read()
+            case at if at < 11:
                 self.store.release()
             case _:
                 self.store.set_mood(rng.choice(_MOODS))
+
+    def _lose_what_was_read(self) -> None:
+        """The store restarts while requests wait that have read from it."""
+        tree = self.rig.tree
+        if isinstance(tree, HiRadixCache) and tree.is_busy().get("prefetches"):
+            self.store.restart()
 
     def _slow_copies(self) -> None:
         """Let some copies between L1 and L2 take a while, before and between their layers."""
