@@ -63,8 +63,15 @@ class RandomRequests:
 
     def draw(self, limits: BatchLimits) -> list[Sent]:
         """A request, or several samples of one prompt."""
+        return self._samples(*self._prompt(), limits)
+
+    def draw_again(self, limits: BatchLimits) -> list[Sent]:
+        """Prompts that have been answered before, or go on from there."""
+        known = self._rng.sample(self._conversations, min(4, len(self._conversations)))
+        return [one for key, said in known for one in self._samples(key, [*said, 1], limits)]
+
+    def _samples(self, key: str | None, tokens: list[int], limits: BatchLimits) -> list[Sent]:
         rng = self._rng
-        key, tokens = self._prompt()
         if rng.random() < 0.03:
             tokens = tokens * (1 + limits.pool_tokens // len(tokens))
         samples: list[Sent] = []

@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -49,7 +49,7 @@ from sglang.test import checkable_model
 from sglang.test.checkable_model import CheckableWorker
 from sglang.test.object_store import IN_PLACE, MOODS, ObjectStore
 from sglang.test.random_requests import RandomRequests, Sent
-from sglang.test.random_setup import Setup, impatient
+from sglang.test.random_setup import Setup, impatient, slow_down_copies
 from sglang.test.scheduler_rig import Collected, SchedulerRig
 from sglang.test.step_watchdog import Watchdog, log_kept
 from sglang.test.storage_rigs import counts as counter_values
@@ -127,33 +127,45 @@ class RandomScheduler:
     def run(self, steps: int = STEPS_PER_SEED) -> Outcome:
         """Do about `steps` ticks. Raises what is found wrong."""
         began = time.monotonic()
-        setup = self.setup
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
             stack.enter_context(log_kept(self._log))
             stack.enter_context(self._watchdog)
             stack.enter_context(self.store)
-            self._rig = CheckableRig(
-                BUILTIN_MODEL_DIR,
-                pool_tokens=setup.l1_pages * setup.page_size,
-                max_requests=setup.max_requests,
-                overlap=setup.overlap,
-                **setup.server_args(),
-            )
+            self._rig = self._make_rig()
             stack.callback(self._rig.close)
             stack.callback(self.store.release)
             stack.callback(self.store.set_mood, "quick")
-            self._slow_copies()
-            if setup.tiers == 3:
-                self._step(self._attach())
-            while self.outcome.steps < steps:
-                self._busy_time()
-                self._come_to_rest()
-            if self.rng.random() < 0.3:
-                self._shut_down()
-            self._count()
+            try:
+                self._work(steps)
+            except BaseException as error:
+                error.add_note(self._describe())
+                raise
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
+
+    def _make_rig(self) -> CheckableRig:
+        setup = self.setup
+        rig = CheckableRig(
+            BUILTIN_MODEL_DIR,
+            pool_tokens=setup.l1_pages * setup.page_size,
+            max_requests=setup.max_requests,
+            overlap=setup.overlap,
+            **setup.server_args(),
+        )
+        if isinstance(rig.tree, HiRadixCache) and setup.slow_copies:
+            slow_down_copies(rig.tree, random.Random(self.rng.random()), setup.slow_copies)
+        return rig
+
+    def _work(self, steps: int) -> None:
+        if self.setup.tiers == 3:
+            self._step(self._attach())
+        while self.outcome.steps < steps:
+            self._busy_time()
+            self._come_to_rest()
+        if self.rng.random() < 0.3:
+            self._shut_down()
+        self._count()
 
     # ---- ticks ---------------------------------------------------------------------------------
 
@@ -162,7 +174,10 @@ class RandomScheduler:
         rate = rng.choice((0.05, 0.2, 0.6))
         most = rng.choice((3, 12, 30))
         self.store.set_mood(rng.choice(_MOODS))
-        for _ in range(rng.choice((20, 60, 150))):
+        if rng.random() < 0.7:
+            # Of what a flush has left to L3 alone.
+            self._step(*self._send(self._requests.draw_again(self.rig.scheduler.state.limits)))
+        for _ in range(rng.choice((10, 30, 60, 150))):
             messages: list[ToScheduler] = []
             if rng.random() < rate and len(self._sent) < most:
                 messages += self._arrivals()
@@ -281,7 +296,9 @@ class RandomScheduler:
         if self._sent and self.rng.random() < 0.05:
             # An id that is in use is dropped without a word.
             return [self._sent[self.rng.choice(sorted(self._sent))].message]
-        drawn = self._requests.draw(self.rig.scheduler.state.limits)
+        return self._send(self._requests.draw(self.rig.scheduler.state.limits))
+
+    def _send(self, drawn: Sequence[Sent]) -> list[ToScheduler]:
         for one in drawn:
             one.arrived = self._working_steps
             self._sent[one.message.rid] = one
@@ -410,22 +427,6 @@ class RandomScheduler:
         if isinstance(tree, HiRadixCache) and tree.is_busy().get("prefetches"):
             self.store.restart()
 
-    def _slow_copies(self) -> None:
-        """Let some copies between L1 and L2 take a while, before and between their layers."""
-        tree = self.rig.tree
-        if not isinstance(tree, HiRadixCache) or not self.setup.slow_copies:
-            return
-        rng = random.Random(self.rng.random())
-        for name in ("load_to_device_per_layer", "backup_from_device_all_layer"):
-            copy = getattr(tree.host_pool, name)
-
-            def slow(*args: Any, copy: Callable[..., None] = copy) -> None:
-                if rng.random() < self.setup.slow_copies:
-                    time.sleep(rng.random() * 0.003)
-                copy(*args)
-
-            setattr(tree.host_pool, name, slow)
-
     # ---- reports -------------------------------------------------------------------------------
 
     def _count(self) -> None:
@@ -450,11 +451,10 @@ class RandomScheduler:
                     {f"{name} {what}": int(n) for what, n in counter_values(metric).items()}
                 )
 
-    def describe(self) -> str:
-        """Where the run is."""
+    def _describe(self) -> str:
         state = None if self._rig is None else self._rig.scheduler.state
         lines = [
-            f"after {self.outcome.steps} steps of {self.setup}",
+            f"after {self.outcome.steps} steps",
             f"mood of the store: {self.store.mood}; on their way: {list(self._sent)}",
         ]
         if state is not None:
@@ -477,7 +477,7 @@ def run_seed(
         return run.run(steps)
     except BaseException as error:
         switch = " --breaks-contract" if breaks_contract else ""
-        error.add_note(run.describe())
+        error.add_note(f"with {run.setup}")
         command = f"python -m sglang.test.random_scheduler --seed {seed} --steps {steps}{switch}"
         error.add_note(f"to repeat: {command}")
         raise

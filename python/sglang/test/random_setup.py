@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest.mock import patch
 
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache import (
     circuit_breaker,
     fetch_choice,
@@ -17,6 +19,7 @@ from sglang.srt.mem_cache import (
     recent_timeouts,
     storage_io,
 )
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host_layout import AUTO, HostLayout
 from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
 from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
@@ -125,7 +128,7 @@ class Setup:
 
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
-    """Scale the engine's timers to ticks of a millisecond."""
+    """Scale the engine's timers to ticks of a millisecond, and its reserves to tiny pools."""
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (storage_io, "_GATHER_S", 0.002),
@@ -139,4 +142,19 @@ def impatient() -> Iterator[None]:
             (fetch_choice, "_PROBE_EVERY", 4),
         ):
             stack.enter_context(patch.object(module, name, value))
+        # Pools of kilobytes, on a machine that may be busy with other tests.
+        stack.enter_context(envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(0))
         yield
+
+
+def slow_down_copies(tree: HiRadixCache, rng: random.Random, chance: float) -> None:
+    """Let some copies between L1 and L2 take a while, before and between their layers."""
+    for name in ("load_to_device_per_layer", "backup_from_device_all_layer"):
+        copy = getattr(tree.host_pool, name)
+
+        def slow(*args: Any, copy: Callable[..., None] = copy) -> None:
+            if rng.random() < chance:
+                time.sleep(rng.random() * 0.003)
+            copy(*args)
+
+        setattr(tree.host_pool, name, slow)
