@@ -263,8 +263,8 @@ class RandomScheduler:
         tree = self.rig.tree
         if not isinstance(tree, HiRadixCache) or self.store.breaks_contract:
             return
-        controller = tree.cache_controller.storage_io
-        storage = None if controller is None else controller.storage
+        storage_io = tree.cache_controller.storage_io
+        storage = None if storage_io is None else storage_io.storage
         if storage is None:
             return
         namespace = tree._attachment._namespace()

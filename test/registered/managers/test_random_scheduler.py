@@ -16,7 +16,11 @@ import pytest
 import torch
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, FlushCacheReqInput
+from sglang.srt.managers.io_struct import (
+    AttachHiCacheStorageReqInput,
+    FlushCacheReqInput,
+    ToScheduler,
+)
 from sglang.srt.mem_cache.storage import base
 from sglang.test import chaotic_store, object_store
 from sglang.test.checkable_model import CheckableWorker, WrongContext, words
@@ -53,15 +57,26 @@ def make_rig(**args: Any) -> CheckableRig:
 
 def attach(rig: CheckableRig, store: ObjectStore, backend: str) -> None:
     config = {STORE_KEY: store.name, "prefetch_threshold": PAGE}
-    rig.step(
+    administer(
+        rig,
         AttachHiCacheStorageReqInput(
             req_id="attach",
             hicache_storage_backend=backend,
             hicache_storage_backend_extra_config_json=json.dumps(config),
             hicache_storage_prefetch_policy="wait_complete",
-        )
+        ),
     )
-    assert rig.answers.pop().success
+
+
+def administer(rig: CheckableRig, message: ToScheduler) -> None:
+    rig.step(message)
+    deadline = time.monotonic() + 20
+    while not rig.answers:
+        assert time.monotonic() < deadline, f"no answer to {message}"
+        rig.step()
+        time.sleep(0.001)
+    answer = rig.answers.pop()
+    assert answer.success, answer.message
 
 
 def ask(rig: CheckableRig, rid: str, seed: int = 1) -> tuple[list[int], int]:
@@ -83,8 +98,7 @@ def settle(rig: CheckableRig) -> None:
 
 
 def flush(rig: CheckableRig) -> None:
-    rig.step(FlushCacheReqInput(req_id="flush"))
-    assert rig.answers.pop().success
+    administer(rig, FlushCacheReqInput(req_id="flush"))
 
 
 @pytest.mark.parametrize("seed", range(6))
