@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
 from sglang.srt.managers.scheduler_process import init_pools
 from sglang.srt.managers.scheduler_stop import StopTokenizer
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
@@ -73,11 +73,13 @@ class SchedulerRig:
         max_requests: Rows.
         tokenizer: For stop strings.
         grammar_backend: For constraints.
+        overlap: Prepare a step while the one before it runs; None: as the class says.
         args: Fields of `ServerArgs`.
     """
 
+    device: ClassVar[str] = RIG_DEVICE
     overlap: ClassVar[bool] = False
-    """Whether schedulers made from now on prepare a step while the one before it runs."""
+    """Of schedulers made from now on."""
 
     def __init__(
         self,
@@ -87,39 +89,25 @@ class SchedulerRig:
         max_requests: int = 8,
         tokenizer: StopTokenizer | None = None,
         grammar_backend: Callable[[], GrammarBackend] | None = None,
+        overlap: bool | None = None,
         **args: Any,
     ) -> None:
-        if not (model_path / "config.json").exists():
-            save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
         self.server_args = (
-            ServerArgs(model_path=str(model_path), **args).resolve().on_device(RIG_DEVICE)
+            ServerArgs(model_path=str(model_path), **args).resolve().on_device(self.device)
         )
         page_size = self.server_args.page_size
         assert page_size is not None
-        runner = ModelRunner(
-            ModelRunnerConfig(
-                model_config=ModelConfig.from_path(
-                    str(model_path), context_length=self.server_args.context_length
-                ),
-                device=RIG_DEVICE,
-                page_size=page_size,
-                disable_cuda_graph=True,
-                show_progress=False,
-            )
-        )
-        if pool_tokens is None:
-            init_pools(runner, self.server_args)
-        else:
-            runner.init_memory_pool(pool_tokens, max_requests)
+        self.worker = self.make_worker(model_path, page_size, pool_tokens, max_requests)
         metrics = SchedulerMetrics()
         self.tree = create_tree_cache(
             TreeCacheBuildContext(
                 server_args=self.server_args,
                 params=CacheInitParams(
                     disable=self.server_args.disable_radix_cache,
-                    req_to_token_pool=runner.req_to_token_pool,
-                    token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+                    req_to_token_pool=self.worker.req_to_token_pool,
+                    token_to_kv_pool_allocator=self.worker.token_to_kv_pool_allocator,
                     page_size=page_size,
+                    eviction_policy=self.server_args.radix_eviction_policy,
                     weights_identity="rig",
                     metrics_registry=metrics.registry,
                 ),
@@ -129,17 +117,40 @@ class SchedulerRig:
         self.scheduler = Scheduler(
             self.server_args,
             SchedulerParts(
-                worker=TpModelWorker(runner),
+                worker=self.worker,
                 tree=self.tree,
                 metrics=metrics,
                 tokenizer=tokenizer,
                 grammar_backend=grammar_backend,
-                overlap=self.overlap,
+                overlap=self.overlap if overlap is None else overlap,
             ),
         )
         self.now = 1000.0
         self.results: dict[str, Collected] = {}
         self.answers: list[ControlReqOutput] = []
+
+    def make_worker(
+        self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
+    ) -> ModelWorker:
+        """The model, with its pools; arguments as of the rig."""
+        if not (model_path / "config.json").exists():
+            save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
+        runner = ModelRunner(
+            ModelRunnerConfig(
+                model_config=ModelConfig.from_path(
+                    str(model_path), context_length=self.server_args.context_length
+                ),
+                device=self.device,
+                page_size=page_size,
+                disable_cuda_graph=True,
+                show_progress=False,
+            )
+        )
+        if pool_tokens is None:
+            init_pools(runner, self.server_args)
+        else:
+            runner.init_memory_pool(pool_tokens, max_requests)
+        return TpModelWorker(runner)
 
     def request(
         self, rid: str, input_ids: list[int], params: SamplingParams | None = None, **fields: Any

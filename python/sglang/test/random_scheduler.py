@@ -1,0 +1,552 @@
+"""Random work on a whole scheduler over a model that can be checked and a store that misbehaves.
+
+    python -m sglang.test.random_scheduler --seed N      repeats one run
+    python -m sglang.test.random_scheduler --seconds S   runs seed after seed
+
+A seed draws a configuration (page size, policies, sizes of the tiers, layout, overlap) and then,
+tick by tick, requests that share prefixes in every way, aborts, administration, and moods of the
+store. After each tick every word that came out is compared with what the prompt must give; every
+few ticks, and whenever all is at rest, the books are checked. Everything is real but the model's
+arithmetic, the store, and the engine's timers, which are too long for ticks of a millisecond.
+
+A run follows from its seed as far as threads allow: how far a copy or a transfer has come at a
+tick is theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    AttachHiCacheStorageReqInput,
+    ClearHiCacheReqInput,
+    DetachHiCacheStorageReqInput,
+    FlushCacheReqInput,
+    GetHiCacheStorageReqInput,
+    GetInternalStateReq,
+    GetMetricsReq,
+    ShutdownReq,
+    ToScheduler,
+)
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
+from sglang.test import checkable_model
+from sglang.test.checkable_model import CheckableWorker
+from sglang.test.object_store import IN_PLACE, MOODS, ObjectStore
+from sglang.test.random_requests import RandomRequests, Sent
+from sglang.test.random_setup import Setup, impatient, slow_down_copies
+from sglang.test.scheduler_rig import Collected, SchedulerRig
+from sglang.test.step_watchdog import Watchdog, log_kept
+from sglang.test.storage_rigs import counts as counter_values
+
+BREAKS_CONTRACT: Final = False
+"""Whether stores may also answer what `HiCacheStorage` does not allow: too few results, wrong
+types, any exception from attaching, clearing and closing."""
+
+STEPS_PER_SEED: Final = 500
+_HANG_S: Final = 60.0
+"""A step takes a millisecond. Longer than any bound that the engine waits for in it."""
+_REST_S: Final = 30.0
+_MOST_STEPS_TO_REST: Final = 4000
+_MOST_WORKING_STEPS: Final = 2500
+"""Forwards that others may get from a request's arrival to its end."""
+_MOODS: Final = (*MOODS, *("quick", "well", "crawling") * 3)
+_IDLE_S: Final = 0.0005
+
+
+class CheckableRig(SchedulerRig):
+    """A scheduler whose model is a `CheckableWorker`."""
+
+    device = "cpu"
+
+    def make_worker(
+        self, model_path: Path, page_size: int, pool_tokens: int, max_requests: int
+    ) -> CheckableWorker:
+        return CheckableWorker(page_size, pool_tokens, max_requests)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened in one run, to see that it was not idle."""
+
+    setup: Setup
+    steps: int = 0
+    seconds: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class RandomScheduler:
+    """One run.
+
+    Args:
+        seed: Decides everything but the threads.
+        breaks_contract: See `BREAKS_CONTRACT`.
+    """
+
+    def __init__(self, seed: int, *, breaks_contract: bool = BREAKS_CONTRACT) -> None:
+        self.rng = random.Random(seed)
+        self.setup = Setup.draw(self.rng)
+        self.store = ObjectStore(
+            seed, damages=self.setup.verify_checksum, breaks_contract=breaks_contract
+        )
+        self.outcome = Outcome(self.setup)
+        self._log: deque[str] = deque(maxlen=40)
+        self._watchdog = Watchdog()
+        self._sent: dict[str, Sent] = {}
+        """Not ended yet."""
+        self._unanswered: set[str] = set()
+        self._requests = RandomRequests(self.rng, self.setup.page_size)
+        self._working_steps = 0
+        self._num_controls = 0
+        self._is_draining = False
+        self._epoch = -1
+        self._epoch_began = 0.0
+        """Before the tick at which the tree took to it, `time.monotonic()` seconds."""
+        self._rig: CheckableRig | None = None
+
+    @property
+    def rig(self) -> CheckableRig:
+        assert self._rig is not None, "within `run`"
+        return self._rig
+
+    def run(self, steps: int = STEPS_PER_SEED) -> Outcome:
+        """Do about `steps` ticks. Raises what is found wrong."""
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(impatient())
+            stack.enter_context(log_kept(self._log))
+            stack.enter_context(self._watchdog)
+            stack.enter_context(self.store)
+            self._rig = self._make_rig()
+            stack.callback(self._rig.close)
+            stack.callback(self.store.release)
+            stack.callback(self.store.set_mood, "quick")
+            try:
+                self._work(steps)
+            except BaseException as error:
+                error.add_note(self._describe())
+                raise
+        self.outcome.seconds = time.monotonic() - began
+        return self.outcome
+
+    def _make_rig(self) -> CheckableRig:
+        setup = self.setup
+        rig = CheckableRig(
+            BUILTIN_MODEL_DIR,
+            pool_tokens=setup.l1_pages * setup.page_size,
+            max_requests=setup.max_requests,
+            overlap=setup.overlap,
+            **setup.server_args(),
+        )
+        if isinstance(rig.tree, HiRadixCache) and setup.slow_copies:
+            slow_down_copies(rig.tree, random.Random(self.rng.random()), setup.slow_copies)
+        return rig
+
+    def _work(self, steps: int) -> None:
+        if self.setup.tiers == 3:
+            self._step(self._attach())
+        while self.outcome.steps < steps:
+            self._busy_time()
+            self._come_to_rest()
+        if self.rng.random() < 0.3:
+            self._shut_down()
+        self._count()
+
+    # ---- ticks ---------------------------------------------------------------------------------
+
+    def _busy_time(self) -> None:
+        rng = self.rng
+        rate = rng.choice((0.05, 0.2, 0.6))
+        most = rng.choice((3, 12, 30))
+        self.store.set_mood(rng.choice(_MOODS))
+        if rng.random() < 0.7:
+            # Of what a flush has left to L3 alone.
+            self._step(*self._send(self._requests.draw_again(self.rig.scheduler.state.limits)))
+        for _ in range(rng.choice((10, 30, 60, 150))):
+            messages: list[ToScheduler] = []
+            if rng.random() < rate and len(self._sent) < most:
+                messages += self._arrivals()
+            if rng.random() < 0.04:
+                messages += self._abort()
+            if rng.random() < 0.02:
+                messages.append(self._control())
+            if rng.random() < 0.08:
+                self._move_store()
+            self._step(*messages)
+
+    def _step(self, *messages: ToScheduler) -> None:
+        """One tick, and all that must hold after it."""
+        rig, state = self.rig, self.rig.scheduler.state
+        before = state.counters.prefill_batches + state.counters.decode_steps
+        began = time.monotonic()
+        with self._watchdog.within(_HANG_S):
+            rig.step(*messages)
+        self.outcome.steps += 1
+        self._working_steps += state.counters.prefill_batches + state.counters.decode_steps - before
+        tree = rig.tree
+        if isinstance(tree, HiRadixCache) and tree._storage_epoch != self._epoch:
+            self._epoch, self._epoch_began = tree._storage_epoch, began
+        self._take_answers()
+        for rid in list(self._sent):
+            self._look_at(rid)
+        assert not self.store.contradictions, (
+            f"two pages were written to L3 under one key: {self.store.contradictions[0]}"
+        )
+        if self.rng.random() < 0.2:
+            rig.check()
+        if rig.scheduler.poll_timeout_ms():
+            time.sleep(_IDLE_S)
+
+    def _come_to_rest(self) -> None:
+        """Let everything end, then see that nothing is left over."""
+        rig = self.rig
+        if self.rng.random() < 0.7:
+            self.store.set_mood("quick")
+        began, steps = time.monotonic(), 0
+        while self._sent or not rig.scheduler.is_idle() or self._unanswered:
+            if steps % 5 == 4:
+                self.store.release()
+            self._step()
+            steps += 1
+            if time.monotonic() - began > _REST_S and steps > _MOST_STEPS_TO_REST:
+                raise AssertionError(
+                    f"no rest after {steps} steps: requests {sorted(self._sent)}, "
+                    f"unanswered {self._unanswered}, busy {rig.scheduler._control.busy()}"
+                )
+        rig.assert_clean()
+        self._assert_unpinned()
+        self._assert_stored()
+        if self.rng.random() < 0.8:
+            # What comes next is read from L3.
+            self._flush_at_rest()
+
+    def _shut_down(self) -> None:
+        """In the middle of work: whoever waits is told, and the loop ends."""
+        for _ in range(self.rng.randint(0, 3)):
+            self._step(*self._arrivals())
+        timeout = self.rng.choice((0.0, 3.0, 1000.0))
+        for sent in self._sent.values():
+            sent.may_be_aborted = True
+        self._is_draining = True
+        self._step(ShutdownReq(timeout=timeout), *self._arrivals())
+        began = time.monotonic()
+        while not self.rig.scheduler.is_stopped:
+            assert time.monotonic() - began < _REST_S, "the scheduler does not stop"
+            self.store.release()
+            self._step()
+        assert not self._sent, f"never told of the end: {sorted(self._sent)}"
+
+    def _assert_unpinned(self) -> None:
+        tree = self.rig.tree
+        for node in tree.nodes():
+            assert not node.host_ref_counter, f"{node} is pinned though nothing is under way"
+            assert not node.lock_ref, f"{node} is locked though nothing runs"
+
+    def _assert_stored(self) -> None:
+        """L3 has, or has lost since, what the tree takes for stored; it was given no page without
+        those before it."""
+        tree = self.rig.tree
+        if not isinstance(tree, HiRadixCache) or self.store.breaks_contract:
+            return
+        storage_io = tree.cache_controller.storage_io
+        storage = None if storage_io is None else storage_io.storage
+        if storage is None:
+            return
+        namespace = tree._attachment._namespace()
+        for node in tree.nodes():
+            pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
+            keys = storage.object_keys(pages, PoolName.KV)
+            if node.storage_epoch == tree._storage_epoch:
+                missing = [k for k in keys if not self.store.has_had_since(k, self._epoch_began)]
+                assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
+            if self.setup.backend == IN_PLACE and node.parent not in (None, tree.root_node):
+                assert node.parent is not None
+                last = f"{namespace}/{node.parent.page_hashes(tree.page_size)[-1]}"
+                (above,) = storage.object_keys([last], PoolName.KV)
+                orphans = [key for key in keys if self.store.has_had(key)]
+                assert not orphans or self.store.has_had(above), f"{node} was written as an orphan"
+
+    def _flush_at_rest(self) -> None:
+        rig, tree = self.rig, self.rig.tree
+        self._step(FlushCacheReqInput(req_id=self._control_id()))
+        assert not self._unanswered, "a flush at rest is done at once"
+        pools = rig.scheduler.state.pools
+        assert pools.allocator.available_size() == pools.allocator.size
+        if isinstance(tree, HiRadixCache):
+            assert tree.host_pool.available_size() == tree.host_pool.size
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _arrivals(self) -> list[ToScheduler]:
+        if self._sent and self.rng.random() < 0.05:
+            # An id that is in use is dropped without a word.
+            return [self._sent[self.rng.choice(sorted(self._sent))].message]
+        return self._send(self._requests.draw(self.rig.scheduler.state.limits))
+
+    def _send(self, drawn: Sequence[Sent]) -> list[ToScheduler]:
+        for one in drawn:
+            one.arrived = self._working_steps
+            self._sent[one.message.rid] = one
+        return [one.message for one in drawn]
+
+    def _abort(self) -> list[ToScheduler]:
+        rng = self.rng
+        if rng.random() < 0.04:
+            for sent in self._sent.values():
+                sent.may_be_aborted = True
+            return [AbortReq(abort_all=True)]
+        rids = [*self._sent, self._requests.last_rid, "nobody"]
+        rid = rng.choice(rids)
+        if rid in self._sent:
+            self._sent[rid].may_be_aborted = True
+        return [AbortReq(rid=rid)]
+
+    def _look_at(self, rid: str) -> None:
+        """What has come of a request so far."""
+        sent, got = self._sent[rid], self.rig.results.get(rid)
+        waited = self._working_steps - sent.arrived
+        assert waited < _MOST_WORKING_STEPS, f"{rid} waits while others got {waited} steps"
+        if got is None:
+            return
+        said = got.output_ids
+        if said != sent.words[: len(said)]:
+            at = next(i for i, word in enumerate(said) if sent.words[i : i + 1] != [word])
+            raise AssertionError(
+                f"{rid}: word {at} is {said[at]} and not {sent.words[at : at + 1]}, after a "
+                f"prompt of {len(sent.prompt)} tokens; {got.last}"
+            )
+        if got.finish_reason is not None:
+            self._on_end(rid, sent, got)
+
+    def _on_end(self, rid: str, sent: Sent, got: Collected) -> None:
+        reason, message = got.finish_reason, sent.message
+        assert reason is not None and got.last is not None
+        del self._sent[rid], self.rig.results[rid]
+        counts = self.outcome.counts
+        counts[f"ended by {reason.type}"] += 1
+        if reason.type == "abort":
+            is_full = reason.status_code == 503 and "queue is full" in (reason.message or "")
+            assert (
+                (is_full and self.setup.max_queued < 1000)
+                or (reason.status_code == 400 and sent.is_refused)
+                or (reason.status_code == 499 and sent.may_be_aborted)
+                or (reason.status_code == 503 and self._is_draining)
+            ), f"{rid} ended by {reason}"
+            counts[f"aborted after {min(len(got.output_ids), 1)} words"] += 1
+            counts[f"aborted with {reason.status_code}"] += 1
+            return
+        assert not sent.is_refused, f"{rid} is too long and ran"
+        assert got.output_ids == sent.words, f"{rid} ended after {len(got.output_ids)} words"
+        assert reason.type == ("stop" if sent.stops else "length"), f"{rid} ended by {reason}"
+        details = got.last.cached_tokens_details
+        assert details.total < len(sent.prompt), f"{rid}: {details}"
+        for tier in ("device", "host", "storage"):
+            counts[f"tokens from {tier}"] += getattr(details, tier)
+        counts["tokens of prompts"] += len(sent.prompt)
+        if message.logprob_start_len >= 0:
+            wanted = checkable_model.input_logprobs(
+                sent.prompt, message.seed, message.logprob_start_len
+            )
+            assert got.input_logprobs == wanted, f"{rid}: wrong logprobs of its prompt"
+            counts["prompts with logprobs"] += 1
+        conversation = sent.prompt + got.output_ids
+        if len(conversation) < self.rig.scheduler.state.limits.max_input_tokens * 3 // 4:
+            self._requests.remember(message.extra_key, conversation)
+
+    # ---- administration and the store ----------------------------------------------------------
+
+    def _control_id(self) -> str:
+        self._num_controls += 1
+        name = f"c{self._num_controls}"
+        self._unanswered.add(name)
+        return name
+
+    def _attach(self) -> AttachHiCacheStorageReqInput:
+        rng = self.rng
+        policies = ("best_effort", "wait_complete", "timeout", None, None)
+        return AttachHiCacheStorageReqInput(
+            req_id=self._control_id(),
+            hicache_storage_backend=self.setup.backend,
+            hicache_storage_backend_extra_config_json=self.setup.extra_config(self.store),
+            hicache_storage_prefetch_policy=rng.choice(policies),
+            hicache_write_policy=rng.choice((*WRITE_POLICIES, None, None, None)),
+        )
+
+    def _control(self) -> ToScheduler:
+        kinds: list[Callable[[str], ToScheduler]] = [
+            lambda rid: FlushCacheReqInput(req_id=rid, timeout=self.rng.choice((0.0, 5.0))),
+            lambda rid: GetInternalStateReq(req_id=rid),
+            lambda rid: GetMetricsReq(req_id=rid),
+            lambda rid: GetHiCacheStorageReqInput(req_id=rid),
+            lambda rid: DetachHiCacheStorageReqInput(req_id=rid),
+        ]
+        if self.rng.random() < 0.1:
+            return ClearHiCacheReqInput(req_id=self._control_id())
+        which = self.rng.randrange(len(kinds) + 3)
+        return kinds[which](self._control_id()) if which < len(kinds) else self._attach()
+
+    def _take_answers(self) -> None:
+        for answer in self.rig.answers:
+            assert answer.req_id in self._unanswered, f"{answer.req_id} is answered twice"
+            self._unanswered.remove(answer.req_id)
+            self.outcome.counts["done" if answer.success else "refused"] += 1
+        self.rig.answers.clear()
+
+    def _move_store(self) -> None:
+        rng = self.rng
+        match rng.randrange(20):
+            case 0:
+                self.store.restart()
+            case 1 | 2:
+                self.store.rot(rng)
+            case 3 | 4:
+                self._lose_what_was_read()
+            case at if at < 11:
+                self.store.release()
+            case _:
+                self.store.set_mood(rng.choice(_MOODS))
+
+    def _lose_what_was_read(self) -> None:
+        """The store restarts while requests wait that have read from it."""
+        tree = self.rig.tree
+        if isinstance(tree, HiRadixCache) and tree.is_busy().get("prefetches"):
+            self.store.restart()
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        counts, counters = self.outcome.counts, self.rig.scheduler.state.counters
+        worker = self.rig.worker
+        assert isinstance(worker, CheckableWorker)
+        counts["positions checked"] = worker.num_checked
+        counts["retractions"] = counters.retractions
+        counts["prefill batches"] = counters.prefill_batches
+        counts["decode steps"] = counters.decode_steps
+        counts.update({f"store: {what}": n for what, n in self.store.happened.items()})
+        tree = self.rig.tree
+        if isinstance(tree, HiRadixCache):
+            for metric, name in (
+                (tree.metrics.prefetch_outcomes, "read"),
+                (tree.metrics.backup_outcomes, "write"),
+                (tree.metrics.evicted, "evicted from"),
+                (tree.metrics.dropped, "dropped"),
+                (tree.metrics.load_back, "loaded"),
+            ):
+                counts.update(
+                    {f"{name} {what}": int(n) for what, n in counter_values(metric).items()}
+                )
+
+    def _describe(self) -> str:
+        state = None if self._rig is None else self._rig.scheduler.state
+        lines = [
+            f"after {self.outcome.steps} steps",
+            f"mood of the store: {self.store.mood}; on their way: {list(self._sent)}",
+        ]
+        if state is not None:
+            lines.append(
+                f"waiting {[req.rid for req in state.waiting]}, running "
+                f"{[req.rid for req in state.running()]}, busy {state.tree.is_busy()}"
+            )
+        return "\n".join([*lines, "the log's last lines:", *self._log])
+
+
+# ---- running seeds -----------------------------------------------------------------------------
+
+
+def run_seed(
+    seed: int, steps: int = STEPS_PER_SEED, *, breaks_contract: bool = BREAKS_CONTRACT
+) -> Outcome:
+    """One run. What it raises has notes: the state, and the command that repeats the run."""
+    run = RandomScheduler(seed, breaks_contract=breaks_contract)
+    try:
+        return run.run(steps)
+    except BaseException as error:
+        switch = " --breaks-contract" if breaks_contract else ""
+        error.add_note(f"with {run.setup}")
+        command = f"python -m sglang.test.random_scheduler --seed {seed} --steps {steps}{switch}"
+        error.add_note(f"to repeat: {command}")
+        raise
+
+
+def run_for(
+    seconds: float,
+    first_seed: int,
+    *,
+    steps: int = STEPS_PER_SEED,
+    breaks_contract: bool = BREAKS_CONTRACT,
+    most_failures: int = 5,
+) -> tuple[Counter[str], list[int]]:
+    """Seed after seed for `seconds`, one at least: what happened in all, and the seeds that failed.
+
+    Prints a line for each, and what failed with its cause.
+    """
+    counts: Counter[str] = Counter()
+    failed: list[int] = []
+    began, seed = time.monotonic(), first_seed
+    while seed == first_seed or (
+        time.monotonic() - began < seconds and len(failed) < most_failures
+    ):
+        # Said before: a copy that fails ends the process.
+        print(f"seed {seed}:", end=" ", flush=True)
+        try:
+            outcome = run_seed(seed, steps, breaks_contract=breaks_contract)
+        except Exception:  # noqa: BLE001 - reported, and the next seed is worth a try
+            failed.append(seed)
+            print("FAILED", flush=True)
+            traceback.print_exc(file=sys.stdout)
+        else:
+            one = outcome.setup
+            print(
+                f"{outcome.steps} steps in {outcome.seconds:.1f} s; {one.tiers} tiers, pages of "
+                f"{one.page_size}, {one.schedule_policy}, {one.write_policy}, "
+                f"{one.prefetch_policy}{', overlap' if one.overlap else ''}",
+                flush=True,
+            )
+            counts["steps"] += outcome.steps
+            counts.update(outcome.counts)
+        counts["seeds"] += 1
+        seed += 1
+    return counts, failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--seed", type=int, help="this one, or the first [drawn from the clock]")
+    parser.add_argument("--seconds", type=float, default=0.0, help="seed after seed for so long")
+    parser.add_argument("--steps", type=int, default=STEPS_PER_SEED, help="of each seed")
+    parser.add_argument("--most-failures", type=int, default=5, help="then end [5]")
+    parser.add_argument(
+        "--breaks-contract", action="store_true", default=BREAKS_CONTRACT, help="stores lie, too"
+    )
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    seed = int(time.time()) if args.seed is None else args.seed
+    counts, failed = run_for(
+        args.seconds,
+        seed,
+        steps=args.steps,
+        breaks_contract=args.breaks_contract,
+        most_failures=args.most_failures,
+    )
+    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
+    print(f"failed: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

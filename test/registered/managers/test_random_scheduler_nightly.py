@@ -1,0 +1,48 @@
+"""Random work on a whole scheduler for twenty minutes: see `sglang.test.random_scheduler`.
+
+The seeds follow from the clock, so that each night sees others; each is printed before its run,
+and what fails with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.random_scheduler import run_for
+
+register_cpu_ci(est_time=1200, suite="nightly-test-cpu", nightly=True)
+
+SECONDS = 1190.0
+
+
+def test_twenty_minutes_of_random_work() -> None:
+    torch.set_num_threads(1)
+    counts, failed = run_for(SECONDS, int(time.time()))
+    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
+    assert not failed
+    # None of what it is for has been left out.
+    for what in (
+        "tokens from device",
+        "tokens from host",
+        "tokens from storage",
+        "retractions",
+        "evicted from device",
+        "evicted from host",
+        "read damaged",
+        "read late",
+        "read failed",
+        "write failed",
+        "aborted after 0 words",
+        "aborted after 1 words",
+        "prompts with logprobs",
+        "ended by stop",
+    ):
+        assert counts[what] > 10, what
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-s"]))
