@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import (
     FlushCacheReqInput,
     ToScheduler,
 )
+from sglang.srt.mem_cache import storage_io
 from sglang.srt.mem_cache.storage import base
 from sglang.test import chaotic_store, object_store
 from sglang.test.checkable_model import CheckableWorker, WrongContext, words
@@ -55,8 +56,10 @@ def make_rig(**args: Any) -> CheckableRig:
     return CheckableRig(BUILTIN_MODEL_DIR, pool_tokens=16 * PAGE, page_size=PAGE, **args)
 
 
-def attach(rig: CheckableRig, store: ObjectStore, backend: str) -> None:
-    config = {STORE_KEY: store.name, "prefetch_threshold": PAGE}
+def attach(
+    rig: CheckableRig, store: ObjectStore, backend: str, prefetch_threshold: int = PAGE
+) -> None:
+    config = {STORE_KEY: store.name, "prefetch_threshold": prefetch_threshold}
     administer(
         rig,
         AttachHiCacheStorageReqInput(
@@ -241,6 +244,35 @@ def test_objects_outlive_engines_and_not_a_restart(store: ObjectStore) -> None:
             assert ask(rig, turn)[1] == expected
         finally:
             rig.close()
+
+
+def test_writes_that_wait_for_room_end_with_what_is_above_them(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that refuses is not asked again and again by an engine that has nothing to do."""
+    monkeypatch.setattr(storage_io, "_STUCK_AFTER_S", 20.0)
+    monkeypatch.setitem(MOODS, "hung", Mood(hang=1.0))
+    rig = make_rig(hicache_ratio=14 / 16)  # Writes under way have half of it: 7 pages.
+    try:
+        attach(rig, store, IN_PLACE, prefetch_threshold=1000)
+        store.set_mood("hung")
+        # The first write hangs, the second waits for room, the third prompt cuts it in two parts
+        # that each fit, but not together.
+        waits = [*range(100, 100 + 8 * PAGE)]
+        for rid, ids in (("hangs", PROMPT[:8]), ("waits", waits), ("cuts", [*waits[:16], 7])):
+            rig.step(rig.request(rid, ids, greedy(1), seed=1))
+            deadline = time.monotonic() + 20
+            while rid not in rig.results or "writes" in rig.tree.is_busy():
+                assert time.monotonic() < deadline
+                rig.step()
+        assert rig.tree.is_busy()["backups"] > 1
+        store.set_mood("full")
+        store.release()
+        settle(rig)
+    finally:
+        store.set_mood("quick")
+        store.release()
+        rig.close()
 
 
 def test_what_befalls_a_call_follows_from_the_seed() -> None:

@@ -278,6 +278,18 @@ class HiRadixCache(PrefetchCache):
                 # Of its start: a store that was lost meanwhile may have lost this as well.
                 node.storage_epoch = operation.epoch
             self._unpin(node)
+        if not success:
+            self._give_up_below(operation.node)
+
+    def _give_up_below(self, refused: TreeNode) -> None:
+        """Nothing that follows a page that was refused is written, also where it waits for room."""
+        for node in list(self._postponed.values()):
+            above: TreeNode | None = node
+            while above is not None and above is not refused:
+                above = above.parent
+            if above is refused:
+                del self._postponed[node.id]
+                self.metrics.backup_outcomes.labels(CacheOutcome.SHORT.value).inc()
 
     # ---- one tick --------------------------------------------------------------------------
 
