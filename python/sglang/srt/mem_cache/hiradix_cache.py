@@ -268,8 +268,7 @@ class HiRadixCache(PrefetchCache):
         storage_io.submit_backup(operation)
         return None
 
-    def _settle_backup(self, *, success: bool) -> None:
-        operation = self._backups.popleft()
+    def _settle_backup(self, operation: StorageOperation, *, success: bool) -> None:
         length = len(operation.host_indices)
         self._backup_tokens -= length
         for node, _, _ in parts_of(operation.node, length):
@@ -278,16 +277,14 @@ class HiRadixCache(PrefetchCache):
                 # Of its start: a store that was lost meanwhile may have lost this as well.
                 node.storage_epoch = operation.epoch
             self._unpin(node)
-        if not success:
-            self._give_up_below(operation.node)
 
-    def _give_up_below(self, refused: TreeNode) -> None:
+    def _give_up_below(self, refused: set[TreeNode]) -> None:
         """Nothing that follows a page that was refused is written, also where it waits for room."""
         for node in list(self._postponed.values()):
             above: TreeNode | None = node
-            while above is not None and above is not refused:
+            while above is not None and above not in refused:
                 above = above.parent
-            if above is refused:
+            if above is not None:
                 del self._postponed[node.id]
                 self.metrics.backup_outcomes.labels(CacheOutcome.SHORT.value).inc()
 
@@ -310,8 +307,14 @@ class HiRadixCache(PrefetchCache):
     def _act_on(self, agreed: Progress) -> None:
         super()._act_on(agreed)
         self.administration.settle(agreed.administration)
+        refused: set[TreeNode] = set()
         for verdict in agreed.backups:
-            self._settle_backup(success=verdict is Verdict.LANDED)
+            operation = self._backups.popleft()
+            self._settle_backup(operation, success=verdict is Verdict.LANDED)
+            if verdict is Verdict.FAILED:
+                refused.add(operation.node)
+        if refused:
+            self._give_up_below(refused)
         self._resume_postponed()
         if agreed.reconnects != self._reconnects:
             self._reconnects = agreed.reconnects
