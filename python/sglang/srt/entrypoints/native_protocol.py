@@ -49,7 +49,6 @@ _UNSUPPORTED: Final = {
 _NEUTRAL: Final[tuple[Any, ...]] = (None, False, [])
 _SAMPLING_UNSUPPORTED: Final = {
     "structural_tag": "use json_schema, regex or ebnf",
-    "stop_regex": "use stop",
     "spaces_between_special_tokens": "leave it out",
     "custom_params": "use logit_bias",
     "stream_interval": "start the server with --stream-interval",

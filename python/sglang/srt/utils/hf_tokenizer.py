@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from tokenizers import decoders
 
 from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 
@@ -61,10 +62,7 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
 def is_byte_level(tokenizer: object) -> bool:
     """Whether every token stands for bytes of its own, as in byte-level BPE."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return False
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
-    return bool(decoder.get("type") == "ByteLevel")
+    return isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
 
 
 def token_bytes(token: str) -> bytes:
