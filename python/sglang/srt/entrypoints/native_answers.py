@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
+from sglang.srt.entrypoints.streams import Slices
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.io_struct import TopLogprobs
 from sglang.srt.managers.request_state import RequestState
@@ -15,9 +15,6 @@ FREE_ENTRIES: Final = 1024
 """Logprobs of the output that every event of a stream repeats; see `AnswerWriter`."""
 REPEAT_GROWTH: Final = 1.25
 """What they must have grown by, where they are more, to be told once more before the end."""
-SLICE_ENTRIES: Final = 1 << 11
-"""Logprobs that are formatted between two turns of the event loop: a millisecond's work, twenty
-where each token's text is decoded for the first time."""
 
 Entry: TypeAlias = tuple[float, int, str | None]
 """Logprob, token id, the token's text where that is asked for."""
@@ -53,21 +50,22 @@ class AnswerWriter:
         self._input_logprobs: list[Entry | FirstEntry] = []
         self._input_top_logprobs: list[list[Entry] | None] = []
         self._top_logprobs: list[list[Entry]] = []
-        self._unsliced = 0
-        """Entries formatted since the event loop had its last turn."""
+        self._slices = Slices()
         self._told_input = False
         self._told_output = 0
         """Entries of the output's logprobs when they were last told."""
 
     async def answer(self, state: RequestState) -> dict[str, Any]:
         """Everything so far, but for logprobs that need not be told again yet."""
+        meta = self._meta_info(state)
+        answer = {"text": state.text, "output_ids": state.output_ids, "meta_info": meta}
         if self._request.return_logprob:
+            # The state may grow while logprobs are formatted: an answer is of one moment.
+            answer["output_ids"] = state.output_ids.copy()
+            ended = state.ended
             await self._catch_up(state)
-        return {
-            "text": state.text,
-            "output_ids": state.output_ids,
-            "meta_info": self._meta_info(state),
-        }
+            self._tell_logprobs(meta, ended=ended)
+        return answer
 
     def _meta_info(self, state: RequestState) -> dict[str, Any]:
         reason = state.finish_reason
@@ -82,8 +80,6 @@ class AnswerWriter:
         }
         if state.finished_time is not None:
             meta["e2e_latency"] = state.finished_time - state.created_time
-        if self._request.return_logprob:
-            self._tell_logprobs(meta, ended=state.ended)
         return meta
 
     def _tell_logprobs(self, meta: dict[str, Any], *, ended: bool) -> None:
@@ -101,16 +97,16 @@ class AnswerWriter:
             meta["output_top_logprobs"] = self._top_logprobs if tells_output else []
 
     async def _catch_up(self, state: RequestState) -> None:
+        num_output = len(state.output_logprobs)
         if not self._input_logprobs and state.logprob_ids:
             await self._add_input(state)
         tops = self._request.top_logprobs_num
-        # Each time anew: the state may grow while this pauses.
-        while (index := len(self._logprobs)) < len(state.output_logprobs):
+        for index in range(len(self._logprobs), num_output):
             entry = self._entry(state.output_logprobs[index], state.output_ids[index])
             self._logprobs.append(entry)
             if tops:
                 self._top_logprobs.append(self._row(state.output_top_logprobs[index]))
-            await self._pause_after(1 + tops)
+            await self._slices.did(1 + tops)
 
     async def _add_input(self, state: RequestState) -> None:
         """The prompt's logprobs came with the first output. Its first token has none: nothing is
@@ -119,18 +115,11 @@ class AnswerWriter:
         self._input_logprobs.append((None, *first[1:]))
         for value, token_id in zip(state.input_logprobs, state.logprob_ids[1:], strict=False):
             self._input_logprobs.append(self._entry(value, token_id))
-            await self._pause_after(1)
+            await self._slices.did(1)
         self._input_top_logprobs.append(None)
         for row in state.input_top_logprobs:
             self._input_top_logprobs.append(self._row(row))
-            await self._pause_after(len(row))
-
-    async def _pause_after(self, num_entries: int) -> None:
-        """Give the event loop a turn when enough was formatted."""
-        self._unsliced += num_entries
-        if self._unsliced >= SLICE_ENTRIES:
-            self._unsliced = 0
-            await asyncio.sleep(0)
+            await self._slices.did(len(row))
 
     def _entry(self, logprob: float, token_id: int) -> Entry:
         return (logprob, token_id, self._text(token_id) if self._with_text else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,7 +14,16 @@ MAX_STOP_REGEX_CHARS: Final = 512
 the server and the scheduler spend on their event loops."""
 MAX_MATCH_CHARS: Final = 512
 """A match is looked for in this many characters at the end of an output."""
+MAX_UNROLLED: Final = 1024
+"""Parts of a pattern with its repeats written out, see `_unrolled_size`."""
 _PROBE_SECONDS: Final = 0.01
+_TOKEN: Final = re.compile(
+    r"(?P<atom>\\.|\[\^?\]?(?:\[:\^?\w+:\]|\\.|[^\]\\])*\]|\(\?\#[^)]*\))"
+    r"|(?P<mode>\(\?[A-Za-z0-9-]*[Vx])"
+    r"|(?P<open>\(\??)|(?P<close>\))"
+    r"|(?P<least>[*?+])|\{(?P<count>[0-9]*)(?:,[0-9]*)?\}|.",
+    re.DOTALL,
+)
 
 
 def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
@@ -27,8 +37,6 @@ def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
         compiled = regex.compile(pattern)
     except regex.error as error:
         raise ValueError(f"is no regular expression: {error}") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply: flatten it") from None
     if compiled.flags & regex.REVERSE:
         raise ValueError("searches backwards, which a growing text rules out: leave (?r) out")
     return compiled
@@ -57,6 +65,12 @@ def verify_stop_regexes(patterns: Sequence[str]) -> None:
 
 
 def _verify(pattern: str) -> None:
+    size = _unrolled_size(pattern)
+    if size > MAX_UNROLLED:
+        raise ValueError(
+            f"has repeats that make {size} parts of it, at most {MAX_UNROLLED} are allowed: repeat "
+            "less inside what is repeated"
+        )
     compiled = compile_stop_regex(pattern)
     try:
         matches_nothing = compiled.search("", timeout=_PROBE_SECONDS) is not None
@@ -66,3 +80,35 @@ def _verify(pattern: str) -> None:
         raise ValueError(
             "matches the empty text, which every output begins with: let it ask for a character"
         )
+
+
+def _unrolled_size(pattern: str) -> int:
+    """Characters, classes and groups of `pattern` with its repeats written out: as often as they
+    must be there at least, and once more. The library does that when it compiles, so that
+    `((((a){9}){9}){9}){9}` and more would take hours and all memory. Where this misreads a pattern,
+    it says too much.
+
+    Raises:
+        ValueError: It uses a mode that changes how patterns are read.
+    """
+    opened: list[list[int]] = []
+    parts: list[int] = []
+    for token in _TOKEN.finditer(pattern):
+        if token["mode"]:
+            raise ValueError("uses a mode other than i, m and s: leave (?x) and (?V1) out")
+        if token["open"]:
+            opened.append(parts)
+            parts = []
+        elif token["close"]:
+            group = 1 + sum(parts)
+            # One too many closes all that there is.
+            parts = opened.pop() if opened else []
+            parts.append(group)
+        elif token["least"] or token["count"] is not None:
+            least = (
+                int(token["count"] or 0) if token["count"] is not None else token["least"] == "+"
+            )
+            parts[-1:] = [(1 + least) * part for part in parts[-1:]]
+        else:
+            parts.append(1)
+    return sum(parts) + sum(map(sum, opened))
