@@ -6,8 +6,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tokenizers import decoders
-
 from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 
 if TYPE_CHECKING:
@@ -61,6 +59,9 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
 
 def is_byte_level(tokenizer: object) -> bool:
     """Whether every token stands for bytes of its own, as in byte-level BPE."""
+    # Who only checks the files shall not wait for the library.
+    from tokenizers import decoders
+
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     return isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
 
