@@ -236,6 +236,30 @@ def test_long_texts_are_encoded_elsewhere_and_alike(server: FrontServer) -> None
     assert response.json()["tokens"] == byte_tokenizer().encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize(("path", "field"), [("/generate", "text"), ("/v1/tokenize", "prompt")])
+def test_a_client_that_leaves_is_not_tokenized_for(
+    server: FrontServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    encoder = server.context.manager._encoder
+    gate, begun = threading.Event(), list[str]()
+
+    def slow(text: str, add_special_tokens: bool) -> list[int]:
+        begun.append(text)
+        assert gate.wait(20)
+        return [65]
+
+    monkeypatch.setattr(encoder, "_far", slow)
+    try:
+        for letter in "ab":
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}{path}", json={field: letter * 5000}, timeout=0.3)
+        assert wait_until(lambda: not encoder._in_flight, 10)
+    finally:
+        gate.set()
+    assert httpx.post(f"{server.url}{path}", json={field: "c" * 5000}).status_code == 200
+    assert begun == ["a" * 5000, "c" * 5000]
+
+
 def test_the_scheduler_gets_what_was_asked(server: FrontServer, client: httpx.Client) -> None:
     params = {"max_new_tokens": 1, "temperature": 0, "sampling_seed": 7, "top_k": 10**30}
     generate(client, text="a", sampling_params=params, extra_key="k", cache_salt="s", priority=3)
