@@ -64,6 +64,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "managers.request_limits",
         "managers.request_state",
         "managers.samples",
+        "managers.stop_finder",
         "managers.stop_trimmer",
         "observability",
     ),

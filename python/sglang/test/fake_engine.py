@@ -21,8 +21,9 @@ from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.managers.detokenizer_manager import Detokenizer, open_sockets, serve
-from sglang.srt.managers.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.incremental_detokenizer import DecoderFactory, make_decoder_factory
 from sglang.srt.managers.io_struct import (
+    ABORTED_BY_CLIENT,
     AbortReq,
     BatchTokenIDOutput,
     CachedTokensDetails,
@@ -38,6 +39,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.ipc import IpcAddresses
 from sglang.srt.managers.request_limits import RequestLimits
+from sglang.srt.managers.stop_finder import StopFinder
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
@@ -68,6 +70,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 @dataclass(slots=True)
 class _Running:
     request: TokenizedGenerateReqInput
+    finder: StopFinder
     sent: int = 0
 
 
@@ -75,12 +78,12 @@ class _Running:
 class FakeScheduler:
     """Answers every request with its own prompt, over and over, one token a step.
 
-    Thread `fake-scheduler`. Stops by `stop_token_ids`, `max_new_tokens` and aborts; knows the
-    stop strings through `tokenizer`. Logprobs are `-token_id`.
+    Thread `fake-scheduler`. Stops by `stop_token_ids`, `max_new_tokens`, aborts, and what the real
+    finder finds in the text. Logprobs are `-token_id`.
     """
 
     ipc: IpcAddresses
-    tokenizer: PreTrainedTokenizerFast
+    new_decoder: DecoderFactory
     hold: threading.Event = field(default_factory=threading.Event)
     """While set, running requests get no further tokens."""
     hold_after: int | None = None
@@ -129,18 +132,23 @@ class FakeScheduler:
     def _handle(self, message: Any, tokens: zmq.Socket[bytes], control: zmq.Socket[bytes]) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
             if self.refuse_with is None:
-                self.running[message.rid] = _Running(message)
+                params = message.sampling_params
+                finder = StopFinder(params, self.new_decoder(params.skip_special_tokens))
+                self.running[message.rid] = _Running(message, finder)
             else:
                 self._send(
                     tokens,
                     [RequestOutput(rid=message.rid, output_ids=[], finish_reason=self.refuse_with)],
                 )
         elif isinstance(message, AbortReq):
-            reason = FinishReason(type="abort", message="aborted by the client", status_code=499)
             rids = list(self.running) if message.abort_all else [message.rid]
             ended = [rid for rid in rids if self.running.pop(rid, None) is not None]
             self._send(
-                tokens, [RequestOutput(rid=r, output_ids=[], finish_reason=reason) for r in ended]
+                tokens,
+                [
+                    RequestOutput(rid=r, output_ids=[], finish_reason=ABORTED_BY_CLIENT)
+                    for r in ended
+                ],
             )
         elif not isinstance(message, ShutdownReq):
             data: dict[str, Any] = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
@@ -162,13 +170,12 @@ class FakeScheduler:
         while reason is None:
             token = ids[one.sent % len(ids)]
             one.sent += 1
-            text = self.tokenizer.decode([ids[i % len(ids)] for i in range(one.sent)])
-            assert isinstance(text, str)
-            met = [stop for stop in params.stop_strings if stop in text]
+            output = [ids[i % len(ids)] for i in range(one.sent)]
+            match = one.finder.advance(output, counts=True) if params.has_text_stops else None
             if token in (params.stop_token_ids or ()):
                 reason = FinishReason(type="stop", matched=token)
-            elif met:
-                reason = FinishReason(type="stop", matched=met[0])
+            elif match is not None:
+                reason = FinishReason(type="stop", matched=match.stop)
             elif one.sent >= params.max_new_tokens:
                 reason = FinishReason(type="length", length=params.max_new_tokens)
             if request.stream:
@@ -196,6 +203,7 @@ class FakeScheduler:
             if told is not None and request.top_logprobs_num
             else None,
             skip_special_tokens=params.skip_special_tokens,
+            shown_chars=one.finder.shown_chars(ended=reason is not None),
         )
 
     @staticmethod
@@ -228,7 +236,7 @@ def fake_engine() -> Iterator[FakeEngine]:
     names = IpcNames.create()
     ipc = IpcAddresses.from_names(names)
     tokenizer = byte_tokenizer()
-    scheduler = FakeScheduler(ipc, tokenizer)
+    scheduler = FakeScheduler(ipc, make_decoder_factory(byte_tokenizer()))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def detokenize() -> None:

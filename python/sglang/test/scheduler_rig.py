@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.managers.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ControlReqOutput,
@@ -22,7 +23,6 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
 from sglang.srt.managers.scheduler_process import init_pools
-from sglang.srt.managers.scheduler_stop import StopTokenizer
 from sglang.srt.managers.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_key import token_array
@@ -32,6 +32,7 @@ from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.device import detect_device
+from sglang.srt.utils.portable_tokenizer import DecodingTokenizer
 from sglang.test.tiny_models import save_tiny_checkpoint
 
 MAX_STEPS = 5000
@@ -71,7 +72,7 @@ class SchedulerRig:
         model_path: An empty directory gets a tiny random model; or that of another rig.
         pool_tokens: Slots of L1; None: slots and rows are those of a server with `args`.
         max_requests: Rows.
-        tokenizer: For stop strings.
+        tokenizer: For stop strings and patterns.
         grammar_backend: For constraints.
         overlap: Prepare a step while the one before it runs; None: as the class says.
         args: Fields of `ServerArgs`.
@@ -87,7 +88,7 @@ class SchedulerRig:
         *,
         pool_tokens: int | None = 512,
         max_requests: int = 8,
-        tokenizer: StopTokenizer | None = None,
+        tokenizer: DecodingTokenizer | None = None,
         grammar_backend: Callable[[], GrammarBackend] | None = None,
         overlap: bool | None = None,
         **args: Any,
@@ -120,7 +121,7 @@ class SchedulerRig:
                 worker=self.worker,
                 tree=self.tree,
                 metrics=metrics,
-                tokenizer=tokenizer,
+                new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
                 grammar_backend=grammar_backend,
                 overlap=self.overlap if overlap is None else overlap,
             ),

@@ -57,6 +57,22 @@ def test_stream_ends_with_the_whole(engine: sglang.Engine) -> None:
     assert answers[-1]["text"] == whole["text"]
 
 
+def test_a_pattern_ends_the_output_and_nothing_of_the_match_is_shown(
+    engine: sglang.Engine,
+) -> None:
+    whole = engine.generate(PROMPT, {**GREEDY, "max_new_tokens": 40})["text"]
+    pattern = re.escape(whole[6:8]) + "(?:.|\\n){3}"
+    expected = whole[: whole.index(whole[6:8])]
+    params = {**GREEDY, "max_new_tokens": 40, "stop_regex": pattern}
+    for answers in (
+        [engine.generate(PROMPT, params)],
+        [*engine.generate(PROMPT, params, stream=True)],
+    ):
+        assert answers[-1]["text"] == expected
+        assert answers[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
+        assert all(expected.startswith(answer["text"]) for answer in answers)
+
+
 def test_a_stream_that_is_left_is_aborted(engine: sglang.Engine) -> None:
     for _ in range(3):
         stream = engine.generate(PROMPT, {"max_new_tokens": 2000, "ignore_eos": True}, stream=True)

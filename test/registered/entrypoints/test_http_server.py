@@ -14,8 +14,6 @@ import httpx
 import pytest
 
 from sglang.srt.entrypoints.http_protocol import OnePieceConnection
-from sglang.srt.entrypoints.native_answers import AnswerWriter
-from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -23,8 +21,6 @@ from sglang.srt.managers.io_struct import (
     Message,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.request_state import RequestState
-from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
@@ -137,25 +133,6 @@ def test_logprobs_are_triples(client: httpx.Client) -> None:
     assert [len(e["meta_info"]["output_token_logprobs"]) for e in streamed][-1] == 2
 
 
-def test_a_token_that_is_shown_often_is_decoded_once() -> None:
-    shown: list[int] = []
-
-    class Tokens:
-        def decode(self, token_ids: list[int]) -> str:
-            shown.extend(token_ids)
-            return chr(token_ids[0])
-
-    request = GenerateRequest(text="x", return_logprob=True, top_logprobs_num=2)
-    state = RequestState.start(request, token_array([65] * 1000), now=0.0)
-    state.logprob_ids = [65] * 1000
-    state.input_logprobs = [-1.0] * 999
-    state.input_top_logprobs = [[(-1.0, 65), (-2.0, 66)]] * 999
-    meta = AnswerWriter(request, Tokens(), text_in_logprobs=True).answer(state)["meta_info"]
-    assert meta["input_token_logprobs"][:2] == [(None, 65, "A"), (-1.0, 65, "A")]
-    assert meta["input_top_logprobs"][-1] == [(-1.0, 65, "A"), (-2.0, 66, "B")]
-    assert sorted(shown) == [65, 66]
-
-
 def test_no_logprobs_is_a_word_about_all_their_fields(client: httpx.Client) -> None:
     answer = generate(
         client, text="a", return_logprob=False, logprob_start_len=0, top_logprobs_num=2,
@@ -210,6 +187,29 @@ def test_stop_strings_are_trimmed_unless_asked_for(client: httpx.Client, stream:
             assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "ll"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_patterns_are_trimmed_unless_asked_for(client: httpx.Client, stream: bool) -> None:
+    pattern = "l+o|z"
+    for keep, text in ((False, "he"), (True, "hello")):
+        params = {"stop_regex": pattern, "no_stop_trim": keep}
+        body = {"text": "hello", "sampling_params": params}
+        answers = events(client, "/generate", body) if stream else [generate(client, **body)]
+        assert answers[-1]["text"] == text
+        assert answers[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
+        assert keep or all(text.startswith(answer["text"]) for answer in answers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_patterns_of_openai_bodies(client: httpx.Client, stream: bool) -> None:
+    body = {"prompt": "hello", "stop_regex": ["[0-9]", "l+o"], "stop": "zz", "max_tokens": 50}
+    if stream:
+        choices = [event["choices"][0] for event in events(client, "/v1/completions", body)]
+    else:
+        choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "he"
+    assert (choices[-1]["finish_reason"], choices[-1]["matched_stop"]) == ("stop", "l+o")
+
+
 def test_stop_tokens_are_trimmed_unless_asked_for(client: httpx.Client) -> None:
     for keep, text in ((False, "he"), (True, "hel")):
         params = {"stop_token_ids": [HELLO_IDS[2]]}
@@ -234,6 +234,30 @@ def test_long_texts_are_encoded_elsewhere_and_alike(server: FrontServer) -> None
     text = "hé" * 4000
     response = httpx.post(f"{server.url}/v1/tokenize", json={"prompt": text})
     assert response.json()["tokens"] == byte_tokenizer().encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/generate", "text"), ("/v1/tokenize", "prompt")])
+def test_a_client_that_leaves_is_not_tokenized_for(
+    server: FrontServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    encoder = server.context.manager._encoder
+    gate, begun = threading.Event(), list[str]()
+
+    def slow(text: str, add_special_tokens: bool) -> list[int]:
+        begun.append(text)
+        assert gate.wait(20)
+        return [65]
+
+    monkeypatch.setattr(encoder, "_far", slow)
+    try:
+        for letter in "ab":
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}{path}", json={field: letter * 5000}, timeout=0.3)
+        assert wait_until(lambda: not encoder._in_flight, 10)
+    finally:
+        gate.set()
+    assert httpx.post(f"{server.url}{path}", json={field: "c" * 5000}).status_code == 200
+    assert begun == ["a" * 5000, "c" * 5000]
 
 
 def test_the_scheduler_gets_what_was_asked(server: FrontServer, client: httpx.Client) -> None:

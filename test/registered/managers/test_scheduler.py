@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     ControlReqOutput,
     DetachHiCacheStorageReqInput,
+    FinishReason,
     FlushCacheReqInput,
     GetInternalStateReq,
     GetMetricsReq,
@@ -284,26 +285,72 @@ def test_stop_tokens_eos_and_min_new_tokens(model: Path, alone: list[list[int]])
 
 
 class Letters:
-    """Token n is the letter n % 26."""
+    """Token n is the letter n % 26. Counts what it decodes."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    all_special_ids: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        self.num_decoded += len(token_ids)
         return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return self.decode([ids])
 
 
 def test_stop_strings_across_tokens(model: Path, alone: list[list[int]]) -> None:
     rig = SchedulerRig(model, tokenizer=Letters())
-    text = Letters().decode(alone[1], skip_special_tokens=True)
+    text = Letters().decode(alone[1])
     stop = text[2:5]
     end = text.index(stop) + 3
     rig.run(
         rig.request("stop", PROMPTS[1], greedy(stop=["zzzz", stop])),
         rig.request("min", PROMPTS[1], greedy(stop=stop, min_new_tokens=end + 1)),
+        rig.request("pattern", PROMPTS[1], greedy(stop_regex=f"0|{stop[:2]}[{stop[2]}]")),
     )
-    got = rig.results["stop"]
-    assert got.finish_reason is not None
-    assert got.finish_reason.matched == stop
-    assert got.output_ids == alone[1][:end]
+    for rid, matched in (("stop", stop), ("pattern", f"0|{stop[:2]}[{stop[2]}]")):
+        got = rig.results[rid]
+        assert got.last is not None
+        assert got.last.finish_reason == FinishReason(type="stop", matched=matched)
+        assert got.last.shown_chars == end - 3
+        assert got.output_ids == alone[1][:end]
     assert len(rig.results["min"].output_ids) > end
+
+
+def test_what_stops_cost_does_not_grow_with_the_output(model: Path) -> None:
+    letters = Letters()
+    rig = SchedulerRig(model, tokenizer=letters, page_size=16)
+    params = greedy(100, stop=["-" * 1000], stop_regex="--+")
+    rig.step(rig.request("long", PROMPTS[0], params))
+    decoded = []
+    while not rig.scheduler.is_idle():
+        before = letters.num_decoded
+        rig.step()
+        decoded.append(letters.num_decoded - before)
+    assert len(rig.results["long"].output_ids) == 100
+    assert max(decoded) <= 8, "tokens decoded in a step"
+
+
+def test_a_pattern_that_takes_too_long_ends_its_own_request(model: Path) -> None:
+    rig = SchedulerRig(model, tokenizer=Letters())
+    catastrophic = "([a-z]|[a-z][a-z])+[0-9]"
+    rig.run(
+        rig.request("slow", PROMPTS[0], greedy(60, stop_regex=catastrophic)),
+        rig.request("other", PROMPTS[0], greedy(60, stop_regex="-")),
+    )
+    reason = rig.results["slow"].finish_reason
+    assert reason is not None
+    assert (reason.type, reason.status_code) == ("abort", 400)
+    assert str(reason.message).startswith("stop_regex: ")
+    assert len(rig.results["other"].output_ids) == 60
 
 
 def test_stream_intervals(model: Path) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import string
+import threading
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
 import zmq
 
-from sglang.srt.managers import control_client
+from sglang.srt.managers import control_client, prompt_encoder
 from sglang.srt.managers.generate_request import (
     EngineUnavailable,
     GenerateRequest,
     InvalidRequest,
 )
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.prompt_encoder import SHORT_CHARS, PromptEncoder
+from sglang.srt.managers.samples import expand_samples
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import byte_tokenizer, fake_engine
@@ -143,6 +147,137 @@ def test_refusing_new_requests_lets_the_running_finish() -> None:
             return text
 
     assert asyncio.run(asyncio.wait_for(run(), 20)) == "abab"
+
+
+class GatedEncoding:
+    """Makes an encoder's thread wait, and remembers the texts it was given."""
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self.gate = threading.Event()
+        self.begun: list[str] = []
+        self._encode = encoder._far
+        encoder._far = self
+
+    def __call__(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.begun.append(text)
+        assert self.gate.wait(20)
+        return self._encode(text, add_special_tokens)
+
+
+@pytest.fixture
+def all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text is encoded by the thread, also one that fits the context."""
+    monkeypatch.setattr(prompt_encoder, "SHORT_CHARS", 0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.usefixtures("all_are_long")
+def test_texts_whose_clients_left_are_not_encoded() -> None:
+    async def run() -> None:
+        encoder = PromptEncoder(byte_tokenizer())
+        thread = GatedEncoding(encoder)
+
+        def ask_for(text: str) -> asyncio.Task[list[int]]:
+            return asyncio.create_task(encoder.encode(text, add_special_tokens=False))
+
+        first = ask_for("aa")
+        await until(lambda: thread.begun == ["aa"])
+        left = [ask_for(letter) for letter in string.ascii_uppercase]
+        shared = [ask_for("bb") for _ in range(2)]
+        last = ask_for("cc")
+        await asyncio.sleep(0)
+        for task in (first, *left, shared[0]):
+            task.cancel()
+        await asyncio.wait([first, *left, shared[0]])
+        thread.gate.set()
+        assert await shared[1] == byte_tokenizer().encode("bb", add_special_tokens=False)
+        assert len(await last) == 2
+        assert thread.begun == ["aa", "bb", "cc"]
+        assert not encoder._in_flight
+        encoder.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.usefixtures("all_are_long")
+@pytest.mark.parametrize("everything", [False, True])
+def test_an_abort_during_tokenization_ends_the_request_and_all_its_samples(
+    everything: bool,
+) -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            thread = GatedEncoding(manager._encoder)
+            request = ask("aa", rid="r")
+            request.sampling_params.n = 3
+            samples = [
+                asyncio.create_task(manager.generate_whole(one))
+                for one in expand_samples([request])
+            ]
+            await until(lambda: bool(thread.begun))
+            await (manager.abort_all() if everything else manager.abort("r"))
+            # They end while the text is still on the thread.
+            states = await asyncio.gather(*samples)
+            for state in states:
+                assert state.finish_reason is not None
+                assert (state.finish_reason.type, state.finish_reason.status_code) == ("abort", 499)
+                assert (state.output_ids, state.prompt_tokens) == ([], 0)
+            assert manager.num_requests == 0
+            thread.gate.set()
+            assert (await manager.generate_whole(ask(rid="r"))).text == "abab", "the id is free"
+            await manager.close()
+            rids = [
+                m.rid for m in engine.scheduler.received if isinstance(m, TokenizedGenerateReqInput)
+            ]
+            assert rids == ["r"], "the scheduler never heard of the samples"
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.usefixtures("all_are_long")
+def test_an_id_is_taken_while_its_prompt_is_tokenized() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            thread = GatedEncoding(manager._encoder)
+            first = asyncio.create_task(manager.generate_whole(ask("aa", rid="r")))
+            await until(lambda: bool(thread.begun))
+            second = asyncio.create_task(manager.generate_whole(ask("bb", rid="r")))
+            thread.gate.set()
+            with pytest.raises(InvalidRequest, match="rid 'r' is in use"):
+                await second
+            assert (await first).text == "aaaa"
+            assert (await manager.generate_whole(ask(rid="r"))).text == "abab", "the id is free"
+            await manager.close()
+            assert len(engine.scheduler.received) == 2
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.usefixtures("all_are_long")
+def test_what_is_tokenized_ends_with_the_engine() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            thread = GatedEncoding(manager._encoder)
+            running = asyncio.create_task(manager.generate_whole(ask("aa")))
+            waiting = asyncio.create_task(manager.generate_whole(ask("bb")))
+            await until(lambda: bool(thread.begun))
+            await manager.close()
+            thread.gate.set()
+            for task in (running, waiting):
+                with pytest.raises(EngineUnavailable, match="shut down"):
+                    await task
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_short_and_long_texts_encode_alike() -> None:

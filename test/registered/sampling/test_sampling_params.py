@@ -79,15 +79,18 @@ def test_normal_form() -> None:
     params.normalize(object())
     assert (params.stop, params.stop_token_ids) == (["END"], [1, 3])
     assert (params.temperature, params.top_k, params.is_greedy) == (1.0, 1, True)
-    empty = SamplingParams(stop=[], stop_token_ids=[])
+    assert SamplingParams(stop_regex="a+").stop_patterns == ["a+"]
+    empty = SamplingParams(stop=[], stop_regex=[], stop_token_ids=[])
     empty.verify(1)
     empty.normalize(None)
-    assert (empty.stop, empty.stop_token_ids) == (None, None)
+    assert (empty.stop, empty.stop_regex, empty.stop_token_ids) == (None, None, None)
+    assert not empty.has_text_stops
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match="stop_token_ids"):
-        SamplingParams(stop="x").normalize(None)
+    for stops in (SamplingParams(stop="x"), SamplingParams(stop_regex="x")):
+        with pytest.raises(ValueError, match="stop_token_ids"):
+            stops.normalize(None)
 
 
 def test_wire_round_trip_is_small() -> None:

@@ -50,9 +50,9 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def _constraint_field(message: str) -> str | None:
-    """The field that an error of the grammar backend begins with."""
+    """The field that an error of the grammar backend or of matching a stop begins with."""
     name = message.partition(":")[0]
-    return name if name in ConstraintKind.__members__.values() else None
+    return name if name in (*ConstraintKind.__members__.values(), "stop_regex") else None
 
 
 def _methods_at(request: Request) -> list[str]:

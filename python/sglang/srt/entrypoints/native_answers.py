@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
+from sglang.srt.entrypoints.streams import Slices
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.io_struct import TopLogprobs
 from sglang.srt.managers.request_state import RequestState
+
+FREE_ENTRIES: Final = 1024
+"""Logprobs of the output that every event of a stream repeats; see `AnswerWriter`."""
+REPEAT_GROWTH: Final = 1.25
+"""What they must have grown by, where they are more, to be told once more before the end."""
+
+Entry: TypeAlias = tuple[float, int, str | None]
+"""Logprob, token id, the token's text where that is asked for."""
+FirstEntry: TypeAlias = tuple[None, int, str | None]
 
 
 class TokenText(Protocol):
@@ -21,7 +31,11 @@ class TokenText(Protocol):
 class AnswerWriter:
     """Makes answers of one request out of its growing state.
 
-    Logprob entries are made once and kept, so that cumulative answers cost only their encoding.
+    Answers are cumulative, which for logprobs would be quadratic in their number. A stream tells
+    those of the prompt in the first event that has them and in the last; those of the output in
+    every event as long as they are few, then whenever they have grown by a quarter, and in the
+    last. Elsewhere the lists are empty. Together that is at most five times the last event, and
+    what is free.
     """
 
     def __init__(
@@ -31,20 +45,27 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._with_text = text_in_logprobs
         self._texts: dict[int, str | None] = {}
-        """Of the tokens shown so far. A prompt's alternatives can be millions of entries, decoding
-        each of which would hold up the event loop for seconds."""
-        self._logprobs: list[tuple[float, int, str | None]] = []
-        self._input_logprobs: list[tuple[float | None, int, str | None]] = []
-        self._input_top_logprobs: list[list[tuple[float, int, str | None]] | None] = []
-        self._top_logprobs: list[list[tuple[float, int, str | None]]] = []
+        """Of the tokens shown so far: alternatives show the same ones often."""
+        self._logprobs: list[Entry] = []
+        self._input_logprobs: list[Entry | FirstEntry] = []
+        self._input_top_logprobs: list[list[Entry] | None] = []
+        self._top_logprobs: list[list[Entry]] = []
+        self._slices = Slices()
+        self._told_input = False
+        self._told_output = 0
+        """Entries of the output's logprobs when they were last told."""
 
-    def answer(self, state: RequestState) -> dict[str, Any]:
-        """Everything so far."""
-        return {
-            "text": state.text,
-            "output_ids": state.output_ids,
-            "meta_info": self._meta_info(state),
-        }
+    async def answer(self, state: RequestState) -> dict[str, Any]:
+        """Everything so far, but for logprobs that need not be told again yet."""
+        meta = self._meta_info(state)
+        answer = {"text": state.text, "output_ids": state.output_ids, "meta_info": meta}
+        if self._request.return_logprob:
+            # The state may grow while logprobs are formatted: an answer is of one moment.
+            answer["output_ids"] = state.output_ids.copy()
+            ended = state.ended
+            await self._catch_up(state)
+            self._tell_logprobs(meta, ended=ended)
+        return answer
 
     def _meta_info(self, state: RequestState) -> dict[str, Any]:
         reason = state.finish_reason
@@ -59,40 +80,51 @@ class AnswerWriter:
         }
         if state.finished_time is not None:
             meta["e2e_latency"] = state.finished_time - state.created_time
-        if self._request.return_logprob:
-            self._catch_up(state)
-            meta["input_token_logprobs"] = self._input_logprobs
-            meta["output_token_logprobs"] = self._logprobs
-            if self._request.top_logprobs_num:
-                meta["input_top_logprobs"] = self._input_top_logprobs
-                meta["output_top_logprobs"] = self._top_logprobs
         return meta
 
-    def _catch_up(self, state: RequestState) -> None:
-        if not self._input_logprobs and state.logprob_ids:
-            self._add_input(state)
-        for index in range(len(self._logprobs), len(state.output_logprobs)):
-            self._logprobs.append(
-                self._entry(state.output_logprobs[index], state.output_ids[index])
-            )
-        for row in state.output_top_logprobs[len(self._top_logprobs) :]:
-            self._top_logprobs.append(self._row(row))
+    def _tell_logprobs(self, meta: dict[str, Any], *, ended: bool) -> None:
+        tops = self._request.top_logprobs_num
+        tells_input = ended or not self._told_input
+        self._told_input = bool(self._input_logprobs)
+        meta["input_token_logprobs"] = self._input_logprobs if tells_input else []
+        count = len(self._logprobs) * (1 + tops)
+        tells_output = ended or count <= FREE_ENTRIES or count >= REPEAT_GROWTH * self._told_output
+        if tells_output:
+            self._told_output = count
+        meta["output_token_logprobs"] = self._logprobs if tells_output else []
+        if tops:
+            meta["input_top_logprobs"] = self._input_top_logprobs if tells_input else []
+            meta["output_top_logprobs"] = self._top_logprobs if tells_output else []
 
-    def _add_input(self, state: RequestState) -> None:
+    async def _catch_up(self, state: RequestState) -> None:
+        num_output = len(state.output_logprobs)
+        if not self._input_logprobs and state.logprob_ids:
+            await self._add_input(state)
+        tops = self._request.top_logprobs_num
+        for index in range(len(self._logprobs), num_output):
+            entry = self._entry(state.output_logprobs[index], state.output_ids[index])
+            self._logprobs.append(entry)
+            if tops:
+                self._top_logprobs.append(self._row(state.output_top_logprobs[index]))
+            await self._slices.did(1 + tops)
+
+    async def _add_input(self, state: RequestState) -> None:
         """The prompt's logprobs came with the first output. Its first token has none: nothing is
         before it, or the client asked for what follows it."""
         first = self._entry(0.0, state.logprob_ids[0])
         self._input_logprobs.append((None, *first[1:]))
         for value, token_id in zip(state.input_logprobs, state.logprob_ids[1:], strict=False):
             self._input_logprobs.append(self._entry(value, token_id))
+            await self._slices.did(1)
         self._input_top_logprobs.append(None)
         for row in state.input_top_logprobs:
             self._input_top_logprobs.append(self._row(row))
+            await self._slices.did(len(row))
 
-    def _entry(self, logprob: float, token_id: int) -> tuple[float, int, str | None]:
+    def _entry(self, logprob: float, token_id: int) -> Entry:
         return (logprob, token_id, self._text(token_id) if self._with_text else None)
 
-    def _row(self, row: TopLogprobs) -> list[tuple[float, int, str | None]]:
+    def _row(self, row: TopLogprobs) -> list[Entry]:
         if not self._with_text:
             return [(value, token_id, None) for value, token_id in row]
         text = self._text

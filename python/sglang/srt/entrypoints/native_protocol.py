@@ -19,6 +19,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_BATCH: Final = 1024
 """Prompts in one body."""
+MAX_BODY_PATTERNS: Final = 64
+"""Different patterns in `stop_regex` of all prompts: each is compiled before any is answered."""
 
 _DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
 
@@ -49,7 +51,6 @@ _UNSUPPORTED: Final = {
 _NEUTRAL: Final[tuple[Any, ...]] = (None, False, [])
 _SAMPLING_UNSUPPORTED: Final = {
     "structural_tag": "use json_schema, regex or ebnf",
-    "stop_regex": "use stop",
     "spaces_between_special_tokens": "leave it out",
     "custom_params": "use logit_bias",
     "stream_interval": "start the server with --stream-interval",
@@ -158,6 +159,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 priority=body.priority or 0,
             )
         )
+    _refuse_many_patterns(requests)
     outputs = expand_samples(requests)
     return outputs, is_batch or len(outputs) > 1
 
@@ -171,6 +173,16 @@ def _refuse_logprob_fields(body: GenerateBody) -> None:
         value = getattr(body, field)
         if any(one not in neutral for one in (value if isinstance(value, list) else [value])):
             raise bad_request(f"{field} needs return_logprob: true", field)
+
+
+def _refuse_many_patterns(requests: list[GenerateRequest]) -> None:
+    patterns = {pattern for one in requests for pattern in one.sampling_params.stop_patterns}
+    if len(patterns) > MAX_BODY_PATTERNS:
+        raise bad_request(
+            f"stop_regex: the prompts have {len(patterns)} different patterns, at most "
+            f"{MAX_BODY_PATTERNS} are allowed in one body: split it",
+            "stop_regex",
+        )
 
 
 def _start_of(logprob_start_len: int | None) -> int:

@@ -56,7 +56,7 @@ async def whole_answers(
 
     async def one(request: GenerateRequest) -> dict[str, Any]:
         writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
-        return writer.answer(await manager.generate_whole(request))
+        return await writer.answer(await manager.generate_whole(request))
 
     return await gather_or_cancel([one(request) for request in requests])
 
@@ -67,7 +67,7 @@ async def stream_answers(
     is_batch: bool,
     with_text: bool = False,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Cumulative answers as they grow; those of a batch carry their `index`."""
+    """Cumulative answers as they grow, see `AnswerWriter`; those of a batch carry their `index`."""
     if not is_batch:
         async with aclosing(_stream_one(manager, requests[0], with_text)) as answers:
             async for answer in answers:
@@ -85,7 +85,7 @@ async def _stream_one(
     writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
     async with aclosing(manager.generate(request)) as states:
         async for state in states:
-            yield writer.answer(state)
+            yield await writer.answer(state)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)

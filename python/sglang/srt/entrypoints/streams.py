@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
+
+SLICE: Final = 1 << 11
+"""Logprobs that are formatted in one go: a millisecond's work, twenty where each token's text has
+to be decoded."""
+
+
+class Slices:
+    """Gives the event loop a turn whenever `SLICE` things were done."""
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    async def did(self, count: int) -> None:
+        """Take note of `count` things that were done."""
+        self._done += count
+        if self._done >= SLICE:
+            self._done = 0
+            await asyncio.sleep(0)
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:

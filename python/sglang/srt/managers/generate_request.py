@@ -83,5 +83,7 @@ class GenerateRequest:
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    num_outputs: int = 1
+    """Requests of the same body, this one included: they share what a body may ask for."""
     sample_of: str | None = None
     """Id of the request whose prompt this one shares, as another of its `n` samples."""

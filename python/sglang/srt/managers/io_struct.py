@@ -9,7 +9,7 @@ of the machine on which all three run, counts are tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -142,6 +142,13 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
     """abort: the HTTP status that fits the cause."""
 
 
+CLIENT_ABORT_STATUS: Final = 499
+"""Of a request that was aborted on demand: it has ended, with what it had, and did not fail."""
+ABORTED_BY_CLIENT: Final = FinishReason(
+    type="abort", message="aborted by the client", status_code=CLIENT_ABORT_STATUS
+)
+
+
 class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
     """Where the prefix came from that a request reused when it was first scheduled, in tokens."""
 
@@ -176,6 +183,9 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     input_top_logprobs: list[TopLogprobs] | None = None
     queue_time: float = 0.0
     skip_special_tokens: bool = True
+    shown_chars: int | None = None
+    """How much of the text so far may be shown, in characters from the output's begin: up to the
+    stop string or pattern that ended it, or to where a pattern may still match. None: no bound."""
 
 
 class BatchTokenIDOutput(Message):

@@ -12,6 +12,7 @@ import asyncio
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from sglang.srt.utils.portable_tokenizer import core_tokenizer
@@ -27,6 +28,14 @@ Encode: TypeAlias = Callable[[str, bool], list[int]]
 """Takes the text and whether special tokens may be added."""
 
 
+@dataclass(slots=True)
+class _Encoding:
+    """A text that waits for the thread, or is on it."""
+
+    ids: asyncio.Future[list[int]]
+    num_readers: int = 0
+
+
 class PromptEncoder:
     """Encodes prompts. `encode` may be awaited concurrently, from one event loop."""
 
@@ -34,22 +43,38 @@ class PromptEncoder:
         core = _core_encode(tokenizer)
         self._near = core or _library_encode(tokenizer)
         self._far = core or _library_encode(copy.deepcopy(tokenizer))
-        self._in_flight: dict[tuple[str, bool], asyncio.Future[list[int]]] = {}
+        self._in_flight: dict[tuple[str, bool], _Encoding] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
+    def encode_short(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
+        """Token ids of `text`; None where it is too long to be encoded on this thread."""
+        return self._near(text, add_special_tokens) if len(text) <= SHORT_CHARS else None
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, of any length. Not to be changed: others may get the same list."""
-        if len(text) <= SHORT_CHARS:
-            return self._near(text, add_special_tokens)
+        """Token ids of `text`, of any length. Not to be changed: others may get the same list.
+
+        A text that nobody waits for any more is not encoded, unless that has begun.
+        """
+        ids = self.encode_short(text, add_special_tokens=add_special_tokens)
+        if ids is not None:
+            return ids
         # The samples of one prompt ask at the same time.
         key = (text, add_special_tokens)
         encoding = self._in_flight.get(key)
         if encoding is None:
             loop = asyncio.get_running_loop()
-            encoding = loop.run_in_executor(self._pool, self._far, text, add_special_tokens)
+            encoding = _Encoding(
+                loop.run_in_executor(self._pool, self._far, text, add_special_tokens)
+            )
             self._in_flight[key] = encoding
-            encoding.add_done_callback(lambda _: self._in_flight.pop(key))
-        return await asyncio.shield(encoding)
+        encoding.num_readers += 1
+        try:
+            return await asyncio.shield(encoding.ids)
+        finally:
+            encoding.num_readers -= 1
+            if encoding.num_readers == 0:
+                del self._in_flight[key]
+                encoding.ids.cancel()
 
     def close(self) -> None:
         """Let the thread end after what it is doing."""

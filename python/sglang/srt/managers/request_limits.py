@@ -13,6 +13,9 @@ MAX_KEY_CHARS: Final = 4096
 """Of `extra_key` and `cache_salt` each."""
 MAX_RID_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 128
+MAX_PROMPT_LOGPROBS: Final = 1 << 19
+"""Logprobs of prompts that one body may ask for: tokens times (1 + `top_logprobs_num`). They pass
+through three processes and take some 100 bytes each in every one."""
 MAX_CHARS_PER_TOKEN: Final = 32
 """A text with more characters than this for each token that fits is refused before it is
 tokenized, which takes a second and 300 MB for each million. Prose has four to five."""
@@ -138,7 +141,7 @@ def check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:
     """Check from where on the prompt's logprobs are wanted.
 
     Raises:
-        InvalidRequest: It is outside the prompt, or no logprobs are wanted at all.
+        InvalidRequest: It is outside the prompt, no logprobs are wanted at all, or too many.
     """
     start = request.logprob_start_len
     if start == -1:
@@ -152,6 +155,15 @@ def check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:
     if not request.return_logprob:
         raise InvalidRequest(
             "logprob_start_len needs return_logprob: true", field="logprob_start_len"
+        )
+    each = (prompt_len - start) * (1 + request.top_logprobs_num)
+    if each * request.num_outputs > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{request.prompt_field} asks for {each} logprobs of its tokens (tokens times 1 + "
+            f"alternatives) in each of {request.num_outputs} outputs, at most "
+            f"{MAX_PROMPT_LOGPROBS} are allowed in one body: ask for those of fewer tokens or for "
+            "fewer alternatives, or split the body",
+            field=request.prompt_field,
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Final
 
 from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest, RequestFailed
 from sglang.srt.managers.io_struct import (
+    ABORTED_BY_CLIENT,
+    CLIENT_ABORT_STATUS,
     CachedTokensDetails,
     FinishReason,
     TextOutput,
@@ -17,22 +18,22 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.stop_trimmer import StopTrimmer
 from sglang.srt.mem_cache.radix_key import TokenArray
 
-CLIENT_ABORT_STATUS: Final = 499
-"""Of a request that was aborted on demand: it has ended, with what it had, and did not fail."""
-
 
 @dataclass(slots=True)
 class RequestState:
     """Everything known of one request. Lists only grow; readers keep their own positions."""
 
     rid: str
-    prompt_tokens: int
     created_time: float
     """`time.monotonic()` on arrival."""
     trimmer: StopTrimmer
     stream: bool
     no_stop_trim: bool
     sample_of: str | None = None
+    is_sent: bool = False
+    """Whether the scheduler knows of it: not while its prompt is tokenized."""
+    prompt_tokens: int = 0
+    """0 until then."""
     logprob_ids: list[int] = field(default_factory=list)
     """Prompt tokens from `logprob_start_len` on; empty where their logprobs are not wanted."""
     input_logprobs: list[float] = field(default_factory=list)
@@ -54,26 +55,26 @@ class RequestState:
     _joined_parts: int = 0
 
     @classmethod
-    def start(cls, request: GenerateRequest, input_ids: TokenArray, now: float) -> RequestState:
-        """State of a request that is about to be sent to the scheduler."""
-        params = request.sampling_params
-        trimmer = StopTrimmer(
-            params.stop_strings,
-            keep_match=request.no_stop_trim,
-            last_match=params.min_new_tokens > 0,
-        )
+    def start(cls, request: GenerateRequest, now: float) -> RequestState:
+        """State of a request that was just taken."""
         return cls(
             rid=request.rid,
-            prompt_tokens=len(input_ids),
             created_time=now,
-            trimmer=trimmer,
+            trimmer=StopTrimmer(
+                request.sampling_params.stop_strings, keep_match=request.no_stop_trim
+            ),
             stream=request.stream,
             no_stop_trim=request.no_stop_trim,
             sample_of=request.sample_of,
-            logprob_ids=(
-                input_ids[start:].tolist() if (start := request.logprob_start_len) >= 0 else []
-            ),
         )
+
+    def note_sent(self, input_ids: TokenArray, logprob_start_len: int) -> None:
+        """It went to the scheduler with these tokens, and wants logprobs of those from
+        `logprob_start_len` on (-1: of none)."""
+        self.is_sent = True
+        self.prompt_tokens = len(input_ids)
+        if logprob_start_len >= 0:
+            self.logprob_ids = input_ids[logprob_start_len:].tolist()
 
     @property
     def ended(self) -> bool:
@@ -101,9 +102,9 @@ class RequestState:
         output = update.output
         reason = output.finish_reason
         if reason is None:
-            text = self.trimmer.feed(update.text)
+            text = self.trimmer.feed(update.text, output.shown_chars)
         else:
-            text = self.trimmer.finish(update.text + stop_text, reason.matched)
+            text = self.trimmer.finish(update.text + stop_text, output.shown_chars)
         if text:
             self.text_parts.append(text)
         self.output_ids.extend(output.output_ids)
@@ -114,11 +115,21 @@ class RequestState:
         self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
         self.cached_tokens_details = output.cached_tokens_details
         self.queue_time = output.queue_time
-        self.finish_reason = reason
         if reason is not None:
-            self.finished_time = time.monotonic()
+            self._finish(reason)
         self._changed.set()
         return len(output.output_ids)
+
+    def abort_unsent(self) -> None:
+        """End the request on demand, before the scheduler knows of it."""
+        assert not self.is_sent, "the scheduler ends what it knows of"
+        if not self.ended:
+            self._finish(ABORTED_BY_CLIENT)
+            self._changed.set()
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.finished_time = time.monotonic()
 
     def fail(self, error: Exception) -> None:
         """End the request with `error`."""

@@ -36,6 +36,8 @@ def expand_samples(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]
             "allowed in one body: split it",
             field="n",
         )
+    for request in requests:
+        request.num_outputs = sum(counts)
     return [
         request if index == 0 else _sample(request, index)
         for request, n in zip(requests, counts, strict=True)

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.radix_key import RadixKey, TokenArray, token_array
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
     from sglang.srt.constrained.ticket import GrammarTicket
+    from sglang.srt.managers.stop_finder import StopFinder
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.tree_node import TreeNode
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -78,6 +79,8 @@ class Req:
     """Set when the request shall end before the next step."""
     num_sent: int = 0
     """Of `output_ids`, those that left for the detokenizer."""
+    stop_finder: StopFinder | None = None
+    """Has taken in `output_ids`, where there are stop strings or patterns to look for."""
 
     # Constrained decoding
     grammar_ticket: GrammarTicket | None = None

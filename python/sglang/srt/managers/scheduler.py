@@ -44,12 +44,13 @@ from sglang.srt.managers.scheduler_output import OutputCollector
 from sglang.srt.managers.scheduler_prefill import PrefillScheduler
 from sglang.srt.managers.scheduler_results import ResultProcessor
 from sglang.srt.managers.scheduler_state import SchedulerState
-from sglang.srt.managers.scheduler_stop import StopChecker, StopTokenizer
+from sglang.srt.managers.scheduler_stop import StopChecker
 from sglang.srt.utils.device import make_event
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+    from sglang.srt.managers.incremental_detokenizer import DecoderFactory
     from sglang.srt.managers.tp_worker import ModelWorker
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
@@ -90,7 +91,8 @@ class SchedulerParts:
     worker: ModelWorker
     tree: BasePrefixCache
     metrics: SchedulerMetrics
-    tokenizer: StopTokenizer | None = None
+    new_decoder: DecoderFactory | None = None
+    """For stop strings and patterns; None: no request may have any."""
     """Finds stop strings; None: no request may have any."""
     grammar_backend: Callable[[], GrammarBackend] | None = None
     """Makes the grammar backend when a request first needs it; None: constraints are refused.
@@ -124,7 +126,7 @@ class Scheduler:
         self._outputs = outputs
         parts.tree.watch_workload(self._state.workload)
         self._control = ControlHandler(self._state, outputs, server_args.to_public_dict())
-        self._results = ResultProcessor(self._state, StopChecker(parts.tokenizer), outputs)
+        self._results = ResultProcessor(self._state, StopChecker(parts.new_decoder), outputs)
         self._grammar = GrammarQueue(parts.grammar_backend)
         self._input = InputHandler(
             self._state, self._control, self._results, outputs, self._grammar

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import (
+    ABORTED_BY_CLIENT,
     AbortReq,
     FinishReason,
     RequestOutput,
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_state import SchedulerState
 
 logger = logging.getLogger(__name__)
-
-_ABORTED = FinishReason(type="abort", message="aborted by the client", status_code=499)
 
 
 class InputHandler:
@@ -51,7 +50,7 @@ class InputHandler:
         if isinstance(message, TokenizedGenerateReqInput):
             self._arrive(message)
         elif isinstance(message, AbortReq):
-            self.abort(None if message.abort_all else message.rid, _ABORTED)
+            self.abort(None if message.abort_all else message.rid, ABORTED_BY_CLIENT)
         else:
             self._control.handle(message)
 

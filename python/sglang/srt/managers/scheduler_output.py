@@ -63,6 +63,7 @@ class OutputCollector:
         begin = req.num_sent
         tops = req.output_top_logprobs[begin:] if req.top_logprobs_num else None
         is_first = begin == 0 and req.logprob_start_len >= 0
+        finder, ended = req.stop_finder, req.finish_reason is not None
         return RequestOutput(
             rid=req.rid,
             output_ids=req.output_ids[begin:],
@@ -76,4 +77,5 @@ class OutputCollector:
             input_top_logprobs=req.input_top_logprobs if is_first else None,
             queue_time=req.queue_time,
             skip_special_tokens=req.sampling_params.skip_special_tokens,
+            shown_chars=None if finder is None else finder.shown_chars(ended=ended),
         )

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.managers.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts
 from sglang.srt.managers.scheduler_channel import ZmqChannel
@@ -34,6 +35,8 @@ from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sglang.srt.managers.ipc import IpcAddresses
     from sglang.srt.mem_cache.radix_cache import RadixCache
     from sglang.srt.server_args import ServerArgs
@@ -111,10 +114,10 @@ def build_scheduler(
         worker=TpModelWorker(runner),
         tree=tree,
         metrics=metrics,
-        tokenizer=tokenizer,
+        new_decoder=make_decoder_factory(tokenizer),
         grammar_backend=lambda: create_grammar_backend(
             server_args.grammar_backend,
-            tokenizer.tokenizer,
+            tokenizer,
             model_config.vocab_size,
             model_config.eos_token_ids,
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
@@ -266,24 +269,7 @@ def _make_tree(
     )
 
 
-def _load_tokenizer(server_args: ServerArgs) -> _TokenizerText:
+def _load_tokenizer(server_args: ServerArgs) -> PreTrainedTokenizerBase:
     path = server_args.tokenizer_path or server_args.model_path
     assert path is not None, "resolved arguments name the model"
-    tokenizer: Any = get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)
-    return _TokenizerText(tokenizer)
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenizerText:
-    """The library's tokenizer as the stop checker wants it."""
-
-    tokenizer: Any
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        text = self.tokenizer.decode(
-            token_ids,
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        assert isinstance(text, str)
-        return text
+    return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)

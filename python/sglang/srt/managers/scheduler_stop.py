@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final
 
 from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.stop_finder import MATCH_COST, StopFinder, StopRegexTooSlow
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.incremental_detokenizer import DecoderFactory
     from sglang.srt.managers.schedule_req import Req
 
-
-class StopTokenizer(Protocol):
-    """The part of a tokenizer that finding stop strings needs."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of `token_ids`."""
+_TOO_SLOW: Final = FinishReason(
+    type="abort",
+    message=f"stop_regex: matching it takes more than {MATCH_COST * 1e3:g} ms for each token: "
+    "simplify it",
+    status_code=400,
+)
 
 
 class StopChecker:
-    """Stop tokens and lengths for all requests, stop strings for those that have some.
+    """Stop tokens and lengths for all requests, stop strings and patterns for those that have some.
 
     Args:
-        tokenizer: Decodes the tail of a request with stop strings; None where there is none,
-            and then no request may have any.
+        new_decoder: Makes the decoder of a request with stop strings or patterns; None where there
+            is no tokenizer, and then no request may have any.
     """
 
-    def __init__(self, tokenizer: StopTokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, new_decoder: DecoderFactory | None) -> None:
+        self._new_decoder = new_decoder
 
     def check(self, req: Req) -> FinishReason | None:
         """Why `req` ends with its last output token, or None."""
@@ -40,38 +42,29 @@ class StopChecker:
                 return FinishReason(type="abort", message=failure, status_code=400)
             if req.matcher.is_terminated():
                 return FinishReason(type="stop", matched=req.output_ids[-1])
-        if num_output >= params.min_new_tokens:
-            token = req.output_ids[-1]
-            if token in req.stop_token_ids:
-                return FinishReason(type="stop", matched=token)
-            if params.stop is not None:
-                matched = self._matched_string(req)
-                if matched is not None:
-                    return FinishReason(type="stop", matched=matched)
+        counts = num_output >= params.min_new_tokens
+        token = req.output_ids[-1]
+        if counts and token in req.stop_token_ids:
+            return FinishReason(type="stop", matched=token)
+        if params.has_text_stops:
+            reason = self._check_text(req, counts=counts)
+            if reason is not None:
+                return reason
         if num_output >= req.max_new_tokens:
             return FinishReason(type="length", length=num_output)
         return None
 
-    def _matched_string(self, req: Req) -> str | None:
-        """The stop string that the last token completes; the earliest in the text, if several."""
-        assert self._tokenizer is not None, "stop strings are refused without a tokenizer"
-        stops = req.sampling_params.stop_strings
-        # A token stands for a byte at least; some more for a character cut at the begin.
-        window = max(len(stop.encode("utf-8", "surrogatepass")) for stop in stops) + 4
-        tail_ids = req.output_ids[-window:]
-        tail = self._decode(req, tail_ids)
-        begin = 0
-        if req.sampling_params.min_new_tokens > 0:
-            # Matches that were complete before did not count then and do not count now.
-            begin = len(self._decode(req, tail_ids[:-1]))
-        found: list[tuple[int, str]] = []
-        for stop in stops:
-            position = tail.find(stop, max(0, begin - len(stop) + 1))
-            if position >= 0:
-                found.append((position, stop))
-        return min(found)[1] if found else None
+    def _check_text(self, req: Req, *, counts: bool) -> FinishReason | None:
+        finder = req.stop_finder
+        if finder is None:
+            finder = req.stop_finder = self._new_finder(req)
+        try:
+            match = finder.advance(req.output_ids, counts=counts)
+        except StopRegexTooSlow:
+            return _TOO_SLOW
+        return None if match is None else FinishReason(type="stop", matched=match.stop)
 
-    def _decode(self, req: Req, ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        skip = req.sampling_params.skip_special_tokens
-        return self._tokenizer.decode(ids, skip_special_tokens=skip)
+    def _new_finder(self, req: Req) -> StopFinder:
+        assert self._new_decoder is not None, "stop strings are refused without a tokenizer"
+        params = req.sampling_params
+        return StopFinder(params, self._new_decoder(params.skip_special_tokens))

@@ -1,4 +1,4 @@
-"""Streaming around stop strings: nothing is sent that may turn out to be part of one."""
+"""Streaming around stops: nothing is sent that may turn out to be part of one."""
 
 from __future__ import annotations
 
@@ -6,42 +6,52 @@ from collections.abc import Sequence
 
 
 class StopTrimmer:
-    """Holds back the tail of a text that a stop string could begin in, and cuts the match.
+    """Holds back the tail of a text that a stop could begin in, and cuts the stop.
 
-    The scheduler decides that a stop string was met; this class only decides how much text is
-    shown. State: the held text, shorter than the longest stop string.
+    The scheduler decides that a stop was met, and from where on a pattern may match; a stop string
+    that may have begun is seen here. State: the held text.
     """
 
-    def __init__(self, stops: Sequence[str], *, keep_match: bool, last_match: bool) -> None:
+    def __init__(self, stops: Sequence[str], *, keep_match: bool) -> None:
         """Trim around `stops`.
 
         Args:
-            stops: The request's stop strings; none makes every call pass its text on.
-            keep_match: The matched string stays in the text (`no_stop_trim`).
-            last_match: The text may hold earlier matches that did not count, because the request
-                asked for a least number of tokens.
+            stops: The request's stop strings.
+            keep_match: What stops the request stays in the text (`no_stop_trim`): every call
+                passes its text on.
         """
-        self._stops = () if keep_match else tuple(stops)
-        self._last_match = last_match
+        self._stops = tuple(stops)
+        self._keep_match = keep_match
         self._held = ""
+        self._num_shown = 0
+        """Characters that went out."""
 
-    def feed(self, text: str) -> str:
-        """The part of everything held and `text` that is certain to be shown."""
-        if not self._stops:
+    def feed(self, text: str, shown_chars: int | None = None) -> str:
+        """The part of everything held and `text` that is certain to be shown.
+
+        Args:
+            text: Continues that of the last call.
+            shown_chars: `RequestOutput.shown_chars`.
+        """
+        if self._keep_match:
             return text
         text = self._held + text
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        return self._show(text, len(text) - keep, shown_chars)
 
-    def finish(self, text: str, matched: int | str | None) -> str:
-        """The rest: `text` is the last one, `matched` the stop string that ended the request."""
-        text = self._held + text
-        self._held = ""
-        if not self._stops or not isinstance(matched, str):
+    def finish(self, text: str, shown_chars: int | None = None) -> str:
+        """The rest: as `feed`, but what is not shown now is cut off."""
+        if self._keep_match:
             return text
-        position = text.rfind(matched) if self._last_match else text.find(matched)
-        return text if position < 0 else text[:position]
+        text = self._held + text
+        return self._show(text, len(text), shown_chars)
+
+    def _show(self, text: str, count: int, shown_chars: int | None) -> str:
+        if shown_chars is not None:
+            count = min(count, max(shown_chars - self._num_shown, 0))
+        self._num_shown += count
+        self._held = text[count:]
+        return text[:count]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -82,6 +82,8 @@ class TokenizerManager:
         self._log_requests = log_requests
         self._encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
+        self._encodings: dict[str, asyncio.Future[list[int]]] = {}
+        """By id, of the requests whose long prompt is being tokenized."""
         self._leaving: set[str] = set()
         """Ids whose client has left and whose last output has not come yet: still taken."""
         self._decoder = server_decoder()
@@ -196,13 +198,24 @@ class TokenizerManager:
 
     async def abort(self, rid: str) -> None:
         """End the request `rid`, all its samples; readers see the finish reason `abort`."""
-        samples = [state.rid for state in self._states.values() if state.sample_of == rid]
-        for one in (rid, *samples):
+        meant = [state for state in self._states.values() if rid in (state.rid, state.sample_of)]
+        self._abort_unsent(meant)
+        # The id alone as well: of a request whose client has left.
+        for one in {rid, *(state.rid for state in meant if state.is_sent)}:
             self._send(AbortReq(rid=one))
 
     async def abort_all(self) -> None:
         """End every request."""
+        self._abort_unsent(list(self._states.values()))
         self._send(AbortReq(abort_all=True))
+
+    def _abort_unsent(self, states: Iterable[RequestState]) -> None:
+        """End those whose prompt is still tokenized: the scheduler will never hear of them."""
+        for state in states:
+            if not state.is_sent:
+                state.abort_unsent()
+                if (encoding := self._encodings.get(state.rid)) is not None:
+                    encoding.cancel()
 
     async def _begin(self, request: GenerateRequest) -> RequestState:
         if self._refusal is not None:
@@ -211,20 +224,25 @@ class TokenizerManager:
         check_fields(request)
         self._check_rid(request.rid)
         check_sampling(request, self.limits, self.tokenizer)
-        given = await self._prompt_ids(request)
+        # From here on its id is taken and it can be aborted, however long tokenizing takes.
+        state = RequestState.start(request, now)
+        self._states[request.rid] = state
+        try:
+            given = await self._prompt_ids(request, state)
+            if not state.ended:
+                self._submit(request, state, given)
+        except BaseException:
+            del self._states[request.rid]
+            raise
+        return state
+
+    def _submit(self, request: GenerateRequest, state: RequestState, given: PromptIds) -> None:
+        """Check what the tokens decide, and send the request to the scheduler."""
         input_ids = check_prompt(given, self.limits, request.prompt_field)
         check_logprob_start(request, len(input_ids))
         fit_max_new_tokens(request, len(input_ids), self.limits)
-        # Again, for the wait above: two requests of one id may have passed the first look.
-        self._check_rid(request.rid)
-        state = RequestState.start(request, input_ids, now)
-        self._states[request.rid] = state
-        try:
-            self._send(_to_message(request, input_ids, now))
-        except BaseException:
-            self._states.pop(request.rid, None)
-            raise
-        return state
+        self._send(_to_message(request, input_ids, state.created_time))
+        state.note_sent(input_ids, request.logprob_start_len)
 
     def _check_rid(self, rid: str) -> None:
         if rid in self._states or rid in self._leaving:
@@ -232,7 +250,8 @@ class TokenizerManager:
                 f"rid {rid!r} is in use by a running request: choose another", field="rid"
             )
 
-    async def _prompt_ids(self, request: GenerateRequest) -> PromptIds:
+    async def _prompt_ids(self, request: GenerateRequest, state: RequestState) -> PromptIds:
+        """The prompt's tokens; none where the request was ended meanwhile."""
         if request.input_ids is not None:
             return request.input_ids
         if not request.text:
@@ -241,9 +260,24 @@ class TokenizerManager:
                 field=request.prompt_field,
             )
         check_text(request.text, self.limits, request.prompt_field)
-        return await self._encoder.encode(
-            request.text, add_special_tokens=request.add_special_tokens
+        adds = request.add_special_tokens
+        ids = self._encoder.encode_short(request.text, add_special_tokens=adds)
+        if ids is not None:
+            return ids
+        # A task of its own, so that an abort can end it.
+        encoding = asyncio.ensure_future(
+            self._encoder.encode(request.text, add_special_tokens=adds)
         )
+        self._encodings[request.rid] = encoding
+        try:
+            return await encoding
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not state.ended or (task is not None and task.cancelling()):
+                raise
+            return []
+        finally:
+            del self._encodings[request.rid]
 
     def _leave(self, state: RequestState) -> None:
         """Book a request that nobody reads any more; one that still runs is aborted."""

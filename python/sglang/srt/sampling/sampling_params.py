@@ -52,6 +52,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     """Counts prompt and output tokens; the other two penalties count the output alone."""
     stop: str | list[str] | None = None
     """No empty string; an empty list is none at all."""
+    stop_regex: str | list[str] | None = None
+    """Patterns that end the output as `stop` does, see `stop_regex.py`."""
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -91,6 +93,18 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    @property
+    def stop_patterns(self) -> list[str]:
+        """`stop_regex` as a list, empty where there is none."""
+        if self.stop_regex is None:
+            return []
+        return [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex
+
+    @property
+    def has_text_stops(self) -> bool:
+        """Whether the text of the output may end it."""
+        return self.stop is not None or self.stop_regex is not None
+
     def verify(self, vocab_size: int) -> None:
         """Check every value against its range.
 
@@ -121,22 +135,30 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         if self.sampling_seed is not None and not 0 <= self.sampling_seed <= MAX_SEED:
             raise ValueError(f"sampling_seed={self.sampling_seed} must be between 0 and 2^63 - 1")
         self._verify_stops(vocab_size)
+        if self.stop_patterns:
+            # Few requests have any, and not every process needs the library.
+            from sglang.srt.sampling.stop_regex import verify_stop_regexes
+
+            verify_stop_regexes(self.stop_patterns)
         self._verify_logit_bias(vocab_size)
 
     def normalize(self, tokenizer: object | None = None) -> None:
-        """Bring equal requests into one form, in place: `stop` a list, greedy as `top_k` 1.
+        """Bring equal requests into one form, in place: `stop` and `stop_regex` lists or
+        None, greedy as `top_k` 1.
 
         Args:
             tokenizer: The server's tokenizer, None where it runs without one.
 
         Raises:
-            ValueError: `stop` strings were given and there is no tokenizer to find them with.
+            ValueError: `stop` or `stop_regex` was given, and there is no tokenizer to find it with.
         """
         self.stop = self.stop_strings or None
+        self.stop_regex = self.stop_patterns or None
         self.stop_token_ids = sorted(set(self.stop_token_ids or ())) or None
-        if self.stop is not None and tokenizer is None:
+        if self.has_text_stops and tokenizer is None:
+            field = "stop" if self.stop is not None else "stop_regex"
             raise ValueError(
-                "stop strings need a tokenizer and this server runs without one: use stop_token_ids"
+                f"{field} needs a tokenizer and this server runs without one: use stop_token_ids"
             )
         if self.is_greedy:
             self.temperature = 1.0

@@ -22,7 +22,7 @@ MAX_MODEL_CHARS: Final = 4096
 
 _SAME_NAME: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+    "repetition_penalty", "logit_bias", "stop", "stop_regex", "stop_token_ids", "ignore_eos",
     "skip_special_tokens", "n", "json_schema", "regex", "ebnf",
 )  # fmt: skip
 

@@ -44,6 +44,7 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     sampling_seed: int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -75,7 +76,6 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_reasoning: bool | None = None
     # Refused by name, unless neutral.
     structural_tag: Any = None
-    stop_regex: Any = None
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
@@ -207,7 +207,6 @@ _TEXT: Final = "this engine serves text models"
 
 NOT_SERVED: Final = {
     "structural_tag": "use response_format, json_schema, regex or ebnf",
-    "stop_regex": "use stop",
     "lora_path": "SGLang has LoRA, this engine does not",
     "session_params": "send the whole conversation, its cached prefix is reused",
     "custom_logit_processor": "use logit_bias",

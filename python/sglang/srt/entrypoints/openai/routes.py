@@ -16,8 +16,9 @@ from sglang.srt.entrypoints.openai.protocol import DetokenizeBody, TokenizeBody
 from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response
+from sglang.srt.entrypoints.sse import json_response, unless_client_leaves
 from sglang.srt.managers.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 MAX_DETOKENIZED_IDS: Final = 1 << 18
 """Of one request: more would hold up the event loop for longer than a moment."""
@@ -49,11 +50,7 @@ async def tokenize(request: Request) -> Response:
     adds = True if body.add_special_tokens is None else body.add_special_tokens
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     _check_texts(texts, context.manager.limits)
-    rows = []
-    for text in texts:
-        rows.append(await context.manager.tokenize(text, add_special_tokens=adds))
-        # Short texts are encoded on this thread: let other requests in between.
-        await asyncio.sleep(0)
+    rows = await unless_client_leaves(request, _encode_all(context.manager, texts, adds))
     single = isinstance(body.prompt, str)
     return json_response(
         {
@@ -62,6 +59,15 @@ async def tokenize(request: Request) -> Response:
             "max_model_len": context.manager.limits.context_len,
         }
     )
+
+
+async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -> list[list[int]]:
+    rows = []
+    for text in texts:
+        rows.append(await manager.tokenize(text, add_special_tokens=adds))
+        # Short texts are encoded on this thread: let other requests in between.
+        await asyncio.sleep(0)
+    return rows
 
 
 async def detokenize(request: Request) -> Response:

@@ -52,7 +52,7 @@ async def chat_completions(request: Request) -> Response:
     if body.stream:
         return await start_stream(request, answers.stream(samples))
     work = gather_or_cancel([context.manager.generate_whole(one) for one in samples])
-    return json_response(answers.whole(await unless_client_leaves(request, work)))
+    return json_response(await answers.whole(await unless_client_leaves(request, work)))
 
 
 def to_request(body: ChatBody, context: ServerContext) -> tuple[GenerateRequest, ToolUse | None]:
@@ -119,24 +119,24 @@ class ChatAnswers:
             "model": body.model or context.model_name,
         }
 
-    def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
+    async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The one answer of a request that does not stream."""
         answer = {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(index, state) for index, state in enumerate(states)],
+            "choices": [await self._choice(index, state) for index, state in enumerate(states)],
             "usage": usage_of(states, self._cache_report),
         }
         if self._body.return_cached_tokens_details:
             answer["sglext"] = sglext_of(states[0])
         return answer
 
-    def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
+    async def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
         output = self._new_output()
         return {
             "index": index,
             "message": output.message(state.text),
-            "logprobs": self._logprobs(state, 0),
+            "logprobs": await self._logprobs(state, 0),
             "finish_reason": _finish_reason(state, output),
             "matched_stop": matched_stop(state),
         }
@@ -181,7 +181,7 @@ class ChatAnswers:
                 deltas = output.feed(cursor.advance())
                 if state.ended:
                     deltas += output.finish()
-                logprobs = self._logprobs(state, cursor.first_new_token)
+                logprobs = await self._logprobs(state, cursor.first_new_token)
                 if not deltas and logprobs is not None and logprobs["content"]:
                     deltas = [{"content": ""}]
                 for delta in deltas:
@@ -213,8 +213,8 @@ class ChatAnswers:
             chunk["usage"] = usage_of([state], self._cache_report)
         return chunk
 
-    def _logprobs(self, state: RequestState, first: int) -> dict[str, Any] | None:
-        return None if self._shower is None else chat_logprobs(state, first, self._shower)
+    async def _logprobs(self, state: RequestState, first: int) -> dict[str, Any] | None:
+        return None if self._shower is None else await chat_logprobs(state, first, self._shower)
 
 
 def _finish_reason(state: RequestState, output: ChatOutput) -> str | None:

@@ -49,7 +49,7 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return await start_stream(request, answers.stream())
     work = gather_or_cancel([context.manager.generate_whole(one) for one in requests])
-    return json_response(answers.whole(await unless_client_leaves(request, work)))
+    return json_response(await answers.whole(await unless_client_leaves(request, work)))
 
 
 def to_requests(body: CompletionBody) -> list[GenerateRequest]:
@@ -130,14 +130,14 @@ class CompletionAnswers:
             "model": body.model or context.model_name,
         }
 
-    def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
+    async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The one answer of a request that does not stream."""
         choices = [
             self._choice(
                 index,
                 state,
                 self._echo(index) + state.text,
-                self._logprobs(state, 0, 0),
+                await self._logprobs(state, 0, 0),
                 ended=True,
             )
             for index, state in enumerate(states)
@@ -185,14 +185,14 @@ class CompletionAnswers:
                 states[index] = state
                 echo = "" if cursor is not None else self._echo(index)
                 cursor = cursor or OutputCursor(state)
-                text = echo + cursor.advance()
-                logprobs = self._logprobs(state, cursor.first_new_token, sent_chars)
+                text, ended = echo + cursor.advance(), state.ended
+                logprobs = await self._logprobs(state, cursor.first_new_token, sent_chars)
                 sent_chars += len(text)
-                if not (text or state.ended or self._shower is not None):
+                if not (text or ended or self._shower is not None):
                     continue
-                choice = self._choice(index, state, text, logprobs, ended=state.ended)
+                choice = self._choice(index, state, text, logprobs, ended=ended)
                 chunk = {**self._head, "choices": [choice]}
-                if state.ended and self._body.return_cached_tokens_details:
+                if ended and self._body.return_cached_tokens_details:
                     chunk["sglext"] = sglext_of(state)
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = usage_of([state], self._cache_report)
@@ -213,8 +213,10 @@ class CompletionAnswers:
             choice["matched_stop"] = matched_stop(state)
         return choice
 
-    def _logprobs(self, state: RequestState, first: int, offset: int) -> dict[str, Any] | None:
+    async def _logprobs(
+        self, state: RequestState, first: int, offset: int
+    ) -> dict[str, Any] | None:
         if self._shower is None:
             return None
         echoes = bool(self._body.echo) and first == 0 and offset == 0
-        return completion_logprobs(state, first, offset, self._shower, with_prompt=echoes)
+        return await completion_logprobs(state, first, offset, self._shower, with_prompt=echoes)

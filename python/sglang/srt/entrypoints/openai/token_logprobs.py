@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.entrypoints.streams import Slices
 from sglang.srt.managers.io_struct import TopLogprobs
 from sglang.srt.managers.request_state import RequestState
 from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
@@ -39,9 +40,10 @@ class TokenShower:
         return shown
 
 
-def chat_logprobs(state: RequestState, first: int, shower: TokenShower) -> dict[str, Any]:
+async def chat_logprobs(state: RequestState, first: int, shower: TokenShower) -> dict[str, Any]:
     """`logprobs` of a chat choice, for the tokens from index `first` on."""
     content = []
+    slices = Slices()
     for index in range(first, len(state.output_logprobs)):
         top = state.output_top_logprobs[index : index + 1]
         entry = _chat_entry(state.output_ids[index], state.output_logprobs[index], shower)
@@ -49,10 +51,11 @@ def chat_logprobs(state: RequestState, first: int, shower: TokenShower) -> dict[
             _chat_entry(token_id, value, shower) for value, token_id in (top[0] if top else ())
         ]
         content.append(entry)
+        await slices.did(1 + len(entry["top_logprobs"]))
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
+async def completion_logprobs(
     state: RequestState,
     first: int,
     text_offset: int,
@@ -76,18 +79,21 @@ def completion_logprobs(
         ids = state.logprob_ids[:num_prompt] + ids
         values = [None, *state.input_logprobs, *values]
         rows = [None, *tops, *[None] * (num_prompt - 1 - len(tops)), *rows]
-    tokens = [shower.text(token_id) for token_id in ids]
+    tokens: list[str] = []
     offsets: list[int] = []
-    for text in tokens:
+    shown_rows: list[dict[str, float] | None] = []
+    slices = Slices()
+    for token_id, row in zip(ids, rows, strict=True):
+        tokens.append(shower.text(token_id))
         offsets.append(text_offset)
-        text_offset += len(text)
+        text_offset += len(tokens[-1])
+        shown = None if row is None else {shower.text(token): value for value, token in row}
+        shown_rows.append(shown)
+        await slices.did(1 + len(row or ()))
     return {
         "tokens": tokens,
         "token_logprobs": values,
-        "top_logprobs": [
-            None if row is None else {shower.text(token): value for value, token in row}
-            for row in rows
-        ],
+        "top_logprobs": shown_rows,
         "text_offset": offsets,
     }
 

@@ -1,0 +1,114 @@
+"""`stop_regex`: which patterns are taken, and what one may cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import regex
+
+MAX_STOP_REGEXES: Final = 8
+MAX_STOP_REGEX_CHARS: Final = 512
+"""Of a request's patterns together. Compiling that many characters takes a few milliseconds, which
+the server and the scheduler spend on their event loops."""
+MAX_MATCH_CHARS: Final = 512
+"""A match is looked for in this many characters at the end of an output."""
+MAX_UNROLLED: Final = 1024
+"""Parts of a pattern with its repeats written out, see `_unrolled_size`."""
+_PROBE_SECONDS: Final = 0.01
+_TOKEN: Final = re.compile(
+    r"(?P<atom>\\.|\[\^?\]?(?:\[:\^?\w+:\]|\\.|[^\]\\])*\]|\(\?\#[^)]*\))"
+    r"|(?P<mode>\(\?[A-Za-z0-9-]*[Vx])"
+    r"|(?P<open>\(\??)|(?P<close>\))"
+    r"|(?P<least>[*?+])|\{(?P<count>[0-9]*)(?:,[0-9]*)?\}|.",
+    re.DOTALL,
+)
+
+
+def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
+    """`pattern` in the syntax of the `regex` library, which adds to that of `re`. Kept by the
+    library, so that the samples of a prompt share it.
+
+    Raises:
+        ValueError: It is no pattern, or one that searches backwards; without the field's name.
+    """
+    try:
+        compiled = regex.compile(pattern)
+    except regex.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    if compiled.flags & regex.REVERSE:
+        raise ValueError("searches backwards, which a growing text rules out: leave (?r) out")
+    return compiled
+
+
+def verify_stop_regexes(patterns: Sequence[str]) -> None:
+    """Check number, length and syntax of a request's patterns.
+
+    Raises:
+        ValueError: Names `stop_regex` and what is wrong with it.
+    """
+    if len(patterns) > MAX_STOP_REGEXES:
+        raise ValueError(
+            f"stop_regex has {len(patterns)} patterns, at most {MAX_STOP_REGEXES} are allowed"
+        )
+    total = sum(map(len, patterns))
+    if total > MAX_STOP_REGEX_CHARS:
+        raise ValueError(
+            f"stop_regex has {total} characters, at most {MAX_STOP_REGEX_CHARS} are allowed"
+        )
+    for index, pattern in enumerate(patterns):
+        try:
+            _verify(pattern)
+        except ValueError as error:
+            raise ValueError(f"stop_regex[{index}] {error}") from None
+
+
+def _verify(pattern: str) -> None:
+    size = _unrolled_size(pattern)
+    if size > MAX_UNROLLED:
+        raise ValueError(
+            f"has repeats that make {size} parts of it, at most {MAX_UNROLLED} are allowed: repeat "
+            "less inside what is repeated"
+        )
+    compiled = compile_stop_regex(pattern)
+    try:
+        matches_nothing = compiled.search("", timeout=_PROBE_SECONDS) is not None
+    except TimeoutError:
+        raise ValueError("takes too long to match: simplify it") from None
+    if matches_nothing:
+        raise ValueError(
+            "matches the empty text, which every output begins with: let it ask for a character"
+        )
+
+
+def _unrolled_size(pattern: str) -> int:
+    """Characters, classes and groups of `pattern` with its repeats written out: as often as they
+    must be there at least, and once more. The library does that when it compiles, so that
+    `((((a){9}){9}){9}){9}` and more would take hours and all memory. Where this misreads a pattern,
+    it says too much.
+
+    Raises:
+        ValueError: It uses a mode that changes how patterns are read.
+    """
+    opened: list[list[int]] = []
+    parts: list[int] = []
+    for token in _TOKEN.finditer(pattern):
+        if token["mode"]:
+            raise ValueError("uses a mode other than i, m and s: leave (?x) and (?V1) out")
+        if token["open"]:
+            opened.append(parts)
+            parts = []
+        elif token["close"]:
+            group = 1 + sum(parts)
+            # One too many closes all that there is.
+            parts = opened.pop() if opened else []
+            parts.append(group)
+        elif token["least"] or token["count"] is not None:
+            least = (
+                int(token["count"] or 0) if token["count"] is not None else token["least"] == "+"
+            )
+            parts[-1:] = [(1 + least) * part for part in parts[-1:]]
+        else:
+            parts.append(1)
+    return sum(parts) + sum(map(sum, opened))
