@@ -72,8 +72,9 @@ class CheckableRig(SchedulerRig):
     device = "cpu"
 
     def make_worker(
-        self, model_path: Path, page_size: int, pool_tokens: int, max_requests: int
+        self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
     ) -> CheckableWorker:
+        assert pool_tokens is not None, "the driver draws the size of L1"
         return CheckableWorker(page_size, pool_tokens, max_requests)
 
 

@@ -41,6 +41,10 @@ class RequestQueues:
         """Their ids, as of now."""
         return set(self._waiting)
 
+    def is_waiting(self, rid: str) -> bool:
+        """Whether the request `rid` waits to be scheduled."""
+        return rid in self._waiting
+
     def find(self, rid: str) -> Req | None:
         """The request that lives under the id `rid`."""
         return self._alive.get(rid)

@@ -162,10 +162,8 @@ class InputHandler:
         if req.sample_of is None:
             return False
         chunked = self._state.chunked
-        if chunked is not None and chunked.rid == req.sample_of:
-            return True
-        # From the last on: samples come right after the first.
-        return any(other.rid == req.sample_of for other in reversed(self._state.waiting))
+        is_cut = chunked is not None and chunked.rid == req.sample_of
+        return is_cut or self._state.queues.is_waiting(req.sample_of)
 
 
 def _refusal(message: str, status_code: int) -> FinishReason:
