@@ -18,13 +18,14 @@ from types import FrameType
 
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.network import base_url
-from sglang.srt.utils.process import set_title
+from sglang.srt.utils.process import raise_file_limit, set_title
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server; the exit status. What is wrong at the start is one line on stderr."""
+    raise_file_limit()
     try:
         args = prepare_server_args(argv)
         url = base_url(args.host, args.port)

@@ -17,6 +17,8 @@ import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.entrypoints.http_listener import BoundedServer
+from sglang.srt.entrypoints.http_protocol import bounded_protocol
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.server_context import ServerContext
@@ -288,9 +290,14 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
         )
         port = get_free_port()
         config = uvicorn.Config(
-            create_app(context), port=port, log_config=None, timeout_graceful_shutdown=2
+            create_app(context),
+            port=port,
+            http=bounded_protocol(),
+            ws="none",
+            log_config=None,
+            timeout_graceful_shutdown=2,
         )
-        server = uvicorn.Server(config)
+        server = BoundedServer(config)
         thread = threading.Thread(target=server.run, name="front-server")
         thread.start()
         try:

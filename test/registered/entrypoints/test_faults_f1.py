@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from sglang.srt.constants import MIB
-from sglang.srt.entrypoints.http_body import DISCARDED_BYTES, MAX_BODY_BYTES
+from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES
+from sglang.srt.entrypoints.http_protocol import DISCARD_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.http_fuzz import FuzzedRequest, fuzzed_requests, judge
@@ -121,7 +122,7 @@ def test_a_gigabyte_is_refused_early(
     with bounded_memory(server):
         sent, answer = pour(server, head.replace("PATH", path), piece, GIB)
     # The kernel's buffers take some more than the server has read.
-    assert sent < DISCARDED_BYTES + 32 * MIB
+    assert sent < DISCARD_BYTES + 32 * MIB
     assert not answer or answer.startswith(b"HTTP/1.1 413 ")
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang.srt.entrypoints.http_body import DISCARDED_BYTES, MAX_BODY_BYTES
+from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES
+from sglang.srt.entrypoints.http_protocol import DISCARD_BYTES
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
@@ -268,7 +269,7 @@ def test_large_bodies_are_refused_by_their_announced_length(client: httpx.Client
     assert str(MAX_BODY_BYTES) in error["message"]
 
 
-@pytest.mark.parametrize("size", [MAX_BODY_BYTES + 1, DISCARDED_BYTES])
+@pytest.mark.parametrize("size", [MAX_BODY_BYTES + 1, DISCARD_BYTES])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_client_that_sends_all_before_it_reads_sees_why(
     server: FrontServer, size: int, chunked: bool

@@ -9,11 +9,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import h11
 import httpx
 import pytest
 
-from sglang.srt.entrypoints.http_protocol import OnePieceConnection
 from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -351,19 +349,6 @@ def test_abort_ends_a_request_with_what_it_has(
     finally:
         server.scheduler.hold.clear()
         thread.join()
-
-
-def test_the_head_of_a_response_goes_out_with_its_body() -> None:
-    connection = OnePieceConnection(h11.SERVER)
-    connection.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert isinstance(connection.next_event(), h11.Request)
-    assert connection.send(h11.Response(status_code=200, headers=[], reason=b"OK")) == b""
-    first = connection.send(h11.Data(data=b"one"))
-    assert first is not None
-    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert first.endswith(b"\r\n\r\n3\r\none\r\n")
-    assert connection.send(h11.Data(data=b"two")) == b"3\r\ntwo\r\n"
-    assert connection.send(h11.EndOfMessage()) == b"0\r\n\r\n"
 
 
 def test_information(server: FrontServer, client: httpx.Client) -> None:

@@ -1,9 +1,10 @@
-"""Ending processes: by their handles, whole trees, and with the parent. Settling a heap."""
+"""Ending processes: by their handles, whole trees, and with the parent. Limits and heap."""
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -111,6 +112,19 @@ def test_a_settled_heap_has_no_garbage_and_is_passed_over() -> None:
         assert any(one is later for one in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(("soft", "hard", "then"), [(64, 200, 200), (64, 100_000, 65536)])
+def test_the_limit_of_open_files_goes_up_to_the_hard_one(soft: int, hard: int, then: int) -> None:
+    of_machine = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    hard = min(hard, of_machine)
+    script = (
+        "import resource as r; from sglang.srt.utils.process import raise_file_limit\n"
+        f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); raise_file_limit()\n"
+        "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert said.stdout.split() == [str(min(then, hard)), str(hard)], said.stderr
 
 
 if __name__ == "__main__":

@@ -24,9 +24,6 @@ BODY_SECONDS: Final = 60.0
 """For a whole body to arrive."""
 CHUNK_SECONDS: Final = 10.0
 """For the next part of a body to arrive."""
-DISCARDED_BYTES: Final = 4 * MAX_BODY_BYTES
-"""Of a body that is too large: read and thrown away. Many clients send all before they read the
-answer, and hanging up on them takes the answer away."""
 MAX_NAME_CHARS: Final = 64
 """Of an unknown field, in what is answered about it; ours are shorter."""
 _LARGE_BYTES: Final = MIB
@@ -39,14 +36,11 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 where more than `limit` bytes are announced or come, at once where they are
-            more than `DISCARDED_BYTES` or the client waits for a word; 408 when they come too
-            slowly.
+        ApiError: 413 where more than `limit` bytes are announced or come; 408 when they come too
+            slowly. The connection ends with the answer then.
     """
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and (size := int(announced[:20])) > limit:
-        if size <= DISCARDED_BYTES and "expect" not in request.headers:
-            await _discard_rest(request, 0)
+    if announced.isdigit() and int(announced[:20]) > limit:
         raise _too_large(limit)
     now = asyncio.get_running_loop().time
     end = now() + BODY_SECONDS
@@ -71,25 +65,9 @@ async def _receive_part(request: Request, body: bytearray, limit: int) -> bool:
     if part["type"] == "http.disconnect":
         raise ApiError(499, "the client left before the body was complete")
     body += part.get("body", b"")
-    more = bool(part.get("more_body"))
     if len(body) > limit:
-        received = len(body)
-        body.clear()
-        if more:
-            await _discard_rest(request, received)
         raise _too_large(limit)
-    return more
-
-
-async def _discard_rest(request: Request, received: int) -> None:
-    """Read on, up to `DISCARDED_BYTES` in all, and keep nothing."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CHUNK_SECONDS):
-            more = True
-            while more and received <= DISCARDED_BYTES:
-                part = await request.receive()
-                received += len(part.get("body", b""))
-                more = bool(part.get("more_body"))
+    return bool(part.get("more_body"))
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:

@@ -79,9 +79,6 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
     """The answer for an error."""
-    if error.status in (408, 413):
-        # Else the rest of the body would be read and thrown away.
-        headers = {**(headers or {}), "connection": "close"}
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 

@@ -1,120 +1,412 @@
-"""uvicorn's HTTP/1.1 connections, with a bound on how long a request may take to arrive.
+"""uvicorn's HTTP/1.1 connections on its C parser, with bounds on what arrives before an answer.
 
-uvicorn bounds the time between requests, not that of a request's head: a client that sends a byte
-a minute would keep its connection for ever. `http_body` bounds the body. And a response's head goes
-out with the body, not before it.
+uvicorn bounds neither a request's head, in bytes or in seconds, nor what a body costs to parse, and
+it parses on behind a refusal. Here
+
+- a head has `MAX_HEAD_BYTES` and `HEAD_SECONDS`; `http_body` bounds the body's bytes and seconds;
+- a body's chunks cost a bounded number of bytes beside the body (`_chunked_room`), so that nobody
+  sends millions of them;
+- one request is parsed at a time, and what follows it waits until it is answered;
+- an answer to a request whose body is not all here ends the connection: its rest is thrown away
+  unparsed, for a while, so that the client can read the answer (`_discard`);
+- connections without a request are few (`OpenConnections`);
+- a response's head goes out with the begin of its body.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
-from typing import Final
+import re
+import urllib.parse
+from http import HTTPStatus
+from typing import Any, Final
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sglang.srt.constants import MIB
 from sglang.srt.utils.bad_messages import BadMessages
 
 logger = logging.getLogger(__name__)
 
+MAX_HEAD_BYTES: Final = 16384
+"""Of a request's head, its empty line included."""
 HEAD_SECONDS: Final = 10.0
 """From the first byte (or the connection) to the end of a request's head."""
+DISCARD_SECONDS: Final = 10.0
+DISCARD_BYTES: Final = 64 * MIB
+"""Read and thrown away behind an answer that ends a connection: four times the largest body. Many
+clients send all before they read the answer, and hanging up on them takes the answer away."""
+MAX_IDLE_CONNECTIONS: Final = 4096
+"""Without a request, the longest idle go first."""
+
+_HEAD_END: Final = b"\r\n\r\n"
+_CHUNKED_PIECE: Final = 16384
+"""Bytes of a chunked body between two looks at what its chunks cost."""
+_FREE_FRAMING_BYTES: Final = 65536
+_BODY_PER_FRAMING_BYTE: Final = 64
+_UPGRADE: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+_NO_REQUEST: Final = "this is no HTTP request"
+_ONE_WRITE_BYTES: Final = 65536
+"""Joining a head with more than this costs more than a second write."""
 
 
-class OnePieceConnection(h11.Connection):
-    """Holds a response's head back until its body begins: one write, and one wake-up of the
-    client, instead of two. Every answer here has the begin of its body when it starts."""
+class OpenConnections:
+    """The connections of one server, those without a request in the order in which they fell idle.
+    Event loop thread only."""
 
-    _head: Sequence[bytes] = ()
+    def __init__(self, max_idle: int = MAX_IDLE_CONNECTIONS) -> None:
+        self._max_idle = max_idle
+        self._idle: dict[BoundedProtocol, float] = {}
+        """To the event loop's time when it fell idle."""
 
-    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """What to write now, in pieces; `send` joins them."""
-        data = super().send_with_data_passthrough(event)
-        if isinstance(event, h11.Response):
-            self._head = data or ()
-            return []
-        if data is None:
-            return None
-        head, self._head = self._head, ()
-        return [*head, *data]
+    @property
+    def num_idle(self) -> int:
+        """Connections without a request."""
+        return len(self._idle)
+
+    def add_idle(self, connection: BoundedProtocol) -> None:
+        """`connection` has no request, from now on; the longest idle beyond the bound end."""
+        self._idle.pop(connection, None)
+        self._idle[connection] = connection.loop.time()
+        while len(self._idle) > self._max_idle:
+            self.close_longest_idle()
+
+    def remove_idle(self, connection: BoundedProtocol) -> None:
+        """`connection` has a request, or has ended."""
+        self._idle.pop(connection, None)
+
+    def close_longest_idle(self, least_seconds: float = 0.0) -> bool:
+        """Make room for another; False where none has been idle for so long."""
+        for connection, since in self._idle.items():
+            if connection.loop.time() - since < least_seconds:
+                break
+            del self._idle[connection]
+            connection.transport.close()
+            return True
+        return False
 
 
-class BoundedH11Protocol(H11Protocol):
+class _Answer(RequestResponseCycle):
+    """One request and its answer, which ends the connection where the body is not all here."""
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started and self.more_body:
+            self.keep_alive = False
+        await super().send(message)
+
+
+class _AnswerTransport:
+    """Where an answer is written to. Holds its head back until the body begins: one write, and one
+    wake-up of the client, instead of two. Every answer here has the begin of its body when it
+    starts."""
+
+    def __init__(self, connection: BoundedProtocol) -> None:
+        self._connection = connection
+        self._transport = connection.transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        """The head is what comes first when the response has started: before, there is only the
+        word to a client that waits with its body."""
+        if self._head is None and self._connection.cycle.response_started:
+            self._head = data
+        elif self._head and len(data) <= _ONE_WRITE_BYTES:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        else:
+            self.flush()
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Write a head that is still held: the answer has no body."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self.flush()
+        self._connection.end()
+
+
+class BoundedProtocol(HttpToolsProtocol):
     """One connection. Event loop thread only.
 
-    h11 itself bounds the head's size (16 KiB). Make a subclass for each server: `bad_requests`
-    is shared by its connections.
+    Make a subclass for each server (`bounded_protocol`): its connections share `bad_requests` and
+    `open_connections`.
     """
 
     bad_requests: BadMessages
+    open_connections: OpenConnections
     quiet_logger: logging.Logger
     head_seconds: float = HEAD_SECONDS
-    _head_timer: asyncio.TimerHandle | None = None
+    discard_seconds: float = DISCARD_SECONDS
+
+    _outlet: _AnswerTransport | None = None
+    _timer: asyncio.TimerHandle | None = None
+    """For a head, or for what is discarded."""
+    _body_left: int | None = 0
+    """Bytes of the request under way; None where its body comes in chunks."""
+    _chunked_bytes = 0
+    """Of those with lengths, extensions and trailers, as they came."""
+    _body_bytes = 0
+    """Of those without."""
+    _ahead = b""
+    """What came behind a request that is not answered yet."""
+    _discarding = False
+    _discarded = 0
+
+    # ---- life ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.conn = OnePieceConnection(h11.SERVER)
+        self._head = bytearray()
         # It would warn of every bad request; ours are counted.
         self.logger = self.quiet_logger
+        self.open_connections.add_idle(self)
         self._await_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._has_request():
-            self._cancel_timer()
-        elif self._head_timer is None:
-            self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._unset_keepalive_if_required()
+        self.open_connections.remove_idle(self)
         super().connection_lost(exc)
 
-    def send_400_response(self, msg: str) -> None:
+    def end(self) -> None:
+        """Close the connection behind an answer, once the client has had time to read it: closing
+        on bytes that nobody has read would take the answer away."""
+        if self.transport.is_closing() or self._discarding:
+            return
+        if self._has_read_all():
+            self.transport.close()
+        else:
+            self._discard()
+
+    def _has_read_all(self) -> bool:
+        return self.cycle is not None and not self.cycle.more_body and not self._ahead
+
+    def _discard(self) -> None:
+        self._discarding = True
+        self._ahead = b""
+        self._cancel_timer()
+        self._unset_keepalive_if_required()
+        self.open_connections.add_idle(self)
+        self.flow.resume_reading()
+        with contextlib.suppress(OSError):  # The client may be gone.
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(self.discard_seconds, self.transport.close)
+
+    # ---- requests come in ------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._discarding:
+            self._discarded += len(data)
+            if self._discarded > DISCARD_BYTES:
+                self.transport.close()
+            return
+        self._unset_keepalive_if_required()
+        self._parse(memoryview(self._ahead + data if self._ahead else data))
+
+    def _parse(self, data: memoryview) -> None:
+        """Feed the parser up to the end of a request; what follows waits for the answer."""
+        self._ahead = b""
+        while data and not self._discarding and not self.transport.is_closing():
+            if not self._has_request():
+                data = self._take_head(data)
+            elif self.cycle.more_body:
+                data = self._take_body(data)
+            else:
+                self._ahead = bytes(data)
+                self.flow.pause_reading()
+                return
+        if self._timer is None and not self._has_request():
+            self._await_head()
+
+    def _take_head(self, data: memoryview) -> memoryview:
+        """Parse a request's head once it is all here; what is left of `data`."""
+        held = len(self._head)
+        piece = bytes(data[: MAX_HEAD_BYTES - held])
+        if not held and piece[:1] in (b"\r", b"\n"):
+            # Clients of old send empty lines between requests (RFC 9112, 2.2).
+            return data[len(piece) - len(piece.lstrip(b"\r\n")) :]
+        self._head += piece
+        end = self._head.find(_HEAD_END, max(held - len(_HEAD_END) + 1, 0))
+        if end >= 0:
+            size = end + len(_HEAD_END)
+            # Nothing is switched to here, and a parser that is asked to would skip the body.
+            self._feed(_UPGRADE.sub(rb"\r\nno-upgrade:", bytes(self._head[:size])))
+            self._head.clear()
+            return data[size - held :]
+        if not self._head[:1].isalpha():
+            self._refuse(400, f"{_NO_REQUEST}: no method begins with this byte")
+        elif len(self._head) == MAX_HEAD_BYTES:
+            self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes")
+        return data[len(piece) :]
+
+    def _take_body(self, data: memoryview) -> memoryview:
+        """Parse what is here of a body, or a part of its chunks; what is left of `data`."""
+        if self._body_left is not None:
+            part = data[: self._body_left]
+            self._body_left -= len(part)
+            self._feed(part)
+        else:
+            part = data[:_CHUNKED_PIECE]
+            self._chunked_bytes += len(part)
+            self._feed(part)
+            if self.cycle.more_body and self._chunked_bytes > self._chunked_room():
+                self._refuse(400, "the body comes in too many small chunks: send larger ones")
+        return data[len(part) :]
+
+    def _feed(self, part: bytes | memoryview) -> None:
+        try:
+            self.parser.feed_data(part)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if self._has_request() and not self.cycle.more_body:
+                # Something behind the last chunk: answer that request, then hang up.
+                self.cycle.keep_alive = False
+            else:
+                self._refuse(400, f"{_NO_REQUEST}: {_cause_of(error)}")
+
+    def _chunked_room(self) -> int:
+        """Most bytes that a body in chunks may have taken so far: some 10,000 chunks of any size
+        are free, and as many as one likes of 512 bytes or more."""
+        return _FREE_FRAMING_BYTES + self._body_bytes + self._body_bytes // _BODY_PER_FRAMING_BYTE
+
+    # ---- calls from the parser -------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._has_request():
+            raise httptools.HttpParserError("a request behind one that is not answered")
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers come here too; nobody reads them.
+        if not self._has_request():
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        headers = dict(self.headers)
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise httptools.HttpParserError(f"HTTP/{version} is not spoken here")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise httptools.HttpParserError("exactly one Host header is needed")
+        self._body_left = int(headers.get(b"content-length", b"0"))
+        if b"transfer-encoding" in headers:
+            self._body_left = None
+        self._chunked_bytes = self._body_bytes = 0
+        self._fill_scope(version)
+        self._outlet = _AnswerTransport(self)
+        self.cycle = _Answer(
+            scope=self.scope,
+            transport=self._outlet,  # type: ignore[arg-type]
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        self._cancel_timer()
+        self.open_connections.remove_idle(self)
+        self._start_asgi_task(self.cycle, self.app)
+
+    def _fill_scope(self, version: str) -> None:
+        """What the base left out of the scope that it began with the message."""
+        url = httptools.parse_url(self.url)
+        raw_path = url.path or b""
+        path = raw_path.decode("ascii")
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["http_version"] = version
+        self.scope["path"] = urllib.parse.unquote(path) if "%" in path else path
+        self.scope["raw_path"] = raw_path
+        self.scope["query_string"] = url.query or b""
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    # ---- answers go out --------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        if self._outlet is not None:
+            self._outlet.flush()
+        if self._discarding:
+            self.server_state.total_requests += 1
+            return
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self.open_connections.add_idle(self)
+            if self._ahead:
+                self._unset_keepalive_if_required()
+                self._parse(memoryview(self._ahead))
+
+    def _refuse(self, status: int, message: str) -> None:
         """Answer bytes that are no HTTP in the shape of every error, and hang up."""
-        self.bad_requests.add(msg)
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = {"message": msg, "type": "invalid_request_error", "param": None, "code": 400}
-            body = json.dumps({"error": error}).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
-            head = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        # Else a response is under way, and what follows it is nothing anybody can answer.
-        if self.cycle is not None:
+        self.bad_requests.add(message)
+        has_begun = self._has_request() and self.cycle.response_started
+        if self._has_request():
             # A request whose body went bad: its task must not answer as well.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        if has_begun:
+            # What follows half an answer is nothing anybody can read.
+            self.transport.close()
+            return
+        kind, code = "invalid_request_error", status
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        body = json.dumps({"error": error}).encode()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self._discard()
+
+    # ---- time ------------------------------------------------------------------------------
 
     def _has_request(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
         if not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(self.head_seconds, self._on_head_timeout)
+            self._timer = self.loop.call_later(self.head_seconds, self._on_head_timeout)
 
     def _cancel_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _on_head_timeout(self) -> None:
-        self._head_timer = None
+        self._timer = None
         if not self._has_request() and not self.transport.is_closing():
             self.bad_requests.add(f"no whole request head within {self.head_seconds:g} s")
             self.transport.close()
 
 
-def bounded_protocol() -> type[BoundedH11Protocol]:
-    """A protocol class for one server, with a count of its own."""
+def _cause_of(error: Exception) -> str:
+    """What the parser says, or what one of the calls above raised."""
+    inner = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
+    return str(inner if isinstance(inner, httptools.HttpParserError) else error)
+
+
+def bounded_protocol(max_idle: int = MAX_IDLE_CONNECTIONS) -> type[BoundedProtocol]:
+    """A protocol class for one server, with a count and connections of its own."""
     quiet = logging.getLogger("uvicorn.error.connections")
     quiet.setLevel(logging.ERROR)
-    shared = {"bad_requests": BadMessages(logger, "HTTP request"), "quiet_logger": quiet}
-    return type("ServerProtocol", (BoundedH11Protocol,), shared)
+    shared = {
+        "bad_requests": BadMessages(logger, "HTTP request"),
+        "open_connections": OpenConnections(max_idle),
+        "quiet_logger": quiet,
+    }
+    return type("ServerProtocol", (BoundedProtocol,), shared)

@@ -19,6 +19,7 @@ from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
 from sglang.srt.entrypoints.cross_origin import add_cross_origin_middleware
 from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
 from sglang.srt.entrypoints.http_errors import install_error_handlers
+from sglang.srt.entrypoints.http_listener import BoundedServer
 from sglang.srt.entrypoints.http_protocol import bounded_protocol
 from sglang.srt.entrypoints.openai import routes as openai_routes
 from sglang.srt.entrypoints.server_context import ServerContext
@@ -98,7 +99,7 @@ def run_server(args: ServerArgs) -> int:
         front.processes.kill()
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(BoundedServer):
     """uvicorn with this engine's way of ending.
 
     The first SIGTERM or SIGINT drains: no new connections, what runs may finish, the scheduler

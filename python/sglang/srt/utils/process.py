@@ -1,4 +1,4 @@
-"""Processes: their titles and signals, ending them by their handles and with one's parent."""
+"""Processes: their titles, signals and limits, ending them by their handles and with one's parent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -19,6 +20,9 @@ from setproctitle import setproctitle
 from sglang.srt.utils.network import wait_until
 
 logger = logging.getLogger(__name__)
+
+MAX_OPEN_FILES: Final = 65536
+"""More connections than a server of models has, and few enough for tables that have a row each."""
 
 _FROM_THE_KEYBOARD: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a whole process group gets, and its leader has to act upon."""
@@ -100,6 +104,16 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def raise_file_limit() -> None:
+    """Let this process, and the children that it starts, open as many files as the machine's
+    administrator allows, up to `MAX_OPEN_FILES`: each connection is one, and shells start programs
+    with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def settle_heap() -> None:

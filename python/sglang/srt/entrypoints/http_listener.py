@@ -1,0 +1,187 @@
+"""Accepting connections within what files the process may open.
+
+asyncio's own accept loop has no such bound: without a free file it tries again some thousand times
+a second, with two lines of the log each time, and no connection ends for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import uvicorn
+
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+ACCEPTS_AT_ONCE: Final = 64
+"""In one turn of the event loop."""
+PAUSE_SECONDS: Final = 0.2
+"""Without accepting, where there is no room."""
+LEAST_IDLE_SECONDS: Final = 1.0
+"""Without a request before a connection gives way: its first one may be on its way."""
+SPARE_FILES: Final = 256
+"""Left to everything that is no connection, and to connections that have just been closed."""
+_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SAY_AGAIN_SECONDS: Final = 60.0
+
+
+class Connections(Protocol):
+    """What the listener has to know of those that are open."""
+
+    def close_longest_idle(self, least_seconds: float) -> bool:
+        """Make room for another; False where none has been idle for so long."""
+
+
+def most_connections() -> int:
+    """How many connections fit the limit of open files of this process, as it is now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft - SPARE_FILES, soft // 2)
+
+
+def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host`, not blocking.
+
+    Raises:
+        ValueError: One of the addresses cannot be listened on.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            sockets.append(socket.create_server(address[:2], family=family, backlog=backlog))
+            sockets[-1].setblocking(False)
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sockets
+
+
+class Listener:
+    """Accepts on `sockets` from its making to `close`. Event loop thread only.
+
+    At the bound a new connection takes the place of one that has had no request for a while; where
+    all have one, it waits, and the log says so once a minute.
+
+    Args:
+        make_protocol: Makes the protocol of a connection.
+        count: How many connections are open.
+        connections: Those that are open.
+        most: The bound.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        make_protocol: Callable[[], asyncio.Protocol],
+        *,
+        count: Callable[[], int],
+        connections: Connections,
+        most: int,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sockets = sockets
+        self._make_protocol = make_protocol
+        self._count = count
+        self._connections = connections
+        self._most = most
+        self._opening: set[asyncio.Task[Any]] = set()
+        self._warn = RateLimitedLogger(logger, _SAY_AGAIN_SECONDS)
+        self._closed = False
+        for sock in sockets:
+            self._accept_from(sock)
+
+    def close(self) -> None:
+        """Listen no more. Connections stay."""
+        self._closed = True
+        for sock in self._sockets:
+            self._loop.remove_reader(sock)
+            sock.close()
+
+    def _accept_from(self, sock: socket.socket) -> None:
+        if not self._closed:
+            self._loop.add_reader(sock, self._on_readable, sock)
+
+    def _pause(self, sock: socket.socket, why: str) -> None:
+        """Without the reader: a socket with connections that wait stays readable."""
+        self._warn.warning(
+            "no-room", "%s; new connections wait until others end (see ulimit -n)", why
+        )
+        self._loop.remove_reader(sock)
+        self._loop.call_later(PAUSE_SECONDS, self._accept_from, sock)
+
+    def _on_readable(self, sock: socket.socket) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            open_now = self._count() + len(self._opening)
+            if open_now >= self._most and not self._make_room():
+                self._pause(sock, f"{open_now} connections are open and in use")
+                return
+            try:
+                peer, _ = sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._make_room()
+                self._pause(sock, f"no connection can be accepted ({error.strerror})")
+                return
+            peer.setblocking(False)
+            opening = self._loop.create_task(self._open(peer))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    def _make_room(self) -> bool:
+        return self._connections.close_longest_idle(LEAST_IDLE_SECONDS)
+
+    async def _open(self, peer: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, peer)
+        except OSError:
+            peer.close()  # The client left at once.
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn with `Listener`. Its protocol is made by `bounded_protocol`."""
+
+    _listener: Listener | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, then accept.
+
+        Raises:
+            ValueError: `host` and `port` cannot be listened on.
+        """
+        config = self.config
+        own = listening_sockets(config.host, config.port, config.backlog)
+        await super().startup(sockets=[])
+        if not self.started:
+            return
+        protocol: Any = config.http_protocol_class
+
+        def make_protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = protocol(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        self._listener = Listener(
+            own,
+            make_protocol,
+            count=lambda: len(self.server_state.connections),
+            connections=protocol.open_connections,
+            most=most_connections(),
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more, then as uvicorn does."""
+        if self._listener is not None:
+            self._listener.close()
+        await super().shutdown(sockets)
