@@ -230,6 +230,28 @@ def test_every_error_names_its_field(
         assert name in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("messages", "count"),
+    [
+        (HELLO * (CONTEXT_LEN + 1), "201 messages"),
+        ([{"role": "user", "content": [{"type": "text", "text": ""}] * 101}] * 2, "202 parts"),
+    ],
+)
+def test_more_messages_than_fit_are_not_rendered(
+    server: FrontServer, client: httpx.Client, messages: list[Any], count: str
+) -> None:
+    rendered: list[Any] = []
+    render = server.context.chat_template.render
+    server.context.chat_template.render = lambda turns, **_: rendered.append(turns) or ""  # type: ignore[method-assign]
+    try:
+        error = refused(client.post(CHAT, json=chat(messages=messages)))
+    finally:
+        server.context.chat_template.render = render  # type: ignore[method-assign]
+    assert count in error["message"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert rendered == []
+
+
 @pytest.mark.parametrize("where", ["top", "sampling_params"])
 def test_a_field_whose_name_is_megabytes_long_is_named_in_short(
     client: httpx.Client, where: str

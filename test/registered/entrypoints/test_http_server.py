@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -349,6 +350,27 @@ def test_abort_ends_a_request_with_what_it_has(
     finally:
         server.scheduler.hold.clear()
         thread.join()
+
+
+def test_long_conversations_are_rendered_elsewhere(
+    server: FrontServer, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_chat, "MESSAGES_AT_ONCE", 2)
+    threads: list[str] = []
+    template = server.context.chat_template
+    render = template.render
+
+    def noted(*args: Any, **fields: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(*args, **fields)
+
+    monkeypatch.setattr(template, "render", noted)
+    for count in (2, 3):
+        body = {"messages": [{"role": "user", "content": "a"}] * count, "max_tokens": 1}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert threads == ["front-server", "render_0"]
+    wrong = {"messages": [{"role": "robot", "content": "a"}] * 3}
+    assert client.post("/v1/chat/completions", json=wrong).status_code == 400
 
 
 def test_information(server: FrontServer, client: httpx.Client) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from sglang.srt.constants import MIB
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.server_context import context_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -24,6 +25,9 @@ BODY_SECONDS: Final = 60.0
 """For a whole body to arrive."""
 CHUNK_SECONDS: Final = 10.0
 """For the next part of a body to arrive."""
+MAX_BODY_VALUES: Final = 1 << 19
+"""Strings in a body, and lists and objects in it. Some millions of empty ones fit its bytes, and
+would hold up the event loop for a second; numbers are cheap."""
 MAX_NAME_CHARS: Final = 64
 """Of an unknown field, in what is answered about it; ours are shorter."""
 _LARGE_BYTES: Final = MIB
@@ -77,6 +81,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         ApiError: 400 that names the field and what is expected there.
     """
     try:
+        if len(body) >= _LARGE_BYTES:
+            _check_values(body)
         with _without_collections(len(body)):
             return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -91,7 +97,10 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 async def read_json(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises as `read_body` and `decode_body` do."""
-    return decode_body(await read_body(request), kind)
+    body = await read_body(request)
+    if len(body) >= _LARGE_BYTES:
+        context_of(request).memory.give_back_soon()
+    return decode_body(body, kind)
 
 
 def convert(value: object, kind: type[T], field: str) -> T:
@@ -141,6 +150,34 @@ def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[A
             value is word or (value == word and type(value) is type(word)) for word in neutral
         ):
             raise bad_request(f"{field} is not supported: {reason}", field)
+
+
+def _check_values(body: bytes) -> None:
+    """Refuse a body of too many values before any is made; looks at the bytes alone.
+
+    Raises:
+        ApiError: 400 that names the largest field.
+        msgspec.DecodeError: It is no JSON.
+    """
+    # Without escapes, what is between two quotes is a string.
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body
+    strings = plain.count(b'"') // 2
+    most = max(strings, plain.count(b"[") + plain.count(b"{"))
+    if most > MAX_BODY_VALUES >= strings:
+        outside = plain.split(b'"')[::2]
+        most = sum(part.count(b"[") + part.count(b"{") for part in outside)
+    if most <= MAX_BODY_VALUES:
+        return
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return  # No object, which decoding it sees at its first byte.
+    field = _shown(max(fields, key=lambda name: len(bytes(fields[name])), default=""))
+    raise bad_request(
+        f"{field}: more than {MAX_BODY_VALUES} strings, or lists and objects, in one request: "
+        "split it",
+        field,
+    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,11 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.memory import MemoryReturner
+
+
+def _new_renderer() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +29,9 @@ class ServerContext:
     ready_details: dict[str, Any]
     model_info: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
+    memory: MemoryReturner = field(default_factory=MemoryReturner)
+    renderer: ThreadPoolExecutor = field(default_factory=_new_renderer)
+    """One thread, `render`, for chat templates over long conversations."""
 
     @property
     def model_name(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from sglang.srt.entrypoints.http_body import refuse_fields
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import (
     MESSAGE_NOT_SERVED,
@@ -29,14 +30,20 @@ _RENDER_ARGUMENTS: Final = frozenset(
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
-def chat_prompt(body: ChatBody, template: ChatTemplate, tools: ToolUse | None) -> str:
+def chat_prompt(
+    body: ChatBody, template: ChatTemplate, tools: ToolUse | None, context_len: int
+) -> str:
     """The text that the model continues.
+
+    Args:
+        context_len: Tokens of the longest context; of messages and of parts no more are rendered.
 
     Raises:
         ApiError: 400 that names the field.
     """
     if not body.messages:
         raise bad_request("messages is empty: send at least one message", "messages")
+    _check_count(body.messages, context_len)
     continues = bool(body.continue_final_message)
     if continues and body.messages[-1].role != "assistant":
         raise bad_request(
@@ -70,6 +77,21 @@ def chat_prompt(body: ChatBody, template: ChatTemplate, tools: ToolUse | None) -
         tools=None if tools is None else tools.shown,
         variables=variables,
     )
+
+
+def _check_count(messages: Sequence[ChatMessage], context_len: int) -> None:
+    """Refuse what cannot fit before the template goes through it: each message and each part is a
+    token at least."""
+    parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+    for count, what in ((len(messages), "messages"), (parts, "parts of content")):
+        if count > context_len:
+            raise ApiError(
+                400,
+                f"messages has {count} {what}, more than fit into a context of {context_len} "
+                "tokens: shorten the conversation",
+                param="messages",
+                code="context_length_exceeded",
+            )
 
 
 def _turn(field: str, message: ChatMessage) -> dict[str, Any]:

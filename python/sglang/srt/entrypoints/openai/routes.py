@@ -74,6 +74,7 @@ async def detokenize(request: Request) -> Response:
     """Text of token ids, of one list or of several."""
     context = context_of(request)
     body = await read_json(request, DetokenizeBody)
+    _check_id_count(len(body.tokens))
     numbers = [item for item in body.tokens if isinstance(item, int)]
     rows = [item for item in body.tokens if not isinstance(item, int)]
     if numbers and rows:

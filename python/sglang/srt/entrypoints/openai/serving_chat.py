@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
@@ -39,13 +40,20 @@ from sglang.srt.managers.samples import expand_samples
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 MAX_TOP_LOGPROBS: Final = 20
+MESSAGES_AT_ONCE: Final = 256
+"""Rendered where they are, which takes a millisecond or two; more go to a thread."""
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, ChatBody)
-    engine_request, tools = to_request(body, context)
+    if len(body.messages) > MESSAGES_AT_ONCE:
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(context.renderer, to_request, body, context)
+        engine_request, tools = await work
+    else:
+        engine_request, tools = to_request(body, context)
     samples = expand_samples([engine_request])
     constrained = engine_request.sampling_params.is_constrained
     answers = ChatAnswers(body, context, tools, constrained=constrained)
@@ -77,7 +85,7 @@ def to_request(body: ChatBody, context: ServerContext) -> tuple[GenerateRequest,
     if tools is not None and tools.json_schema is not None:
         params.json_schema = tools.json_schema
     request = GenerateRequest(
-        text=chat_prompt(body, context.chat_template, tools),
+        text=chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len),
         add_special_tokens=False,
         sampling_params=params,
         default_max_new_tokens=0 if max_tokens is None else None,

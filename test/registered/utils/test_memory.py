@@ -1,0 +1,59 @@
+"""Freed memory goes back to the system once for all that was large together."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from sglang.srt.environ import child_environment
+from sglang.srt.utils import memory
+from sglang.srt.utils.memory import MemoryReturner
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+SCRIPT = """
+import psutil
+from sglang.srt.utils.memory import give_back
+pieces = [b"x" * 60_000 for _ in range(4000)]
+last = [b"x" * 60_000]
+del pieces
+before = psutil.Process().memory_info().rss
+give_back()
+print((before - psutil.Process().memory_info().rss) >> 20)
+"""
+
+
+def test_once_for_all_that_was_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[int] = []
+
+    async def run() -> None:
+        monkeypatch.setattr(memory, "give_back", lambda: times.append(1))
+        returner = MemoryReturner(quiet_seconds=0.01)
+        for rounds in (1, 2):
+            for _ in range(100):
+                returner.give_back_soon()
+            async with asyncio.timeout(10):
+                while len(times) < rounds:
+                    await asyncio.sleep(0.005)
+
+    asyncio.run(run())
+    assert len(times) == 2
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not the C library that keeps memory"
+)
+def test_what_was_freed_below_something_kept_goes_back() -> None:
+    # A process of its own: what this one has freed before would count as well.
+    env = child_environment({"MALLOC_MMAP_THRESHOLD_": "1000000"})
+    said = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+    assert int(said.stdout) > 150, said.stderr
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
