@@ -210,6 +210,9 @@ class Envs:
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
 
+    SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, out of sight of other users.")
+    SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, likewise.")
+
     ONCE = EnvBool(False, "`make serve` ends after its first answer.")
 
     # Read by torch's OpenMP library, not by us.

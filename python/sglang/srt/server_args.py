@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from sglang.srt.arg_groups.api_keys import with_keys
 from sglang.srt.arg_groups.cli import (
     check_choices,
     explain_unknown,
@@ -81,8 +82,12 @@ class ServerArgs:
     host: str = flag(DEFAULT_HOST, "Address to listen on.")
     port: int = flag(DEFAULT_PORT, "Port to listen on.")
     api_key: str | None = flag(None, "Bearer token that requests must carry.", secret=True)
+    api_key_file: str | None = flag(None, "File with that token; or set SGLANG_API_KEY.")
     admin_api_key: str | None = flag(
         None, "Bearer token of the administration endpoints.", secret=True
+    )
+    admin_api_key_file: str | None = flag(
+        None, "File with that token; or set SGLANG_ADMIN_API_KEY."
     )
     log_level: str = flag("info", "Least severity logged.", choices=LOG_LEVELS)
     log_requests: bool = flag(False, "Log every request's id, lengths and times (no text).")
@@ -208,6 +213,9 @@ class ServerArgs:
     )
     hicache_storage_backend_extra_config: str | None = flag(
         None, "Settings of L3: JSON, or @file with JSON, YAML or TOML.", secret=True
+    )
+    hicache_allow_dynamic_attach: bool = flag(
+        False, "Let the admin key attach a dynamic backend, which runs any Python code."
     )
 
     @classmethod
@@ -457,4 +465,4 @@ def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     args = ServerArgs(**values)
     check_choices(args)
     configure_logger(args.log_level)
-    return args.resolve()
+    return with_keys(args).resolve()

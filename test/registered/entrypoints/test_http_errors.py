@@ -105,6 +105,11 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (GENERATE, {"text": "a", "rid": "x" * 300}, ["rid", "256"]),
         (GENERATE, {"text": "a", "rid": "x\n[12:00:00] C a line of mine"}, ["rid", "printable"]),
         (GENERATE, {"text": ["a", "b"], "rid": ["x", "x"]}, ["rid", "in use"]),
+        (GENERATE, {"text": "a", "rid": "HEALTH_CHECK_mine"}, ["rid begins with HEALTH_CHECK"]),
+        (GENERATE, {"text": ["a", "b"], "rid": ["x", "HEALTH_CHECK"]}, ["rid begins with"]),
+        (GENERATE, {"text": ["a", "b"], "rid": "HEALTH_CHECK"}, ["rid begins with"]),
+        (CHAT, chat(rid="HEALTH_CHECK"), ["rid begins with"]),
+        (COMPLETIONS, completion(rid="HEALTH_CHECK"), ["rid begins with"]),
         (GENERATE, {"text": "a", "extra_key": "x" * 5000}, ["extra_key", "4096"]),
         (GENERATE, {"text": "a", "cache_salt": 1}, ["cache_salt"]),
         (GENERATE, {"text": "a", "priority": 2**40}, ["priority"]),
@@ -318,6 +323,14 @@ def test_large_bodies_are_refused_while_they_come(client: httpx.Client) -> None:
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):
         refused(client.post(GENERATE, content=endless()), 413)
     assert sent < 1000 << 20
+
+
+@pytest.mark.parametrize("path", ["/health/", "/v1/models/", "/generate/", "/health_generate/"])
+def test_a_path_with_a_slash_is_no_redirect(client: httpx.Client, path: str) -> None:
+    # It would lead where the client's own Host header says.
+    answer = client.get(path, headers={"Host": "other.example"}, follow_redirects=False)
+    assert "location" not in answer.headers
+    refused(answer, 404)
 
 
 def test_wrong_method_and_path(client: httpx.Client) -> None:

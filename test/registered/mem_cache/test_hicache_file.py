@@ -406,5 +406,23 @@ def test_clear_meets_a_foreign_file_in_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "ns" / "notes.txt").exists()
 
 
+@pytest.mark.parametrize(("mode", "warns"), [(0o755, False), (0o777, True), (0o1777, True)])
+def test_a_directory_in_which_others_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    tmp_path.chmod(mode)
+    HiCacheFile(storage_config(), str(tmp_path))
+    assert (f"other users may write in {tmp_path}" in caplog.text) == warns
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory to another user")
+def test_a_directory_of_another_user_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.chown(tmp_path, 12345, -1)
+    HiCacheFile(storage_config(), str(tmp_path))
+    assert "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR" in caplog.text
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

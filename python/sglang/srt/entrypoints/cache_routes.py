@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sglang.srt.arg_groups.extra_config import FLAG, parse_extra_config
 from sglang.srt.entrypoints.http_body import read_json
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
@@ -44,6 +45,7 @@ async def attach_backend(request: Request) -> Response:
         raise bad_request(
             "hicache_storage_backend is empty: name a backend", "hicache_storage_backend"
         )
+    _check_attachable(context, body)
     answer = await context.manager.control.attach_storage(
         body.hicache_storage_backend,
         body.hicache_storage_backend_extra_config_json,
@@ -51,6 +53,39 @@ async def attach_backend(request: Request) -> Response:
         body.hicache_write_policy,
     )
     return _done(answer)
+
+
+def _check_attachable(context: ServerContext, body: AttachBody) -> None:
+    """Refuse what a command line may ask for and an operator's key may not: reading files, and
+    running code.
+
+    Raises:
+        ApiError: 403 or 400 that names the field.
+    """
+    text = body.hicache_storage_backend_extra_config_json
+    args = context.args
+    updates_own = args.hicache_storage_backend == "dynamic" and text is None
+    allowed = args.hicache_allow_dynamic_attach or updates_own
+    if body.hicache_storage_backend == "dynamic" and not allowed:
+        raise ApiError(
+            403,
+            "hicache_storage_backend dynamic runs code of the caller's choice: start the server "
+            "with --hicache-allow-dynamic-attach to allow it",
+            param="hicache_storage_backend",
+        )
+    if text is None:
+        return
+    field = "hicache_storage_backend_extra_config_json"
+    if text.lstrip().startswith("@"):
+        raise bad_request(
+            f"{field}: files of the server are not read for a request: send the JSON itself", field
+        )
+    try:
+        parse_extra_config(text)
+    except ValueError as error:
+        raise bad_request(str(error).replace(FLAG, field), field) from None
+    except RecursionError:
+        raise bad_request(f"{field} is nested too deeply", field) from None
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)

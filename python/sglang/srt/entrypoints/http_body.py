@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from sglang.srt.constants import MIB
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, MIB
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.server_context import context_of
 
@@ -129,6 +129,20 @@ def describe_mismatch(message: str, kind: type[msgspec.Struct], inside: str = ""
     if named[1] == "missing required":
         return bad_request(f"{name}: this field is required", name)
     return bad_request(f"{name}: unknown field{_suggestion(named[2], kind, path)}", name)
+
+
+def refuse_own_ids(rid: str | list[str] | None) -> None:
+    """Refuse ids that the server gives its own probes, which pass limits and logs by.
+
+    Raises:
+        ApiError: 400 that names `rid`.
+    """
+    for one in rid if isinstance(rid, list) else [rid or ""]:
+        if one.startswith(HEALTH_CHECK_RID_PREFIX):
+            raise bad_request(
+                f"rid begins with {HEALTH_CHECK_RID_PREFIX}, as the server's own: choose another",
+                "rid",
+            )
 
 
 def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[Any, ...]) -> None:

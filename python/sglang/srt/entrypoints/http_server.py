@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.openai import routes as openai_routes
 from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import add_api_key_middleware
+from sglang.srt.utils.listeners import warn_of_open_server
 from sglang.srt.utils.network import base_url, check_port_available
 from sglang.srt.utils.process import settle_heap
 
@@ -70,6 +71,8 @@ def create_app(
         for route in module.ROUTES
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
+    # A redirect would be built from the client's own Host, and always to http.
+    app.router.redirect_slashes = False
     app.state.context = context
     install_error_handlers(app)
     add_api_key_middleware(
@@ -90,6 +93,7 @@ def run_server(args: ServerArgs) -> int:
         StartError: The engine could not start.
     """
     check_port_available(args.host, args.port)
+    warn_of_open_server(logger, args.host, has_key=args.api_key is not None)
     front = EngineFront(args)
     try:
         server = HttpServer(front)

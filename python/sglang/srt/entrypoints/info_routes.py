@@ -11,10 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
-from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.http_errors import ApiError, as_api_error
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response
-from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest
+from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest, RequestFailed
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 HEALTH_TIMEOUT: Final = 20.0
@@ -32,17 +33,28 @@ async def health(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """200 when a token could be generated."""
+    """200 when a token could be generated, now or within the last second."""
+    context = context_of(request)
+    error = await context.probe.latest(lambda: _generate_token(context.manager))
+    if error is not None:
+        raise error
+    return Response()
+
+
+async def _generate_token(manager: TokenizerManager) -> ApiError | None:
+    """Why no token could be generated, or None."""
     probe = GenerateRequest(
         rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
         input_ids=[0],
         sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
     )
     try:
-        await asyncio.wait_for(context_of(request).manager.generate_whole(probe), HEALTH_TIMEOUT)
+        await asyncio.wait_for(manager.generate_whole(probe), HEALTH_TIMEOUT)
     except TimeoutError:
-        raise ApiError(503, f"no token within {HEALTH_TIMEOUT:g} s") from None
-    return Response()
+        return ApiError(503, f"no token within {HEALTH_TIMEOUT:g} s")
+    except (EngineUnavailable, RequestFailed) as error:
+        return as_api_error(error)
+    return None
 
 
 async def model_info(request: Request) -> Response:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.entrypoints.http_body import convert, refuse_fields
+from sglang.srt.entrypoints.http_body import convert, refuse_fields, refuse_own_ids
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.managers.generate_request import (
     GenerateRequest,
@@ -117,6 +117,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         ApiError: 400 that names the field.
     """
     refuse_fields(body, _UNSUPPORTED, _NEUTRAL)
+    refuse_own_ids(body.rid)
     if body.return_logprob is None:
         _refuse_logprob_fields(body)
     prompts, is_batch = _prompts(body)

@@ -9,7 +9,9 @@ from typing import Any
 
 from starlette.requests import Request
 
+from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.shared_answer import SharedAnswer
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import MemoryReturner
@@ -30,6 +32,8 @@ class ServerContext:
     model_info: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
     memory: MemoryReturner = field(default_factory=MemoryReturner)
+    probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
+    """Why no token could be generated, when that was last tried."""
     renderer: ThreadPoolExecutor = field(default_factory=_new_renderer)
     """One thread, `render`, for chat templates over long conversations."""
 

@@ -1,7 +1,8 @@
-"""Which TCP ports this process listens on, and the line in the log about the exposed ones."""
+"""Which TCP ports this process listens on, and the lines in the log about the exposed ones."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from typing import Final
 
@@ -18,6 +19,22 @@ def ports_on_all_addresses() -> list[int]:
             for connection in psutil.Process().net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in _WILDCARDS
         }
+    )
+
+
+def warn_of_open_server(logger: logging.Logger, host: str, *, has_key: bool) -> None:
+    """Say so where anybody who reaches `host` may use the server."""
+    if has_key or host == "localhost":
+        return
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:
+        pass  # A name; it may stand for any address.
+    logger.warning(
+        "--host %s without an API key: whoever reaches it can use the server and read its answers; "
+        "set SGLANG_API_KEY or --api-key-file",
+        host,
     )
 
 

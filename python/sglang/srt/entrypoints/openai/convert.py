@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.constrained.constraint import schema_of_response_format
-from sglang.srt.entrypoints.http_body import refuse_fields
+from sglang.srt.entrypoints.http_body import refuse_fields, refuse_own_ids
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody
 from sglang.srt.managers.request_state import RequestState
@@ -34,6 +34,7 @@ def check_common(body: CommonBody) -> None:
         ApiError: 400 that names the field.
     """
     refuse_fields(body, NOT_SERVED, NEUTRAL)
+    refuse_own_ids(body.rid)
     if body.model is not None and len(body.model) > MAX_MODEL_CHARS:
         raise bad_request(
             f"model has {len(body.model)} characters, at most {MAX_MODEL_CHARS} are allowed",

@@ -47,6 +47,12 @@ class ObjectFiles:
         self._temporary = self.root / _TEMPORARY
         self.root.mkdir(parents=True, exist_ok=True)
 
+    def others_may_write(self) -> bool:
+        """Whether the root belongs to another user (but for the system's), or all may write in it.
+        A checksum tells damage from what was written, not who wrote it."""
+        status = self.root.stat()
+        return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & stat.S_IWOTH)
+
     def folder(self, namespace: str) -> Path:
         """Where a namespace's objects are."""
         return self.root / escape(namespace)

@@ -53,6 +53,12 @@ class HiCacheFile(HiCacheStorage):
                 f"file storage backend: cannot use {file_path}: {error.strerror}; set "
                 "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory that can be written"
             ) from error
+        if self._files.others_may_write():
+            logger.warning(
+                "file storage backend: other users may write in %s, and what they put there is "
+                "served: set SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory of your own",
+                file_path,
+            )
         self._files.remove_stale_temporaries()
 
     # -- v2 ----------------------------------------------------------------------------------------

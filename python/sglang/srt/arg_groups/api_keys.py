@@ -1,0 +1,72 @@
+"""Where the keys of a server come from: a flag, a file or the environment, one of them each.
+
+A flag's value is in the list of processes, which every user of the machine may read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.environ import EnvOptionalStr, envs
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+MAX_KEY_BYTES: Final = 4096
+
+
+def with_keys(args: ServerArgs) -> ServerArgs:
+    """`args` with the keys that files and the environment have. No error says a key.
+
+    Raises:
+        ValueError: A key has two sources, or a file has none.
+    """
+    return replace(
+        args,
+        api_key=_key(args.api_key, args.api_key_file, "--api-key", envs.SGLANG_API_KEY),
+        admin_api_key=_key(
+            args.admin_api_key,
+            args.admin_api_key_file,
+            "--admin-api-key",
+            envs.SGLANG_ADMIN_API_KEY,
+        ),
+    )
+
+
+def _key(value: str | None, path: str | None, flag: str, variable: EnvOptionalStr) -> str | None:
+    in_environment = variable.get()
+    sources = {flag: value, f"{flag}-file": path, variable.name: in_environment}
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: give the key once")
+    if path is not None:
+        return _read_key(path, f"{flag}-file")
+    return in_environment if value is None else value
+
+
+def _read_key(path: str, flag: str) -> str:
+    """The one line of the file."""
+    try:
+        # Not waiting where it is a pipe that nobody writes to.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
+            status = os.fstat(f.fileno())
+            raw = f.read(MAX_KEY_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+        key = raw.decode().strip()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        key = ""
+    if not key or len(raw) > MAX_KEY_BYTES or not key.isprintable():
+        raise ValueError(
+            f"{flag} {path}: expected a file with one line, the key, of at most {MAX_KEY_BYTES} "
+            "bytes"
+        )
+    if status.st_mode & 0o077:
+        logger.warning("%s %s: others may read the key: chmod 600", flag, path)
+    return key
