@@ -110,6 +110,18 @@ def test_an_endless_compilation_is_killed_and_remembered(backend: GrammarBackend
     assert outcome(backend.get("regex", "after+")) == "ready"
 
 
+def test_one_clients_long_compilations_do_not_hold_up_anothers() -> None:
+    backend = make(GrammarLimits(compile_timeout=300, queue_timeout=300, first_try=0.2))
+    try:
+        assert outcome(backend.get("regex", "warm")) == "ready"
+        slow = [backend.get("regex", ENDLESS_REGEX + "b" * i) for i in range(6)]
+        assert outcome(backend.get("regex", "victim+")) == "ready"
+        assert {ticket.state for ticket in slow} == {TicketState.COMPILING}
+    finally:
+        backend.close()
+    assert {ticket.message for ticket in slow} == {"regex: the server is stopping"}
+
+
 def test_a_schema_that_fills_the_memory_is_refused_or_compiled_in_time(
     backend: GrammarBackend,
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import IO
 
 import psutil
@@ -17,6 +18,7 @@ from sglang.srt.constrained.frames import (
     Task,
     Verdict,
     read_frame,
+    wait_readable,
     write_frame,
 )
 from sglang.srt.constrained.limits import GrammarLimits
@@ -26,6 +28,10 @@ from sglang.srt.constrained.vocabulary import Vocabulary
 
 class CompileProcessError(RuntimeError):
     """The process could not be started; says nothing about a grammar."""
+
+
+class FirstTryOver(Exception):
+    """A compilation takes long, and may not now."""
 
 
 class CompileProcessDied(GrammarError):
@@ -80,10 +86,14 @@ class CompileProcess:
             return False
         return bool(resident <= self._limits.idle_process_memory)
 
-    def check(self, constraint: Constraint) -> None:
+    def check(self, constraint: Constraint, may_go_on: Callable[[], bool]) -> None:
         """Return once the constraint compiled there.
 
+        Args:
+            may_go_on: Asked once, when `limits.first_try` is over; False kills the process.
+
         Raises:
+            FirstTryOver: `may_go_on` said no.
             GrammarError: It did not, within the limits. Where it had to be killed for that,
                 `is_running` is False afterwards.
         """
@@ -92,6 +102,10 @@ class CompileProcess:
         try:
             write_frame(self._stdin.fileno(), Task(constraint.kind, constraint.text))
             deadline = time.monotonic() + limits.compile_timeout
+            in_time = wait_readable(self._stdout.fileno(), limits.first_try)
+            if not in_time and not may_go_on():
+                self.close()
+                raise FirstTryOver
             verdict = read_frame(self._stdout.fileno(), Verdict, deadline)
         except FrameTimeout:
             self.close()

@@ -56,6 +56,13 @@ def write_frame(fd: int, message: msgspec.Struct) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
+def wait_readable(fd: int, seconds: float) -> bool:
+    """Wait up to `seconds` for the begin of a message, or the end of the pipe; whether it came."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
+
+
 def read_frame(fd: int, kind: type[T], deadline: float | None = None) -> T:
     """Receive one message.
 

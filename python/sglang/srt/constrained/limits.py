@@ -14,6 +14,8 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_text_bytes: int = 64 << 10
     compile_timeout: float = 10.0
+    first_try: float = 1.0
+    """Of that, before it is asked whether others wait. Common grammars take milliseconds."""
     compile_memory: int = 1 << 30
     """Address space that one compilation may add to its process."""
     idle_process_memory: int = 1 << 30

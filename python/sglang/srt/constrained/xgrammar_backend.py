@@ -16,7 +16,9 @@ from sglang.srt.constrained.compile_process import (
     CompileProcess,
     CompileProcessDied,
     CompileProcessError,
+    FirstTryOver,
 )
+from sglang.srt.constrained.compile_queue import CompileJob, CompileQueue
 from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA, Constraint, ConstraintKind
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.limits import GrammarLimits
@@ -40,8 +42,8 @@ class XGrammarBackend(GrammarBackend):
 
     Owns up to `limits.compile_threads` threads `grammar-*`, each of which asks a compile process
     of its own first (started when needed, replaced when it had to be killed) and then compiles
-    here, without holding the interpreter lock. `_lock` guards the cache, the idle processes and
-    the flag `_closed`.
+    here, without holding the interpreter lock. `_lock` guards the cache, the queue, the idle
+    processes and the flag `_closed`.
 
     Args:
         tokenizer, vocab_size, eos_token_ids: As in `create_grammar_backend`.
@@ -70,6 +72,7 @@ class XGrammarBackend(GrammarBackend):
         self._idle: list[CompileProcess] = []
         self._busy: set[CompileProcess] = set()
         self._closed = False
+        self._queue = CompileQueue(limits.compile_threads)
         self._pool = ThreadPoolExecutor(limits.compile_threads, thread_name_prefix="grammar")
 
     def get(self, kind: ConstraintKind | str, text: str) -> GrammarTicket:
@@ -91,7 +94,8 @@ class XGrammarBackend(GrammarBackend):
                 ticket.fail(f"{constraint.kind.value}: cannot be compiled now, {why}: retry later")
                 return ticket
             self._cache.add_compiling(ticket)
-            self._pool.submit(self._run, ticket, time.monotonic())
+            self._queue.add(CompileJob(ticket, time.monotonic()))
+            self._pool.submit(self._work)
         return ticket
 
     def _refuse_text(self, text: str) -> str | None:
@@ -121,8 +125,30 @@ class XGrammarBackend(GrammarBackend):
         # Queued tickets run, and fail at once: nobody is left waiting for one.
         self._pool.shutdown(wait=True)
 
-    def _run(self, ticket: GrammarTicket, asked_at: float) -> None:
-        """Thread `grammar-*`: one compilation, from start to a ticket that is done."""
+    def _work(self) -> None:
+        """Thread `grammar-*`: compile what is there to compile. A job that is left in the queue
+        waits for one under way, whose thread takes it."""
+        while True:
+            with self._lock:
+                job = self._queue.take()
+            if job is None:
+                return
+            try:
+                self._run(job)
+            except FirstTryOver:
+                with self._lock:
+                    self._queue.put_back(job)
+            else:
+                with self._lock:
+                    self._queue.end(job)
+
+    def _run(self, job: CompileJob) -> None:
+        """One compilation, from start to a ticket that is done.
+
+        Raises:
+            FirstTryOver: It is to begin again.
+        """
+        ticket, asked_at = job.ticket, job.asked_at
         kind = ticket.constraint.kind.value
         message, keep, grammar = "", True, None
         try:
@@ -130,13 +156,15 @@ class XGrammarBackend(GrammarBackend):
             if self._closed or waited > self._limits.queue_timeout:
                 keep = False
                 raise GrammarError(f"{kind}: waited {waited:.0f} s for a compile thread: retry")
-            grammar = self._compile(ticket.constraint)
+            grammar = self._compile(job)
         except GrammarError as error:
             message = f"{kind}: the server is stopping" if self._closed else str(error)
             keep = keep and not isinstance(error, CompileProcessDied)
         except CompileProcessError as error:
             message, keep = f"{kind}: {error}", False
             logger.error("%s", error)
+        except FirstTryOver:
+            raise
         except Exception:
             logger.exception("compiling a %s failed", kind)
             message, keep = f"{kind}: compiling it failed inside the server; see its log", False
@@ -147,22 +175,27 @@ class XGrammarBackend(GrammarBackend):
         with self._lock:
             self._cache.finish(ticket, keep=keep)
 
-    def _compile(self, constraint: Constraint) -> XGrammarGrammar:
+    def _compile(self, job: CompileJob) -> XGrammarGrammar:
+        constraint = job.ticket.constraint
         kind, text = constraint
         if kind is ConstraintKind.JSON_SCHEMA:
             text = prepare_json_schema(text)
         prepared = Constraint(kind, text)
         if constraint not in _TRUSTED:
-            self._check_elsewhere(prepared)
+            self._check_elsewhere(prepared, job)
         compiled = compile_constraint(self._compiler, prepared, any_whitespace=self._any_whitespace)
         return XGrammarGrammar(compiled, kind, self._vocabulary, self._limits)
 
-    def _check_elsewhere(self, constraint: Constraint) -> None:
+    def _check_elsewhere(self, constraint: Constraint, job: CompileJob) -> None:
         process = self._take_process()
         try:
-            process.check(constraint)
+            process.check(constraint, lambda: self._may_go_on(job))
         finally:
             self._return_process(process)
+
+    def _may_go_on(self, job: CompileJob) -> bool:
+        with self._lock:
+            return self._queue.may_go_on(job)
 
     def _take_process(self) -> CompileProcess:
         with self._lock:
