@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Final
 
 import psutil
 
@@ -24,6 +24,10 @@ from sglang.srt.constrained.frames import (
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.constrained.vocabulary import Vocabulary
+
+
+_ANSWER_SECONDS: Final = 10.0
+"""For what takes no time, on a machine that has none to spare."""
 
 
 class CompileProcessError(RuntimeError):
@@ -90,37 +94,49 @@ class CompileProcess:
         """Return once the constraint compiled there.
 
         Args:
-            may_go_on: Asked once, when `limits.first_try` is over; False kills the process.
+            may_go_on: Asked once, when `limits.first_try` is over; False stops the trial.
 
         Raises:
             FirstTryOver: `may_go_on` said no.
-            GrammarError: It did not, within the limits. Where it had to be killed for that,
-                `is_running` is False afterwards.
+            GrammarError: It did not, within the limits.
         """
         kind = constraint.kind.value
         limits = self._limits
         try:
             write_frame(self._stdin.fileno(), Task(constraint.kind, constraint.text))
-            deadline = time.monotonic() + limits.compile_timeout
-            in_time = wait_readable(self._stdout.fileno(), limits.first_try)
-            if not in_time and not may_go_on():
-                self.close()
-                raise FirstTryOver
-            verdict = read_frame(self._stdout.fileno(), Verdict, deadline)
-        except FrameTimeout:
+            answer = self._stdout.fileno()
+            first_try = min(limits.first_try, limits.compile_timeout)
+            if not wait_readable(answer, seconds=first_try):
+                if not may_go_on():
+                    self._stop_trial()
+                    raise FirstTryOver
+                if not wait_readable(answer, seconds=limits.compile_timeout - first_try):
+                    self._stop_trial()
+                    raise GrammarError(
+                        f"{kind}: compiling it took more than {limits.compile_timeout:g} s: "
+                        "simplify it"
+                    )
+            verdict = read_frame(answer, Verdict, time.monotonic() + _ANSWER_SECONDS)
+        except (OSError, EOFError, FrameTimeout):
             self.close()
-            raise GrammarError(
-                f"{kind}: compiling it took more than {limits.compile_timeout:g} s: simplify it"
-            ) from None
-        except (OSError, EOFError):
-            self.close()
+            verdict = Verdict(has_died=True)
+        if verdict.has_died:
             raise CompileProcessDied(
                 f"{kind}: compiling it ended the compile process, most likely for lack of memory "
                 f"({limits.compile_memory >> 20} MiB): simplify it"
-            ) from None
+            )
         if verdict.error is not None:
             error = verdict.error
             raise GrammarError(error if error.startswith(kind) else f"{kind}: {error}")
+
+    def _stop_trial(self) -> None:
+        """End the trial under way; the process where that does not work."""
+        try:
+            write_frame(self._stdin.fileno(), Task())
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            read_frame(self._stdout.fileno(), Verdict, deadline)
+        except (OSError, EOFError, FrameTimeout):
+            self.close()
 
     def kill(self) -> None:
         """End it; whoever asks it something gets `CompileProcessDied`. Not reaped, see `close`."""

@@ -4,6 +4,9 @@ A grammar library is native code that cannot be interrupted, and a few hundred b
 run for hours or fill the machine. So each constraint is first compiled here, under a limit of
 memory, by a process that may be killed; only what passed is compiled in the engine. The result
 is not sent over: its serialized form can be a thousand times its size in memory.
+
+Each trial is a fork of this process, which takes milliseconds, where starting one takes seconds of
+imports: a trial that has to be killed costs the next one nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 import os
 import random
 import resource
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -21,7 +26,14 @@ import xgrammar
 
 from sglang.srt.constrained.bitmask import allocate_bitmask
 from sglang.srt.constrained.constraint import Constraint
-from sglang.srt.constrained.frames import Hello, Task, Verdict, read_frame, write_frame
+from sglang.srt.constrained.frames import (
+    Hello,
+    Task,
+    Verdict,
+    read_frame,
+    wait_readable,
+    write_frame,
+)
 from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.constrained.xgrammar_grammar import (
     XGrammarGrammar,
@@ -29,7 +41,7 @@ from sglang.srt.constrained.xgrammar_grammar import (
     compile_constraint,
     make_compiler,
 )
-from sglang.srt.utils.process import start_parent_watch
+from sglang.srt.utils.process import die_with_parent, start_parent_watch
 
 _PROBE_STEPS: Final = 32
 _NICENESS: Final = 5
@@ -70,22 +82,50 @@ def serve(read_fd: int, write_fd: int) -> None:
     compiler = make_compiler(hello.vocabulary)
     in_use = psutil.Process().memory_info().vms
     ceiling = in_use + limits.compile_memory
-    resource.setrlimit(resource.RLIMIT_AS, (ceiling, ceiling))
     write_frame(write_fd, Verdict())
     while True:
         task = read_frame(read_fd, Task)
-        write_frame(write_fd, _try(compiler, task, hello))
+        if task.kind is None:
+            continue  # What it was to stop has just ended.
+        constraint = Constraint(task.kind, task.text)
+
+        def trial(constraint: Constraint = constraint) -> Verdict:
+            resource.setrlimit(resource.RLIMIT_AS, (ceiling, ceiling))
+            return _try(compiler, constraint, hello)
+
+        write_frame(write_fd, _forked(trial, stop_fd=read_fd))
 
 
-def _try(compiler: xgrammar.GrammarCompiler, task: Task, hello: Hello) -> Verdict:
+def _forked(trial: Callable[[], Verdict], stop_fd: int) -> Verdict:
+    """What `trial` says in a process of its own, which is killed when something comes on
+    `stop_fd`."""
+    result_fd, child_fd = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent)
+            write_frame(child_fd, trial())
+        finally:
+            os._exit(0)
+    os.close(child_fd)
+    try:
+        if result_fd in wait_readable(result_fd, stop_fd):
+            return read_frame(result_fd, Verdict)
+    except EOFError:
+        pass
+    finally:
+        os.close(result_fd)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return Verdict(has_died=True)
+
+
+def _try(compiler: xgrammar.GrammarCompiler, constraint: Constraint, hello: Hello) -> Verdict:
     limits, vocabulary = hello.limits, hello.vocabulary
     try:
-        compiled = compile_constraint(
-            compiler,
-            Constraint(task.kind, task.text),
-            any_whitespace=hello.any_whitespace,
-        )
-        grammar = XGrammarGrammar(compiled, task.kind, vocabulary, limits)
+        compiled = compile_constraint(compiler, constraint, any_whitespace=hello.any_whitespace)
+        grammar = XGrammarGrammar(compiled, constraint.kind, vocabulary, limits)
         if grammar.size_bytes > limits.max_grammar_bytes:
             size, most = grammar.size_bytes >> 20, limits.max_grammar_bytes >> 20
             return Verdict(f"it compiles to {size} MiB, more than the {most} allowed: simplify it")

@@ -28,16 +28,19 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """Further messages to the process: try this."""
+    """Further messages to the process: try this; without a kind: stop what is tried, if anything
+    still is. A trial is answered once, by how it ended or that it was stopped."""
 
-    kind: ConstraintKind
-    text: str
+    kind: ConstraintKind | None = None
+    text: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True):
     """An answer, to `Hello` as well. `error` is None where all went well."""
 
     error: str | None = None
+    has_died: bool = False
+    """The trial ended without a word, by itself or because it was stopped."""
 
 
 class FrameTimeout(Exception):
@@ -56,11 +59,13 @@ def write_frame(fd: int, message: msgspec.Struct) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def wait_readable(fd: int, seconds: float) -> bool:
-    """Wait up to `seconds` for the begin of a message, or the end of the pipe; whether it came."""
+def wait_readable(*fds: int, seconds: float | None = None) -> set[int]:
+    """Wait up to `seconds`, or for ever, for the begin of a message or the end of a pipe; where
+    there is one."""
     poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(seconds * 1000))
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(None if seconds is None else seconds * 1000)}
 
 
 def read_frame(fd: int, kind: type[T], deadline: float | None = None) -> T:
