@@ -243,15 +243,20 @@ def test_every_error_names_its_field(
     ],
 )
 def test_more_messages_than_fit_are_not_rendered(
-    server: FrontServer, client: httpx.Client, messages: list[Any], count: str
+    server: FrontServer,
+    client: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[Any],
+    count: str,
 ) -> None:
     rendered: list[Any] = []
-    render = server.context.chat_template.render
-    server.context.chat_template.render = lambda turns, **_: rendered.append(turns) or ""  # type: ignore[method-assign]
-    try:
-        error = refused(client.post(CHAT, json=chat(messages=messages)))
-    finally:
-        server.context.chat_template.render = render  # type: ignore[method-assign]
+
+    def note(turns: Any, **_: Any) -> str:
+        rendered.append(turns)
+        return "a"
+
+    monkeypatch.setattr(server.context.chat_template, "render", note)
+    error = refused(client.post(CHAT, json=chat(messages=messages)))
     assert count in error["message"]
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     assert rendered == []

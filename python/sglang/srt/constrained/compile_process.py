@@ -25,7 +25,6 @@ from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.constrained.vocabulary import Vocabulary
 
-
 _ANSWER_SECONDS: Final = 10.0
 """For what takes no time, on a machine that has none to spare."""
 

@@ -49,9 +49,9 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, ChatBody)
     if len(body.messages) > MESSAGES_AT_ONCE:
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(context.renderer, to_request, body, context)
-        engine_request, tools = await work
+        engine_request, tools = await asyncio.get_running_loop().run_in_executor(
+            context.renderer, to_request, body, context
+        )
     else:
         engine_request, tools = to_request(body, context)
     samples = expand_samples([engine_request])
