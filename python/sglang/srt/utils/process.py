@@ -1,4 +1,4 @@
-"""Processes: their titles, signals and limits, ending them by their handles and with one's parent."""
+"""Processes: titles, signals and limits, ending them by their handles and with one's parent."""
 
 from __future__ import annotations
 
