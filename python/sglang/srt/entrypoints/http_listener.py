@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 ACCEPTS_AT_ONCE: Final = 64
 """In one turn of the event loop."""
-PAUSE_SECONDS: Final = 0.2
+PAUSE_SECONDS: Final = 0.1
 """Without accepting, where there is no room."""
-LEAST_IDLE_SECONDS: Final = 1.0
+LEAST_IDLE_SECONDS: Final = 0.25
 """Without a request before a connection gives way: its first one may be on its way."""
 SPARE_FILES: Final = 256
 """Left to everything that is no connection, and to connections that have just been closed."""
@@ -121,7 +121,7 @@ class Listener:
         for _ in range(ACCEPTS_AT_ONCE):
             open_now = self._count() + len(self._opening)
             if open_now >= self._most and not self._make_room():
-                self._pause(sock, f"{open_now} connections are open and in use")
+                self._pause(sock, f"{open_now} connections are open and none is idle")
                 return
             try:
                 peer, _ = sock.accept()
