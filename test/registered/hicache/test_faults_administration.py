@@ -47,6 +47,7 @@ def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
         "4096",
         "--hicache-ratio",
         "1.0",
+        "--hicache-allow-dynamic-attach",
         "--enable-metrics",
     )
     with EngineServer(*flags, env=cluster.engine_env()) as running:
