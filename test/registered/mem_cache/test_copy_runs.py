@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache.copy_runs import CopyRuns, PageRuns, join_runs
+from sglang.srt.mem_cache.copy_runs import CopyRuns, PageRuns, join_runs, runs_from_pool
 from sglang.srt.mem_cache.host_copy_cuda import EngineUse
 from sglang.srt.mem_cache.host_rows import HostRows, PartRows, part_rows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -59,6 +59,27 @@ def move_rows(
             on_device = part.device_addresses[layer] + slot * rows.row_bytes
             to, source = (at, on_device) if to_buffer else (on_device, at)
             ctypes.memmove(to, source, rows.row_bytes)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct", "page_first_kv_split"])
+@pytest.mark.parametrize("v_head_dim", [None, 6])
+def test_runs_from_the_pool_are_a_page_of_a_layer_each(layout: str, v_head_dim: int | None) -> None:
+    device = make_device_pool(v_head_dim=v_head_dim)
+    host = make_host_pool(device, layout)
+    pages, into = [3, 1, 15, 8], [4, 9, 2, 6]
+    runs = runs_from_pool(parts_of(host, device), PAGE, np.array(into), np.array(pages))
+    assert len(runs) == 2 * LAYERS * len(pages)
+    do(runs)
+    other = make_device_pool(v_head_dim=v_head_dim, seed=1)
+    copy_to_device(host, other, page_slots(into), pages)
+    assert device_bytes(other, page_slots(pages)) == device_bytes(device, page_slots(pages))
+
+
+def test_runs_from_the_pool_need_a_page_of_a_layer_in_one_piece() -> None:
+    device = make_device_pool()
+    parts = parts_of(make_host_pool(device, "page_first"), device)
+    with pytest.raises(AssertionError, match="one run"):
+        runs_from_pool(parts, PAGE, np.array([1]), np.array([1]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

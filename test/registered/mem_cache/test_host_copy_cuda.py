@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from sglang.srt.mem_cache.host_copy_cuda import CudaPageCopier
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pinned_memory import allocate_pinned
@@ -137,6 +138,39 @@ def test_round_trips_are_bit_exact(
         load(stream, host, target, slots, into, io_backend)[-1].synchronize()
         assert torch.equal(bits(target, into), bits(source, pages))
     assert torch.equal(bits(target, [0, 2, 48]), untouched)
+    stream.close()
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "page_first_kv_split"])
+@pytest.mark.parametrize(("page_size", "straight"), [(64, True), (16, False)])
+def test_long_pages_whose_slots_the_cpu_knows_go_straight_from_the_pool(
+    layout: str, page_size: int, straight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make_pool(page_size), make_pool(page_size, seed=1)
+    host = MHATokenToKVPoolHost(source, 2.0, 0, page_size, layout)
+    assert host.prefers_cpu_slots(source, "direct") is straight
+    staged: list[int] = []
+    kernels = CudaPageCopier._backup_staged
+
+    def count(copier: CudaPageCopier, to: torch.Tensor, of: torch.Tensor) -> None:
+        staged.append(len(to))
+        kernels(copier, to, of)
+
+    monkeypatch.setattr(CudaPageCopier, "_backup_staged", count)
+    pages, into = [3, 1, 47, 8], [14, 4, 10, 11]
+    slots = host.alloc(len(pages) * page_size)
+    assert slots is not None
+    stream, done = CopyStream("cuda", "test"), make_event("cuda")
+
+    def work() -> None:
+        host.backup_from_device_all_layer(source, slots, page_slots(pages, page_size), "direct")
+        done.record()
+
+    stream.submit(work, follows_caller=False)
+    done.synchronize()
+    load(stream, host, target, slots, into, "direct")[-1].synchronize()
+    assert torch.equal(bits(target, into), bits(source, pages))
+    assert bool(staged) is not straight
     stream.close()
 
 

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
 from sglang.srt.mem_cache.storage_groups import pages_per_read
 from sglang.srt.mem_cache.storage_io import AgreeHit, StorageIO
 from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
-from sglang.srt.utils.device import CopyStream, Event, make_event
+from sglang.srt.utils.device import CopyStream, Event, HostCopies, make_event
 from sglang.srt.utils.threads import give_way, share_interpreter
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,15 @@ class CacheOperation:
     device_indices: torch.Tensor
 
 
+@dataclass(slots=True)
+class _Locating:
+    """Writes that begin once the CPU knows their device slots."""
+
+    operations: list[CacheOperation]
+    device_slots: HostCopies
+    was_passed_over: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class HiCacheAck:
     """One copy under way for a whole tick's operations."""
@@ -126,10 +135,12 @@ class HiCacheController:
         self._load_stream = CopyStream(device, "hicache-load")
         self._next_id = 0
         self.write_queue: list[CacheOperation] = []
+        self._locating: deque[_Locating] = deque()
         self.load_queue: list[CacheOperation] = []
         self.ack_write_queue: deque[HiCacheAck] = deque()
         self.ack_load_queue: deque[HiCacheAck] = deque()
         self.storage_io: StorageIO | None = None
+        self._locates = mem_pool_host.prefers_cpu_slots(mem_pool_host.device_pool, io_backend)
         if device.type == "cuda":
             self._warm_up()
         else:
@@ -144,11 +155,12 @@ class HiCacheController:
         """
         page = torch.arange(self.page_size, dtype=torch.int64)
         on_device = page.to(self.mem_pool_device.device)
+        written = page if self._locates else on_device
         layers = [
             make_event(self.mem_pool_device.device) for _ in range(self.mem_pool_host.layer_num)
         ]
         saved, loaded = (make_event(self.mem_pool_device.device) for _ in range(2))
-        self._write_stream.submit(lambda: self._copy_to_host(page, on_device, saved))
+        self._write_stream.submit(lambda: self._copy_to_host(page, written, saved))
         saved.synchronize()
         self._load_stream.submit(lambda: self._copy_to_device(page, on_device, layers, loaded))
         loaded.synchronize()
@@ -167,12 +179,42 @@ class HiCacheController:
         self.write_queue.append(operation)
         return operation
 
-    def start_writing(self) -> None:
-        """Issue everything queued as one copy."""
+    def start_writing(self, *, is_urgent: bool = False, soon: bool = False) -> None:
+        """Issue everything queued as one copy.
+
+        On a GPU the device slots of long pages are brought to the CPU first, behind the step that
+        fills them; copy engines then take the pages from the pool. What is not there yet begins at
+        a later call.
+
+        Args:
+            is_urgent: Wait for the slots: all copies have begun on return.
+            soon: Another call follows in this tick, and had better pay for what it takes the CPU.
+        """
         if self.write_queue:
-            ack = self._issue(self.write_queue, self._write_stream, self._copy_to_host)
-            self.ack_write_queue.append(ack)
-            self.write_queue = []
+            operations, self.write_queue = self.write_queue, []
+            if self._locates:
+                slots = _joined([operation.device_indices for operation in operations])
+                self._locating.append(_Locating(operations, HostCopies([slots])))
+            else:
+                self._write(operations, _joined([one.device_indices for one in operations]))
+        while self._locating and (is_urgent or self._locating[0].device_slots.is_done):
+            first = self._locating[0]
+            if soon and not first.was_passed_over:
+                first.was_passed_over = True
+                break
+            (slots_on_cpu,) = first.device_slots.wait()
+            assert slots_on_cpu is not None
+            # The step that fills them has ended: nothing to wait for.
+            self._write(first.operations, slots_on_cpu, follows_caller=False)
+            self._locating.popleft()
+
+    def _write(
+        self, operations: list[CacheOperation], device: torch.Tensor, *, follows_caller: bool = True
+    ) -> None:
+        ack = self._issue(
+            operations, device, self._write_stream, self._copy_to_host, follows_caller
+        )
+        self.ack_write_queue.append(ack)
 
     def _copy_to_host(self, host: torch.Tensor, device: torch.Tensor, finish: Event) -> None:
         self.mem_pool_host.backup_from_device_all_layer(
@@ -200,7 +242,8 @@ class HiCacheController:
         def copy(host: torch.Tensor, device: torch.Tensor, finish: Event) -> None:
             self._copy_to_device(host, device, layer_events, finish)
 
-        self.ack_load_queue.append(self._issue(self.load_queue, self._load_stream, copy))
+        device = _joined([operation.device_indices for operation in self.load_queue])
+        self.ack_load_queue.append(self._issue(self.load_queue, device, self._load_stream, copy))
         self.load_queue = []
         return index
 
@@ -217,15 +260,17 @@ class HiCacheController:
     def _issue(
         self,
         operations: list[CacheOperation],
+        device: torch.Tensor,
         stream: CopyStream,
         copy: Callable[[torch.Tensor, torch.Tensor, Event], None],
+        follows_caller: bool = True,
     ) -> HiCacheAck:
+        """Begin one copy for all `operations`, whose device slots are `device`."""
         host = _joined([operation.host_indices for operation in operations])
-        device = _joined([operation.device_indices for operation in operations])
         finish = make_event(self.mem_pool_device.device)
         ids = [operation.operation_id for operation in operations]
         ack = HiCacheAck(finish, ids, len(host), time.monotonic())
-        stream.submit(lambda: copy(host, device, finish))
+        stream.submit(lambda: copy(host, device, finish), follows_caller=follows_caller)
         return ack
 
     def _take_id(self) -> int:
@@ -285,7 +330,7 @@ class HiCacheController:
 
     def reset(self) -> None:
         """Free every host page. Nothing may be queued or under way."""
-        assert not (self.write_queue or self.load_queue)
+        assert not (self.write_queue or self._locating or self.load_queue)
         assert not (self.ack_write_queue or self.ack_load_queue)
         self.mem_pool_host.clear()
         self.layer_done_counter.reset()

@@ -127,6 +127,37 @@ class PageRuns:
         )
 
 
+def runs_from_pool(
+    parts: Sequence[PartRows],
+    page_size: int,
+    host_pages: npt.NDArray[np.int64],
+    device_pages: npt.NDArray[np.int64],
+) -> CopyRuns:
+    """Copies of whole pages from the device pool to the host: one for each part, layer and page.
+
+    Args:
+        parts: Their host memory has a page of a layer in one run.
+        page_size: Tokens.
+        host_pages: int64 `[n]`; `device_pages` likewise.
+    """
+    sources, destinations, sizes = [], [], []
+    for part in parts:
+        rows = part.rows
+        assert rows.has_page_runs(page_size), "a page of a layer is one run"
+        piece = page_size * rows.row_bytes
+        layers = np.array(part.device_addresses, dtype=np.int64)[:, None]
+        sources.append((layers + device_pages * piece).reshape(-1))
+        layer = np.arange(len(layers), dtype=np.int64)[:, None] * rows.layer_stride
+        page = part.host_address + host_pages * _page_stride(rows, page_size)
+        destinations.append((layer + page).reshape(-1))
+        sizes.append(np.full(len(sources[-1]), piece, dtype=np.uint64))
+    return CopyRuns(
+        np.concatenate(destinations).astype(np.uint64),
+        np.concatenate(sources).astype(np.uint64),
+        np.concatenate(sizes),
+    )
+
+
 def join_runs(several: Sequence[BufferRuns]) -> BufferRuns:
     """One list of all of them."""
     return BufferRuns(

@@ -1,9 +1,10 @@
 """Copies of whole pages between a device pool on CUDA and page-locked host memory.
 
-Two ways: copy engines through a device buffer (staged_copy.py), and one Triton kernel that reads or
-writes host memory itself, a launch a layer to load, one launch for all layers to back up. Which of
-them, `EngineUse.of` says. All issue in order with the current stream and return without waiting for
-the device. None loops over pages.
+Three ways: copy engines through a device buffer (staged_copy.py); copy engines straight from the
+pool, for backups of long pages whose device slots the CPU knows; and one Triton kernel that reads
+or writes host memory itself, a launch a layer to load, one launch for all layers to back up. Which
+of them, `EngineUse.of` and `prefers_cpu_slots` say. All issue in order with the current stream and
+return without waiting for the device. None loops over pages.
 
 Called by whoever issues copies: on CUDA that is the scheduler's thread, inside a `CopyStream`.
 """
@@ -19,12 +20,16 @@ import torch
 
 from sglang.srt.constants import KIB
 from sglang.srt.mem_cache.copy_engine import CopyEngine
-from sglang.srt.mem_cache.copy_runs import is_token_major, pages_are_runs
+from sglang.srt.mem_cache.copy_runs import is_token_major, pages_are_runs, runs_from_pool
 from sglang.srt.mem_cache.host_layout import IoBackend, suits_copy_engines
 from sglang.srt.mem_cache.host_page_list import whole_pages
 from sglang.srt.mem_cache.host_rows import PartRows, TokenCopyTuning
 from sglang.srt.mem_cache.staged_copy import StagedBackup, StagedLoad, StagedLoadTuning
-from sglang.srt.utils.device import keep_for_current_stream, stage_to_device
+from sglang.srt.utils.device import (
+    current_stream_handle,
+    keep_for_current_stream,
+    stage_to_device,
+)
 
 # As few multiprocessors as come within 1% of what more of them reach.
 LOAD_TUNING: Final = TokenCopyTuning(programs=8, tile_bytes=65536, num_warps=16)
@@ -175,10 +180,32 @@ class CudaPageCopier:
         """
         _check_backend(io_backend)
         check_equally_many(host, device)
-        if self.engine_use[io_backend].backup:
+        if device.is_cpu and self.prefers_cpu_slots(io_backend):
+            self._backup_runs(host, device)
+        elif self.engine_use[io_backend].backup:
             self._backup_staged(host, device)
         else:
             _KernelCopy(self, host, device).issue(range(self.num_layers), to_host=True)
+
+    def prefers_cpu_slots(self, io_backend: str) -> bool:
+        """Whether a backup whose device slots are on the CPU spares the device its kernels.
+
+        Copy engines take such pages from the pool itself, a run for each layer: at 0.75 of the
+        link instead of 0.95, but beside it nothing runs slower. The kernels that gather pages into
+        a buffer took 1.2% of the throughput where every prompt is backed up and none hits.
+        """
+        first = self.parts[0]
+        return (
+            self.engine_use[io_backend].backup
+            and first.rows.has_page_runs(self.page_size)
+            and min(part.rows.row_bytes for part in self.parts) * self.page_size >= _LONG_RUN_BYTES
+        )
+
+    def _backup_runs(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        host_pages = whole_pages(host, self.page_size, self.host_pages)
+        device_pages = whole_pages(device, self.page_size, self.device_pages)
+        runs = runs_from_pool(self.parts, self.page_size, host_pages, device_pages)
+        self._copy_engine().copy(runs, current_stream_handle(self.device))
 
     def _backup_staged(self, host: torch.Tensor, device: torch.Tensor) -> None:
         pages = whole_pages(host, self.page_size, self.host_pages)

@@ -163,6 +163,10 @@ class HostKVCache(ABC):
     ) -> None:
         """Copy all layers of whole pages from the device pool."""
 
+    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
+        """Whether backups had better be given their `device_indices` on the CPU."""
+        return False
+
     @abstractmethod
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
         """Copy pages into the rows of `out`, uint8 `[pages, page_bytes]`, in page byte order."""

@@ -102,6 +102,10 @@ class HostPoolGroup:
                 entry.device_pool, host, device, io_backend
             )
 
+    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
+        """Whether backups had better be given the anchor's `device_indices` on the CPU."""
+        return self.anchor.prefers_cpu_slots(device_pool, io_backend)
+
     # -- slots: the anchor's -----------------------------------------------------------------------
 
     def alloc(self, need_size: int) -> torch.Tensor | None:

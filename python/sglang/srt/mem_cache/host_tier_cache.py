@@ -282,7 +282,7 @@ class HostTierCache(RadixCache):
         return value
 
     def _finish_write_back(self, nodes: list[TreeNode], slots: list[torch.Tensor]) -> None:
-        self.cache_controller.start_writing()
+        self.cache_controller.start_writing(is_urgent=True)
         self.cache_controller.ack_write_queue[-1].finish_event.synchronize()
         self._free_slots(torch.cat(slots))
         for node in nodes:
@@ -347,7 +347,7 @@ class HostTierCache(RadixCache):
         self.cache_controller.start_writing()
 
     def check_hicache_events(self) -> None:
-        self.start_writing_host_cache()
+        self.cache_controller.start_writing(soon=True)
         if self._has_operations():
             self._act_on(agree(self._progress(), self._reduce))
 

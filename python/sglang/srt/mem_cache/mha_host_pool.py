@@ -67,6 +67,10 @@ class MHATokenToKVPoolHost(HostKVCache):
     ) -> None:
         self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
 
+    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
+        copier = self._copier_of(device_pool)
+        return isinstance(copier, CudaPageCopier) and copier.prefers_cpu_slots(io_backend)
+
     def load_to_device_per_layer(
         self,
         device_pool: DevicePool,

@@ -109,12 +109,17 @@ class CopyStream:
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Queue `work` behind what was submitted before. It records its own events."""
+    def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
+        """Queue `work` behind what was submitted before. It records its own events.
+
+        Args:
+            follows_caller: On CUDA, behind what the caller's stream has queued as well.
+        """
         if self._stream is None:
             self._queue.put(work)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if follows_caller:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
 
@@ -258,6 +263,11 @@ class HostCopies:
             self._event = self._event or _CudaEvent()
         if self._event is not None:
             self._event.record()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> list[torch.Tensor | None]:
         """The tensors on the CPU, in their order. Blocks until they are there."""

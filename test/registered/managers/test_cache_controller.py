@@ -1,0 +1,89 @@
+"""When copies to the host begin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.managers import cache_controller
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.mha_host_pool import MHATokenToKVPoolHost
+from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+class SlowSlots:
+    """Device slots on their way to the CPU, until the test says that they are there."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.is_done = False
+
+    def wait(self) -> list[torch.Tensor]:
+        self.is_done = True
+        return self._tensors
+
+
+@pytest.fixture(name="controller")
+def make_controller(monkeypatch: pytest.MonkeyPatch) -> HiCacheController:
+    """Of a pool that wants device slots on the CPU; with one write of a page queued."""
+    monkeypatch.setattr(MHATokenToKVPoolHost, "prefers_cpu_slots", lambda *_: True)
+    monkeypatch.setattr(cache_controller, "HostCopies", SlowSlots)
+    rig = CacheRig(settings=HiCacheSettings())
+    controller = rig.hi.cache_controller
+    slots = rig.allocator.alloc(rig.page_size)
+    assert slots is not None
+    assert controller.write(slots) is not None
+    return controller
+
+
+def arrived(controller: HiCacheController) -> None:
+    slots = controller._locating[0].device_slots
+    assert isinstance(slots, SlowSlots)
+    slots.is_done = True
+
+
+def test_a_write_begins_when_the_cpu_knows_its_slots(controller: HiCacheController) -> None:
+    controller.start_writing()
+    controller.start_writing()
+    assert not controller.ack_write_queue
+    arrived(controller)
+    controller.start_writing()
+    assert [ack.num_tokens for ack in controller.ack_write_queue] == [4]
+
+
+def test_a_call_that_another_follows_leaves_it_to_that_one(controller: HiCacheController) -> None:
+    controller.start_writing(soon=True)
+    arrived(controller)
+    controller.start_writing(soon=True)
+    assert not controller.ack_write_queue
+    controller.start_writing(soon=True)
+    assert controller.ack_write_queue, "no other came"
+
+
+def test_an_urgent_write_waits_for_its_slots_and_those_before_it(
+    controller: HiCacheController,
+) -> None:
+    controller.start_writing()
+    assert controller.write(torch.arange(8, 12)) is not None
+    controller.start_writing(is_urgent=True)
+    assert [ack.operation_ids for ack in controller.ack_write_queue] == [[1], [2]]
+
+
+def test_writes_begin_in_their_order(controller: HiCacheController) -> None:
+    controller.start_writing()
+    assert controller.write(torch.arange(8, 12)) is not None
+    controller.start_writing()
+    second = controller._locating[1].device_slots
+    assert isinstance(second, SlowSlots)
+    second.is_done = True
+    controller.start_writing()
+    assert not controller.ack_write_queue
+    with pytest.raises(AssertionError):
+        controller.reset()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
