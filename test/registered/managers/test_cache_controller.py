@@ -40,7 +40,7 @@ def make_controller(monkeypatch: pytest.MonkeyPatch) -> HiCacheController:
 
 
 def arrived(controller: HiCacheController) -> None:
-    slots = controller._locating[0].device_slots
+    slots = controller._locating[0].device
     assert isinstance(slots, SlowSlots)
     slots.is_done = True
 
@@ -63,6 +63,35 @@ def test_a_call_that_another_follows_leaves_it_to_that_one(controller: HiCacheCo
     assert controller.ack_write_queue, "no other came"
 
 
+def test_a_long_write_goes_in_pieces_and_is_acknowledged_at_its_end(
+    controller: HiCacheController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_controller, "_PAGES_AT_ONCE", 2)
+    assert controller.write(torch.arange(8, 24)) is not None
+    controller.start_writing()
+    arrived(controller)
+    begun = []
+    while controller._locating:
+        assert not controller.ack_write_queue
+        begun.append(controller._locating[0].begun)
+        controller.start_writing()
+    assert begun == [0, 8, 16]
+    assert [ack.num_tokens for ack in controller.ack_write_queue] == [20]
+
+
+def test_what_others_wait_behind_is_issued_whole(
+    controller: HiCacheController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_controller, "_PAGES_AT_ONCE", 1)
+    assert controller.write(torch.arange(8, 24)) is not None
+    controller.start_writing()
+    assert controller.write(torch.arange(24, 32)) is not None
+    controller.start_writing()
+    arrived(controller)
+    controller.start_writing()
+    assert [ack.num_tokens for ack in controller.ack_write_queue] == [20]
+
+
 def test_an_urgent_write_waits_for_its_slots_and_those_before_it(
     controller: HiCacheController,
 ) -> None:
@@ -76,7 +105,7 @@ def test_writes_begin_in_their_order(controller: HiCacheController) -> None:
     controller.start_writing()
     assert controller.write(torch.arange(8, 12)) is not None
     controller.start_writing()
-    second = controller._locating[1].device_slots
+    second = controller._locating[1].device
     assert isinstance(second, SlowSlots)
     second.is_done = True
     controller.start_writing()

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _WAIT_BOUND_S = 300.0
 _WAIT_STEP_S = 1.0
+_PAGES_AT_ONCE = 32
+"""Of a write that goes on in pieces: some 2,000 copies of a large model, a millisecond."""
 
 
 class LayerDoneCounter:
@@ -81,10 +83,13 @@ class CacheOperation:
 
 @dataclass(slots=True)
 class _Locating:
-    """Writes that begin once the CPU knows their device slots."""
+    """Writes that begin once the CPU knows their device slots, and go on in pieces."""
 
     operations: list[CacheOperation]
-    device_slots: HostCopies
+    host: torch.Tensor
+    device: HostCopies
+    begun: int = 0
+    """Tokens whose copies have been issued."""
     was_passed_over: bool = False
 
 
@@ -183,44 +188,60 @@ class HiCacheController:
         """Issue everything queued as one copy.
 
         On a GPU the device slots of long pages are brought to the CPU first, behind the step that
-        fills them; copy engines then take the pages from the pool. What is not there yet begins at
-        a later call.
+        fills them; copy engines then take the pages from the pool, some at each call.
 
         Args:
-            is_urgent: Wait for the slots: all copies have begun on return.
+            is_urgent: Wait for the slots, and issue everything.
             soon: Another call follows in this tick, and had better pay for what it takes the CPU.
         """
         if self.write_queue:
             operations, self.write_queue = self.write_queue, []
+            slots = _joined([operation.device_indices for operation in operations])
             if self._locates:
-                slots = _joined([operation.device_indices for operation in operations])
-                self._locating.append(_Locating(operations, HostCopies([slots])))
+                host = _joined([operation.host_indices for operation in operations])
+                self._locating.append(_Locating(operations, host, HostCopies([slots])))
             else:
-                self._write(operations, _joined([one.device_indices for one in operations]))
-        while self._locating and (is_urgent or self._locating[0].device_slots.is_done):
+                ack = self._issue(operations, slots, self._write_stream, self._copy_to_host)
+                self.ack_write_queue.append(ack)
+        while self._locating and (is_urgent or self._locating[0].device.is_done):
             first = self._locating[0]
             if soon and not first.was_passed_over:
                 first.was_passed_over = True
                 break
-            (slots_on_cpu,) = first.device_slots.wait()
-            assert slots_on_cpu is not None
-            # The step that fills them has ended: nothing to wait for.
-            self._write(first.operations, slots_on_cpu, follows_caller=False)
+            # Where more wait, they come faster than pieces go.
+            self._write_more(first, whole=is_urgent or len(self._locating) > 1)
+            if first.begun < len(first.host):
+                break
             self._locating.popleft()
 
-    def _write(
-        self, operations: list[CacheOperation], device: torch.Tensor, *, follows_caller: bool = True
-    ) -> None:
-        ack = self._issue(
-            operations, device, self._write_stream, self._copy_to_host, follows_caller
-        )
-        self.ack_write_queue.append(ack)
+    def _write_more(self, write: _Locating, *, whole: bool) -> None:
+        """Issue the next piece, or all the rest, of a write whose slots are known.
 
-    def _copy_to_host(self, host: torch.Tensor, device: torch.Tensor, finish: Event) -> None:
+        A few pages at a time: each is some dozens of copies, and issuing those of a whole prefill
+        takes the CPU longer than a decode step takes the device.
+        """
+        begin, total = write.begun, len(write.host)
+        end = total if whole else min(begin + _PAGES_AT_ONCE * self.page_size, total)
+        (device,) = write.device.wait()
+        assert device is not None
+        part = slice(begin, end)
+        finish = make_event(self.mem_pool_device.device) if end == total else None
+        # The step that fills them has ended: nothing to wait for.
+        self._write_stream.submit(
+            lambda: self._copy_to_host(write.host[part], device[part], finish),
+            follows_caller=False,
+        )
+        write.begun = end
+        if finish is not None:
+            ids = [operation.operation_id for operation in write.operations]
+            self.ack_write_queue.append(HiCacheAck(finish, ids, total, time.monotonic()))
+
+    def _copy_to_host(self, host: torch.Tensor, device: torch.Tensor, finish: Event | None) -> None:
         self.mem_pool_host.backup_from_device_all_layer(
             self.mem_pool_host.device_pool, host, device, self.io_backend
         )
-        finish.record()
+        if finish is not None:
+            finish.record()
 
     # ---- L2 to L1 --------------------------------------------------------------------------
 
@@ -263,14 +284,13 @@ class HiCacheController:
         device: torch.Tensor,
         stream: CopyStream,
         copy: Callable[[torch.Tensor, torch.Tensor, Event], None],
-        follows_caller: bool = True,
     ) -> HiCacheAck:
         """Begin one copy for all `operations`, whose device slots are `device`."""
         host = _joined([operation.host_indices for operation in operations])
         finish = make_event(self.mem_pool_device.device)
         ids = [operation.operation_id for operation in operations]
         ack = HiCacheAck(finish, ids, len(host), time.monotonic())
-        stream.submit(lambda: copy(host, device, finish), follows_caller=follows_caller)
+        stream.submit(lambda: copy(host, device, finish))
         return ack
 
     def _take_id(self) -> int:
