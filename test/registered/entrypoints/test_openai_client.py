@@ -50,6 +50,18 @@ def test_chat(client: openai.OpenAI) -> None:
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
+def test_reasoning_content_is_there_to_be_read(client: openai.OpenAI) -> None:
+    """Clients of reasoning models read it without asking whether it is there."""
+    reply: Any = client.chat.completions.create(model="echo", messages=HELLO, max_tokens=2)
+    assert reply.choices[0].message.reasoning_content is None
+    chunks: Any = client.chat.completions.create(
+        model="echo", messages=HELLO, max_tokens=2, stream=True
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert len(deltas) >= 3, "role, text, end"
+    assert [delta.reasoning_content for delta in deltas] == [None] * len(deltas)
+
+
 def test_chat_fills_the_context_by_default(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="echo", messages=HELLO)
     assert reply.usage is not None
