@@ -212,6 +212,9 @@ class Envs:
 
     SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, out of sight of other users.")
     SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, likewise.")
+    SGLANG_FORWARD_UNKNOWN_TOOLS = EnvBool(
+        False, "Pass on calls of tools that the request did not name; otherwise they stay text."
+    )
 
     ONCE = EnvBool(False, "`make serve` ends after its first answer.")
 

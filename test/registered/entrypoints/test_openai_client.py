@@ -50,6 +50,47 @@ def test_chat(client: openai.OpenAI) -> None:
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
+def test_reasoning_content_is_there_to_be_read(client: openai.OpenAI) -> None:
+    """Clients of reasoning models read it without asking whether it is there."""
+    reply: Any = client.chat.completions.create(model="echo", messages=HELLO, max_tokens=2)
+    assert reply.choices[0].message.reasoning_content is None
+    chunks: Any = client.chat.completions.create(
+        model="echo", messages=HELLO, max_tokens=2, stream=True
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert len(deltas) >= 3, "role, text, end"
+    assert [delta.reasoning_content for delta in deltas] == [None] * len(deltas)
+
+
+def test_messages_are_tokenized_as_chat_does(client: openai.OpenAI) -> None:
+    def tokenize(**body: Any) -> Any:
+        return client.post("/tokenize", body=body, cast_to=object)
+
+    got = tokenize(messages=HELLO)
+    reply = client.chat.completions.create(model="echo", messages=HELLO, max_tokens=1)
+    assert reply.usage is not None
+    assert got["count"] == len(got["tokens"]) == reply.usage.prompt_tokens
+    assert got["tokens"] == tokenize(prompt=PROMPT, add_special_tokens=False)["tokens"]
+    without = tokenize(messages=HELLO, add_generation_prompt=False)
+    assert got["tokens"][: without["count"]] == without["tokens"] != got["tokens"]
+    wrong: list[dict[str, Any]] = [
+        {}, {"messages": HELLO, "prompt": "x"}, {"messages": []},
+        {"messages": [{"role": "king", "content": "x"}]}, {"messages": HELLO * (CONTEXT_LEN + 1)},
+    ]  # fmt: skip
+    for body in wrong:
+        with pytest.raises(openai.BadRequestError, match=r"messages|role"):
+            tokenize(**body)
+
+
+def test_loads(client: openai.OpenAI) -> None:
+    body: Any = client.get("/loads", cast_to=object)
+    assert body["dp_rank_count"] == len(body["loads"]) == 1
+    [load] = body["loads"]
+    assert (load["dp_rank"], load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0, 0)
+    assert load["num_total_tokens"] == body["aggregate"]["total_tokens"]
+    assert body["aggregate"]["total_reqs"] == 0
+
+
 def test_chat_fills_the_context_by_default(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="echo", messages=HELLO)
     assert reply.usage is not None

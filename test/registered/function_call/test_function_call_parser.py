@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.environ import envs
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector, merge_calls
 from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, FunctionCallParser
@@ -138,6 +139,20 @@ def test_a_committed_call_that_breaks_is_cut_short() -> None:
     )
     assert (normal, num_cut) == ("<oops", 1)
     assert calls == [ToolCallItem(0, "add", '{"a": 1')]
+
+
+@FORMATS
+def test_calls_of_unknown_tools_are_forwarded_where_that_is_asked_for(name: str) -> None:
+    marker = "<tool_call>" if name == "qwen25" else "<|python_tag|>"
+    text = marker + '{"name": "rm", "arguments": {"all": true}}'
+    assert parse(name, text) == (text, [])
+    with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+        assert parse(name, text) == ("", [("rm", {"all": True})])
+        parser = FunctionCallParser(TOOLS, name)
+        pieces = [call for c in text for call in parser.parse_stream_increment(c).calls]
+        assert merge_calls(pieces) == [ToolCallItem(0, "rm", '{"all": true}')]
+        nameless = marker + '{"name": "", "arguments": {}}'
+        assert parse(name, nameless) == (nameless, [])
 
 
 def test_bad_set_ups_are_refused_by_name() -> None:

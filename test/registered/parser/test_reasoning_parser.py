@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.parser.reasoning_parser import ReasoningParser
+from sglang.srt.parser.reasoning_parser import (
+    REASONING_PARSERS,
+    ReasoningParser,
+    opened_reasoning,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 FRAGMENTS = ("<think>", "</think>", "<thi", "</th", "<", " ", "\n", "\n\n", "so", "answer")
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+BEGIN_INSIDE = {"deepseek-r1", "minimax", "nano_v3", "nemotron_3", "qwen3-thinking", "step3"}
+BEGIN_OUTSIDE = {"deepseek-v3", "glm45", "interns1", "mimo", "qwen3"}
 NAMES = pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])
 
 
@@ -55,8 +61,35 @@ def test_marked_reasoning(name: str, text: str, reasoning: str, normal: str) -> 
 
 def test_unmarked_start_depends_on_the_model() -> None:
     text = "so it is</think>yes"
-    assert ReasoningParser("qwen3").parse_non_stream(text) == ("", text)
-    assert ReasoningParser("deepseek-r1").parse_non_stream(text) == ("so it is", "yes")
+    for name in BEGIN_OUTSIDE:
+        assert ReasoningParser(name).parse_non_stream(text) == ("", text)
+    for name in BEGIN_INSIDE:
+        assert ReasoningParser(name).parse_non_stream(text) == ("so it is", "yes")
+    assert set(REASONING_PARSERS) == BEGIN_INSIDE | BEGIN_OUTSIDE
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("user:hi|<think>\n", True),
+        ("user:hi|<think>\n\n</think>\n\n", False),
+        ("what is <think>?|assistant:", None),
+        ("", None),
+    ],
+)
+def test_the_prompt_may_say_whether_the_output_begins_inside(
+    prompt: str, opened: bool | None
+) -> None:
+    """Templates of models that can do both open or close the reasoning themselves."""
+    assert opened_reasoning(prompt) is opened
+    text = "so it is</think>yes"
+    for name in BEGIN_INSIDE | BEGIN_OUTSIDE:
+        inside = name in BEGIN_INSIDE if opened is None else opened
+        want = ("so it is", "yes") if inside else ("", text)
+        assert ReasoningParser(name, begins_inside=opened).parse_non_stream(text) == want
+        assert ReasoningParser(name, begins_inside=opened).parse_non_stream(
+            "<think>so</think>yes"
+        ) == ("so", "yes"), "a model that repeats the marker"
 
 
 def test_reasoning_is_streamed_as_it_comes() -> None:

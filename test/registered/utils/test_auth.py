@@ -118,6 +118,18 @@ def test_probes_need_no_key(path: str) -> None:
     assert not decide(NORMAL, None, method="GET", path=path + "x").allowed
 
 
+@pytest.mark.parametrize(
+    ("path", "is_open"),
+    [
+        ("/metrics/", True), ("/metrics/engine", True), ("/metrics_all", False),
+        ("/health/", False), ("/v1/metrics/", False),
+    ],
+)  # fmt: skip
+def test_what_is_below_metrics_needs_no_key(path: str, is_open: bool) -> None:
+    for level in (NORMAL, OPTIONAL):
+        assert decide(level, None, method="GET", path=path).allowed is is_open
+
+
 def test_preflights_need_no_key() -> None:
     assert decide(FORCE, None, method="OPTIONS").allowed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -89,6 +90,39 @@ async def get_load(request: Request) -> Response:
     return json_response([load])
 
 
+async def loads(request: Request) -> Response:
+    """Requests and tokens in the engine, beside what it can hold; the newer form of `get_load`."""
+    state = await _internal_state(context_of(request))
+    running, waiting = state.get("num_running_reqs", 0), state.get("num_waiting_reqs", 0)
+    used, pool = state.get("used_tokens", 0), state.get("max_total_num_tokens", 0)
+    now = datetime.now(UTC)
+    load = {
+        "dp_rank": 0,
+        "timestamp": now.timestamp(),
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_used_tokens": used,
+        "num_total_tokens": used,
+        "max_total_num_tokens": pool,
+        "max_running_requests": state.get("max_running_requests", 0),
+        "token_usage": used / pool if pool else 0.0,
+    }
+    aggregate = {
+        "total_running_reqs": running,
+        "total_waiting_reqs": waiting,
+        "total_reqs": running + waiting,
+        "total_tokens": used,
+    }
+    body = {
+        "timestamp": now.isoformat(),
+        "version": VERSION,
+        "dp_rank_count": 1,
+        "loads": [load],
+        "aggregate": aggregate,
+    }
+    return json_response(body)
+
+
 async def metrics(request: Request) -> Response:
     """Metrics of the server and, when it answers in time, of the scheduler."""
     manager = context_of(request).manager
@@ -114,6 +148,7 @@ ROUTES: Final = (
     Route("/server_info", server_info, methods=["GET"]),
     Route("/get_server_info", server_info, methods=["GET"]),
     Route("/get_load", get_load, methods=["GET"]),
+    Route("/v1/loads", loads, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
     Route("/metrics/", metrics, methods=["GET"]),
 )

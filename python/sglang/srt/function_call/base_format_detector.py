@@ -27,7 +27,7 @@ class BaseFormatDetector:
 
     A call is an object with `name`, the name of a known tool, and `arguments` or `parameters`, an
     object. Everything else is normal text, word for word: broken JSON, and calls of tools that
-    the request did not name, which its client could not run.
+    are not known, which the client could not run.
 
     A stream commits to a call when its name and the start of its arguments are there. If it breaks
     after that, the pieces are out already: the call stays as it is, cut short, `num_cut` counts
@@ -35,7 +35,7 @@ class BaseFormatDetector:
     nothing was cut, a stream adds up to the same.
 
     Args:
-        tool_names: The tools that the request named.
+        tool_names: The tools that the request named; None: a call may name any.
         commits_early: False waits for a call's end, as `parse_non_stream` does.
     """
 
@@ -43,8 +43,8 @@ class BaseFormatDetector:
     bare_at_start: ClassVar[bool] = False
     """Whether an object that begins the output is a call without its marker."""
 
-    def __init__(self, tool_names: Collection[str], *, commits_early: bool = True) -> None:
-        self._names = frozenset(tool_names)
+    def __init__(self, tool_names: Collection[str] | None, *, commits_early: bool = True) -> None:
+        self._names = None if tool_names is None else frozenset(tool_names)
         self._commits_early = commits_early
         self._buffer = ""
         self._state = _State.TEXT
@@ -163,9 +163,12 @@ class BaseFormatDetector:
             return False
         return self._end_call(state)
 
+    def _knows(self, name: str) -> bool:
+        return bool(name) if self._names is None else name in self._names
+
     def _try_head(self) -> None:
         head = _HEAD.match(self._buffer)
-        if head is None or head[1] not in self._names:
+        if head is None or not self._knows(head[1]):
             return
         # A new scanner: the old one may have read past the arguments' start.
         scanner = JsonObjectScanner()
@@ -184,7 +187,7 @@ class BaseFormatDetector:
         end = self._scanner.position
         call = _as_call(self._buffer[:end]) if state is ScanState.CLOSED else None
         if not self._sent_head:
-            if call is None or call[0] not in self._names:
+            if call is None or not self._knows(call[0]):
                 return self._reject()
             self._emit_whole(call)
         elif call is None:

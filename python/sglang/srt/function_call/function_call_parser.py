@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+from sglang.srt.environ import envs
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 from sglang.srt.function_call.llama32_detector import Llama32Detector
@@ -34,7 +35,8 @@ class FunctionCallParser:
                 f"--tool-call-parser {tool_call_parser} is not known: use one of "
                 f"{', '.join(TOOL_CALL_PARSERS)}"
             )
-        self._detector = detector([_tool_name(i, tool) for i, tool in enumerate(tools)])
+        names = [_tool_name(i, tool) for i, tool in enumerate(tools)]
+        self._detector = detector(None if envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get() else names)
 
     def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
         """The normal text and the calls of a whole output. Never raises."""

@@ -10,11 +10,33 @@ from typing import Final
 
 _START: Final = "<think>"
 _END: Final = "</think>"
+_MAX_PROMPT_END: Final = 64
+"""Characters of a prompt that are looked at: a marker, and the blanks that templates put after."""
 
 REASONING_PARSERS: Final[Mapping[str, bool]] = MappingProxyType(
-    {"qwen3": False, "deepseek-r1": True}
+    {
+        "qwen3": False,
+        "qwen3-thinking": True,
+        "deepseek-r1": True,
+        "deepseek-v3": False,
+        "glm45": False,
+        "interns1": False,
+        "mimo": False,
+        "minimax": True,
+        "nano_v3": True,
+        "nemotron_3": True,
+        "step3": True,
+    }
 )
-"""Name to whether an output begins inside its reasoning, the prompt having opened it."""
+"""Name to whether an output begins inside its reasoning, where the prompt does not tell."""
+
+
+def opened_reasoning(prompt: str) -> bool | None:
+    """Whether the end of `prompt` opens the reasoning (True), closes it (False), or neither."""
+    end = prompt[-_MAX_PROMPT_END:].rstrip()
+    if end.endswith(_END):
+        return False
+    return True if end.endswith(_START) else None
 
 
 @dataclass
@@ -40,24 +62,27 @@ class ReasoningParser:
 
     Args:
         name: One of `REASONING_PARSERS`.
+        begins_inside: Whether the output begins inside its reasoning, see `opened_reasoning`;
+            None: as outputs of `name` do.
 
     Raises:
         ValueError: The name is not known.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, begins_inside: bool | None = None) -> None:
         if name not in REASONING_PARSERS:
             raise ValueError(
                 f"--reasoning-parser {name} is not known: use one of {', '.join(REASONING_PARSERS)}"
             )
         self._name = name
+        self._begins_inside = REASONING_PARSERS[name] if begins_inside is None else begins_inside
         self._part = _Part.START
         self._buffer = ""
         self._reasoned = False
 
     def parse_non_stream(self, text: str) -> tuple[str, str]:
         """The reasoning and the normal text of a whole output."""
-        parser = ReasoningParser(self._name)
+        parser = ReasoningParser(self._name, begins_inside=self._begins_inside)
         first, last = parser.parse_stream_increment(text), parser.finish()
         return (
             first.reasoning_text + last.reasoning_text,
@@ -93,8 +118,7 @@ class ReasoningParser:
             self._buffer = stripped[len(_START) :]
             self._part = _Part.REASONING
         elif ended or not _START.startswith(stripped):
-            begins_inside = REASONING_PARSERS[self._name]
-            self._part = _Part.REASONING if begins_inside else _Part.NORMAL
+            self._part = _Part.REASONING if self._begins_inside else _Part.NORMAL
 
     def _read_reasoning(self, *, ended: bool) -> str:
         """The reasoning up to its end marker or to what may become one, blanks before it apart."""

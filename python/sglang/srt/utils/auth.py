@@ -9,7 +9,8 @@
 A request that may not pass gets 401 where its key is missing or unknown, and 403 where another
 would not do better: its key is of the other kind, or the server has none of the kind.
 
-Probes (`/health`, `/health_generate`, `/metrics`) and CORS preflights need no key.
+Probes (`/health`, `/health_generate`, `/metrics` and what is below it) and CORS preflights need
+no key.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LEVEL_ATTRIBUTE: Final = "_auth_level"
-_OPEN_PATHS: Final = frozenset({"/health", "/health_generate", "/metrics", "/metrics/"})
+_OPEN_PATHS: Final = frozenset({"/health", "/health_generate", "/metrics"})
+_OPEN_BELOW: Final = "/metrics/"
 
 
 class AuthLevel(str, Enum):
@@ -82,7 +84,7 @@ def decide_request_auth(
         admin_api_key: The operators' key, likewise.
         auth_level: Of the endpoint that `path` leads to.
     """
-    if method == "OPTIONS" or path in _OPEN_PATHS:
+    if method == "OPTIONS" or path in _OPEN_PATHS or path.startswith(_OPEN_BELOW):
         return AuthDecision(True)
     if auth_level is AuthLevel.ADMIN_FORCE and not admin_api_key:
         return AuthDecision(

@@ -40,6 +40,7 @@ class ChatOutput:
     def message(self, text: str) -> dict[str, Any]:
         """The assistant's message for a whole output."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message["reasoning_content"] = None
         if self._reasoning is not None:
             reasoning, text = self._reasoning.parse_non_stream(text)
             message["reasoning_content"] = reasoning or None

@@ -186,11 +186,15 @@ class CompletionBody(CommonBody, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/tokenize`."""
+    """`POST /v1/tokenize`: `prompt`, or `messages` with a chat request's template fields."""
 
-    prompt: str | list[str]
+    prompt: str | list[str] | None = None
+    messages: list[ChatMessage] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

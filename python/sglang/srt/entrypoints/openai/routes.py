@@ -12,8 +12,9 @@ from starlette.routing import Route
 from sglang.srt.entrypoints.http_body import read_json
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.native_protocol import MAX_BATCH
-from sglang.srt.entrypoints.openai.protocol import DetokenizeBody, TokenizeBody
-from sglang.srt.entrypoints.openai.serving_chat import chat_completions
+from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
+from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
+from sglang.srt.entrypoints.openai.serving_chat import MESSAGES_AT_ONCE, chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, unless_client_leaves
@@ -44,14 +45,26 @@ async def model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text, or of several."""
+    """Token ids of a text, of several, or of a conversation."""
     context = context_of(request)
     body = await read_json(request, TokenizeBody)
-    adds = True if body.add_special_tokens is None else body.add_special_tokens
-    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("prompt, messages: give exactly one of them", "prompt")
+    prompt: str | list[str]
+    if body.prompt is not None:
+        prompt = body.prompt
+    elif len(body.messages or ()) > MESSAGES_AT_ONCE:
+        prompt = await asyncio.get_running_loop().run_in_executor(
+            context.renderer, _text_of_messages, body, context
+        )
+    else:
+        prompt = _text_of_messages(body, context)
+    # A template writes the special tokens itself.
+    adds = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    texts = [prompt] if isinstance(prompt, str) else prompt
     _check_texts(texts, context.manager.limits)
     rows = await unless_client_leaves(request, _encode_all(context.manager, texts, adds))
-    single = isinstance(body.prompt, str)
+    single = isinstance(prompt, str)
     return json_response(
         {
             "tokens": rows[0] if single else rows,
@@ -68,6 +81,17 @@ async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -
         # Short texts are encoded on this thread: let other requests in between.
         await asyncio.sleep(0)
     return rows
+
+
+def _text_of_messages(body: TokenizeBody, context: ServerContext) -> str:
+    """What the chat template makes of `messages`, as for a chat request."""
+    chat = ChatBody(
+        messages=body.messages or [],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return chat_prompt(chat, context.chat_template, None, context.manager.limits.context_len)
 
 
 async def detokenize(request: Request) -> Response:

@@ -37,7 +37,7 @@ from sglang.srt.entrypoints.streams import gather_or_cancel, merge
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.request_state import OutputCursor, RequestState
 from sglang.srt.managers.samples import expand_samples
-from sglang.srt.parser.reasoning_parser import ReasoningParser
+from sglang.srt.parser.reasoning_parser import ReasoningParser, opened_reasoning
 
 MAX_TOP_LOGPROBS: Final = 20
 MESSAGES_AT_ONCE: Final = 256
@@ -55,8 +55,7 @@ async def chat_completions(request: Request) -> Response:
     else:
         engine_request, tools = to_request(body, context)
     samples = expand_samples([engine_request])
-    constrained = engine_request.sampling_params.is_constrained
-    answers = ChatAnswers(body, context, tools, constrained=constrained)
+    answers = ChatAnswers(body, context, tools, engine_request)
     if body.stream:
         return await start_stream(request, answers.stream(samples))
     work = gather_or_cancel([context.manager.generate_whole(one) for one in samples])
@@ -108,18 +107,25 @@ class ChatAnswers:
     """Writes the answers to one chat request."""
 
     def __init__(
-        self, body: ChatBody, context: ServerContext, tools: ToolUse | None, *, constrained: bool
+        self,
+        body: ChatBody,
+        context: ServerContext,
+        tools: ToolUse | None,
+        request: GenerateRequest,
     ) -> None:
         """Args:
         tools: How the request uses tools.
-        constrained: A grammar holds from the first token: the model has no room to reason.
+        request: What `to_request` made of `body`.
         """
         self._body = body
         self._manager = context.manager
         self._shower = TokenShower(context.manager.tokenizer) if body.logprobs else None
         self._tools = tools
+        # A grammar that holds from the first token leaves the model no room to reason.
+        constrained = request.sampling_params.is_constrained
         splits = body.separate_reasoning is not False and not constrained
         self._reasoning_parser = context.args.reasoning_parser if splits else None
+        self._begins_inside = opened_reasoning(request.text or "")
         self._cache_report = context.args.enable_cache_report
         self._head: dict[str, Any] = {
             "id": new_id("chatcmpl"),
@@ -150,8 +156,9 @@ class ChatAnswers:
         }
 
     def _new_output(self) -> ChatOutput:
+        name = self._reasoning_parser
         return ChatOutput(
-            None if self._reasoning_parser is None else ReasoningParser(self._reasoning_parser),
+            None if name is None else ReasoningParser(name, begins_inside=self._begins_inside),
             None if self._tools is None else self._tools.new_parser(),
             parallel=self._tools is None or self._tools.parallel,
             stream_reasoning=self._body.stream_reasoning is not False,
@@ -214,6 +221,7 @@ class ChatAnswers:
         *,
         logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
+        delta = {"reasoning_content": None, **delta}
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         options = self._body.stream_options
