@@ -19,12 +19,13 @@ from sglang.srt.constrained.constraint import (
     Constraint,
     ConstraintKind,
     constraint_of,
-    schema_of_response_format,
+    constraint_of_response_format,
 )
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.schema_check import prepare_json_schema
+from sglang.srt.constrained.structural_tag import prepare_structural_tag
 from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
 from sglang.srt.constrained.vocabulary import Vocabulary
 from sglang.srt.constrained.xgrammar_grammar import (
@@ -257,24 +258,100 @@ def test_an_array_of_unnamed_items_may_hold_anything() -> None:
     assert all(matcher.accept_token(token_id) for token_id in ids('[1, {"a": null}]'))
 
 
-def test_response_format_maps_to_a_schema() -> None:
-    assert schema_of_response_format(None) is None
-    assert schema_of_response_format({"type": "text"}) is None
-    assert schema_of_response_format({"type": "json_object"}) == JSON_OBJECT_SCHEMA
+CALL = {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}
+LEGACY = {"type": "structural_tag", "structures": [CALL], "triggers": ["<f="]}
+NEW = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<f=add>",
+                "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                "end": "</f>",
+            }
+        ],
+    },
+}
+
+
+def test_both_forms_of_a_structural_tag_are_one() -> None:
+    prepared = prepare_structural_tag(json.dumps(LEGACY))
+    assert json.loads(prepared) == NEW
+    assert json.loads(prepare_structural_tag(json.dumps(NEW))) == NEW
+
+
+@pytest.mark.parametrize(
+    ("text", "is_possible"),
+    [
+        ("Let me see. <f=add>12</f> so", True),
+        ("<f=add>1</f><f=add>2</f>", True),
+        ("no call", True),
+        ("<f=add>x", False),
+        ("<f=sub>1</f>", False),
+        ("<f=add>12</g>", False),
+    ],
+)
+def test_a_structural_tag_constrains_what_a_trigger_begins(text: str, is_possible: bool) -> None:
+    matcher = grammar("structural_tag", prepare_structural_tag(json.dumps(LEGACY))).matcher()
+    assert all(matcher.accept_token(token_id) for token_id in ids(text)) is is_possible
+
+
+@pytest.mark.parametrize(
+    ("tag", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[]", 'expected an object with "type": "structural_tag"'),
+        ({"type": "json_schema", "format": {}}, 'expected an object with "type"'),
+        ({"type": "structural_tag"}, "give format, or structures and triggers"),
+        ({**NEW, "triggers": []}, "give format, or structures and triggers"),
+        ({**LEGACY, "structures": []}, "structures must be a list"),
+        ({**LEGACY, "structures": [{"begin": "<"}]}, r"structures\[0\] must have begin, schema"),
+        ({**LEGACY, "structures": [{**CALL, "schema": {"not": {}}}]}, "#/not is not supported"),
+        ({**LEGACY, "structures": [{**CALL, "schema": 7}]}, "must be an object or a boolean"),
+    ],
+)
+def test_structural_tags_that_cannot_be_kept_are_refused(tag: object, problem: str) -> None:
+    text = tag if isinstance(tag, str) else json.dumps(tag)
+    with pytest.raises(GrammarError, match=problem) as error:
+        prepare_structural_tag(text)
+    assert str(error.value).startswith("structural_tag: ")
+
+
+def test_what_the_library_says_of_a_structural_tag_is_one_line() -> None:
+    text = json.dumps({"type": "structural_tag", "format": {"type": "no such format"}})
+    with pytest.raises(GrammarError, match=r"^structural_tag: .+") as error:
+        grammar("structural_tag", prepare_structural_tag(text))
+    assert "\n" not in str(error.value)
+
+
+def test_response_format_maps_to_a_constraint() -> None:
+    assert constraint_of_response_format(None) is None
+    assert constraint_of_response_format({"type": "text"}) is None
+    any_object = constraint_of_response_format({"type": "json_object"})
+    assert any_object == (ConstraintKind.JSON_SCHEMA, JSON_OBJECT_SCHEMA)
     wrapped = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "null"}}}
-    assert schema_of_response_format(wrapped) == '{"type":"null"}'
+    named = constraint_of_response_format(wrapped)
+    assert named == (ConstraintKind.JSON_SCHEMA, '{"type":"null"}')
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}, "triggers": None}
+    tagged = constraint_of_response_format(tag)
+    text = '{"type":"structural_tag","format":{"type":"any_text"}}'
+    assert tagged == (ConstraintKind.STRUCTURAL_TAG, text)
     for bad, field in (
         ({"type": "xml"}, r"response_format\.type='xml'"),
         ({"type": "json_schema"}, r"response_format\.json_schema is missing"),
         ({"type": "json_schema", "json_schema": {}}, r"json_schema\.schema is missing"),
     ):
         with pytest.raises(ValueError, match=field):
-            schema_of_response_format(bad)
+            constraint_of_response_format(bad)
 
 
 def test_one_constraint_a_request() -> None:
     assert constraint_of(None, None, None) is None
     assert constraint_of(None, "a", None) == (ConstraintKind.REGEX, "a")
+    assert constraint_of(None, None, None, "t") == (ConstraintKind.STRUCTURAL_TAG, "t")
     with pytest.raises(ValueError, match="json_schema and ebnf are given together"):
         constraint_of("{}", None, "x")
 

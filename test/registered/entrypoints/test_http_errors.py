@@ -160,7 +160,11 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
             ["text asks for 12900 logprobs", "in each of 64 outputs", "at most 524288"],
         ),
         (COMPLETIONS, {"prompt": ["a" * 190] * 1000, "echo": True, "logprobs": 5}, ["prompt["]),
-        (GENERATE, sampling(structural_tag="{}"), ["sampling_params.structural_tag is not"]),
+        (
+            GENERATE,
+            sampling(structural_tag="{}", regex="a"),
+            ["regex and structural_tag are given together"],
+        ),
         (GENERATE, sampling(no_stop_trim="x"), ["sampling_params.no_stop_trim", "bool"]),
         (GENERATE, sampling(temperature=-0.1), ["temperature"]),
         (GENERATE, sampling(top_p=0), ["top_p"]),

@@ -224,5 +224,42 @@ def test_a_full_queue_is_said_by_name(server: EngineServer) -> None:
     assert server.generate("x", 1).output_ids, "and the server goes on"
 
 
+TAG: dict[str, Any] = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<age>",
+        "content": {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}},
+        "end": "</age>",
+    },
+}
+
+
+def test_structural_tags_in_every_place_they_may_be_in(
+    server: EngineServer, client: openai.OpenAI
+) -> None:
+    wanted = re.compile(r"<age>\s*-?\d+\s*</age>")
+    chat = client.chat.completions.create(
+        model="x",
+        messages=ASK,
+        max_tokens=80,
+        seed=1,
+        response_format=TAG,  # type: ignore[call-overload]
+    )
+    assert wanted.fullmatch(chat.choices[0].message.content)
+    reply = server.request(
+        "POST",
+        "/generate",
+        {"text": "a", "sampling_params": {"structural_tag": json.dumps(TAG), "max_new_tokens": 80}},
+    )
+    assert wanted.fullmatch(reply.body["text"]), reply
+    with pytest.raises(openai.BadRequestError, match="structural_tag: give format"):
+        client.chat.completions.create(
+            model="x",
+            messages=ASK,
+            response_format={"type": "structural_tag"},  # type: ignore[call-overload]
+        )
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -18,6 +18,8 @@ class ConstraintKind(str, Enum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+    """Free text with parts that are constrained, see `structural_tag.py`."""
 
 
 class Constraint(NamedTuple):
@@ -28,14 +30,17 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(
-    json_schema: str | None, regex: str | None, ebnf: str | None
+    json_schema: str | None,
+    regex: str | None,
+    ebnf: str | None,
+    structural_tag: str | None = None,
 ) -> Constraint | None:
     """The one constraint among a request's sampling parameters, None where there is none.
 
     Raises:
         ValueError: More than one is given.
     """
-    texts = (json_schema, regex, ebnf)
+    texts = (json_schema, regex, ebnf, structural_tag)
     given = [
         Constraint(kind, text)
         for kind, text in zip(ConstraintKind, texts, strict=True)
@@ -47,8 +52,10 @@ def constraint_of(
     return given[0] if given else None
 
 
-def schema_of_response_format(response_format: Mapping[str, Any] | None) -> str | None:
-    """OpenAI's `response_format` as the text of `json_schema`; None where output is free.
+def constraint_of_response_format(
+    response_format: Mapping[str, Any] | None,
+) -> Constraint | None:
+    """OpenAI's `response_format` as a constraint; None where output is free.
 
     `strict` and `name` change nothing: a schema is always enforced.
 
@@ -61,10 +68,14 @@ def schema_of_response_format(response_format: Mapping[str, Any] | None) -> str 
     if kind == "text":
         return None
     if kind == "json_object":
-        return JSON_OBJECT_SCHEMA
+        return Constraint(ConstraintKind.JSON_SCHEMA, JSON_OBJECT_SCHEMA)
+    if kind == "structural_tag":
+        given = {name: value for name, value in response_format.items() if value is not None}
+        return Constraint(ConstraintKind.STRUCTURAL_TAG, msgspec.json.encode(given).decode())
     if kind != "json_schema":
         raise ValueError(
-            f"response_format.type={kind!r} is not known: use text, json_object or json_schema"
+            f"response_format.type={kind!r} is not known: use text, json_object, json_schema or "
+            "structural_tag"
         )
     outer = response_format.get("json_schema")
     if not isinstance(outer, Mapping):
@@ -72,4 +83,4 @@ def schema_of_response_format(response_format: Mapping[str, Any] | None) -> str 
     schema = outer.get("schema")
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError("response_format.json_schema.schema is missing: give a JSON schema")
-    return msgspec.json.encode(schema).decode()
+    return Constraint(ConstraintKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())

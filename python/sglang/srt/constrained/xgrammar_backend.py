@@ -23,6 +23,7 @@ from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA, Constraint, Co
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.schema_check import prepare_json_schema
+from sglang.srt.constrained.structural_tag import prepare_structural_tag
 from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
 from sglang.srt.constrained.vocabulary import Vocabulary
 from sglang.srt.constrained.xgrammar_grammar import (
@@ -180,6 +181,8 @@ class XGrammarBackend(GrammarBackend):
         kind, text = constraint
         if kind is ConstraintKind.JSON_SCHEMA:
             text = prepare_json_schema(text)
+        elif kind is ConstraintKind.STRUCTURAL_TAG:
+            text = prepare_structural_tag(text)
         prepared = Constraint(kind, text)
         if constraint not in _TRUSTED:
             self._check_elsewhere(prepared, job)

@@ -56,6 +56,8 @@ def compile_constraint(
             return compiler.compile_json_schema(text, max_whitespace_cnt=_MAX_WHITESPACE)
         if kind is ConstraintKind.REGEX:
             return compiler.compile_regex(text)
+        if kind is ConstraintKind.STRUCTURAL_TAG:
+            return compiler.compile_structural_tag(text)
         return compiler.compile_grammar(text)
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise GrammarError(f"{kind.value}: {cause_of(error)}") from error

@@ -50,7 +50,6 @@ _UNSUPPORTED: Final = {
 }
 _NEUTRAL: Final[tuple[Any, ...]] = (None, False, [])
 _SAMPLING_UNSUPPORTED: Final = {
-    "structural_tag": "use json_schema, regex or ebnf",
     "spaces_between_special_tokens": "leave it out",
     "custom_params": "use logit_bias",
     "stream_interval": "start the server with --stream-interval",

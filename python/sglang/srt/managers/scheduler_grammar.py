@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang.srt.constrained.constraint import constraint_of
 from sglang.srt.constrained.ticket import TicketState
 from sglang.srt.managers.io_struct import FinishReason
 
@@ -37,10 +36,9 @@ class GrammarQueue:
     def on_arrival(self, req: Req) -> FinishReason | None:
         """Ask for the grammar of `req`; why it is refused, or None."""
         params = req.sampling_params
-        if not params.is_constrained:
+        constraint = params.constraint
+        if constraint is None:
             return None
-        constraint = constraint_of(params.json_schema, params.regex, params.ebnf)
-        assert constraint is not None
         try:
             backend = self._get_backend()
         except ValueError as error:

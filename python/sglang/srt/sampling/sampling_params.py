@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sglang.srt.constrained.constraint import constraint_of
+from sglang.srt.constrained.constraint import Constraint, constraint_of
 
 GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this are greedy decoding: dividing by them would overflow fp32."""
@@ -60,10 +60,12 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     n: int = 1
     """Outputs of one prompt."""
     json_schema: str | None = None
-    """What the output must be, as JSON text; at most one of this and the next two."""
+    """What the output must be, as JSON text; at most one of this and the next three."""
     regex: str | None = None
     ebnf: str | None = None
     """In the notation of the `xgrammar` library, with a rule `root`."""
+    structural_tag: str | None = None
+    """Free text with constrained parts, as JSON text; see `constrained/structural_tag.py`."""
     sampling_seed: int | None = None
     """None: the server draws one when the request arrives."""
     logit_bias: dict[str, float] | None = None
@@ -82,9 +84,9 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         return self.top_k == 1 or self.temperature < GREEDY_TEMPERATURE
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether a grammar decides which tokens are possible."""
-        return not (self.json_schema is None and self.regex is None and self.ebnf is None)
+    def constraint(self) -> Constraint | None:
+        """What decides which tokens are possible. Raises ValueError for more than one."""
+        return constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -116,7 +118,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         """
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n={self.n} must be from 1 to {MAX_SAMPLES}")
-        constraint_of(self.json_schema, self.regex, self.ebnf)
+        _ = self.constraint
         _require_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_float("min_p", self.min_p, 0.0, 1.0)

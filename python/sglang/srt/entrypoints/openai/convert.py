@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.constrained.constraint import schema_of_response_format
+from sglang.srt.constrained.constraint import Constraint, constraint_of_response_format
 from sglang.srt.entrypoints.http_body import refuse_fields, refuse_own_ids
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody
@@ -76,9 +76,9 @@ def sampling_params(
                 f"min_tokens={body.min_tokens} must be from 0 to {field}", "min_tokens"
             )
         values["min_new_tokens"] = body.min_tokens
-    schema = _schema_of_format(body)
-    if schema is not None:
-        values["json_schema"] = schema
+    constraint = _constraint_of_format(body)
+    if constraint is not None:
+        values[constraint.kind.value] = constraint.text
     seed = body.seed if body.sampling_seed is None else body.sampling_seed
     if seed is not None:
         # OpenAI's seeds are signed; two's complement keeps different ones different enough.
@@ -86,22 +86,22 @@ def sampling_params(
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def _schema_of_format(body: CommonBody) -> str | None:
-    """The JSON schema that `response_format` asks for, None where it asks for none."""
+def _constraint_of_format(body: CommonBody) -> Constraint | None:
+    """What `response_format` asks for, None where it asks for nothing."""
     if body.response_format is None:
         return None
     try:
-        schema = schema_of_response_format(msgspec.to_builtins(body.response_format))
+        constraint = constraint_of_response_format(msgspec.to_builtins(body.response_format))
     except ValueError as error:
         raise bad_request(str(error), "response_format") from None
     except RecursionError:
         raise bad_request(
-            "response_format.json_schema is nested too deeply: flatten it", "response_format"
+            "response_format is nested too deeply: flatten it", "response_format"
         ) from None
     for name in ("json_schema", "regex", "ebnf"):
-        if schema is not None and getattr(body, name) is not None:
+        if constraint is not None and getattr(body, name) is not None:
             raise bad_request(f"{name} contradicts response_format: keep one", "response_format")
-    return schema
+    return constraint
 
 
 def new_id(prefix: str) -> str:

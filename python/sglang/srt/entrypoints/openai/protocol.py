@@ -22,10 +22,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`text`, `json_object`, or `json_schema` with its schema."""
+    """`text`, `json_object`, `json_schema` with its schema, or `structural_tag` with the others."""
 
     type: str
     json_schema: Any = None
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
 
 
 class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -210,7 +213,7 @@ _TOOLS: Final = "use tools and tool_choice"
 _TEXT: Final = "this engine serves text models"
 
 NOT_SERVED: Final = {
-    "structural_tag": "use response_format, json_schema, regex or ebnf",
+    "structural_tag": "use response_format of type structural_tag",
     "lora_path": "SGLang has LoRA, this engine does not",
     "session_params": "send the whole conversation, its cached prefix is reused",
     "custom_logit_processor": "use logit_bias",

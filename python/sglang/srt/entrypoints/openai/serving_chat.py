@@ -10,6 +10,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.constrained.constraint import ConstraintKind
 from sglang.srt.entrypoints.http_body import read_json, refuse_fields
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_output import ChatOutput
@@ -122,8 +123,10 @@ class ChatAnswers:
         self._shower = TokenShower(context.manager.tokenizer) if body.logprobs else None
         self._tools = tools
         # A grammar that holds from the first token leaves the model no room to reason.
-        constrained = request.sampling_params.is_constrained
-        splits = body.separate_reasoning is not False and not constrained
+        constraint = request.sampling_params.constraint
+        # A structural tag leaves free text, and with it reasoning, to the model.
+        is_free = constraint is None or constraint.kind is ConstraintKind.STRUCTURAL_TAG
+        splits = body.separate_reasoning is not False and is_free
         self._reasoning_parser = context.args.reasoning_parser if splits else None
         self._begins_inside = opened_reasoning(request.text or "")
         self._cache_report = context.args.enable_cache_report
