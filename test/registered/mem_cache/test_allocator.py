@@ -67,6 +67,17 @@ def test_decode_opens_a_page_only_at_its_first_token() -> None:
     assert allocator.alloc_decode(torch.tensor([9]), [9], torch.tensor([19])) is None
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_warming_up_leaves_every_page_free_and_in_order(page_size: int) -> None:
+    allocator = make(page_size, 3)
+    allocator.warm_up()
+    assert allocator.free_pages.tolist() == [1, 2, 3]
+    assert allocator.available_size() == 3 * page_size
+    allocator.alloc(page_size)
+    with pytest.raises(AssertionError, match="in use"):
+        allocator.warm_up()
+
+
 def test_page_zero_is_never_handed_out() -> None:
     for page_size in (1, 4):
         slots = make(page_size, 3).alloc(3 * page_size)

@@ -164,6 +164,7 @@ class ModelRunner:
         if torch.device(self.config.device).type != "cuda":
             return
         self.attn_backend.warm_up()
+        self.token_to_kv_pool_allocator.warm_up()
         pools = self.req_to_token_pool, self.token_to_kv_pool
         for batch in warm_up_batches(*pools, longest_pass):
             self.forward(batch)
