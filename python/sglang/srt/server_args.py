@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang.srt.arg_groups.api_keys import with_keys
+from sglang.srt.arg_groups.api_keys import settle_key
 from sglang.srt.arg_groups.cli import (
     check_choices,
     explain_unknown,
@@ -36,6 +36,7 @@ from sglang.srt.constants import (
     DEFAULT_PAGE_SIZE,
     DEFAULT_PORT,
 )
+from sglang.srt.environ import envs
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
 from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
@@ -446,6 +447,20 @@ def _check_pages(args: ServerArgs) -> None:
         )
 
 
+def _with_keys(args: ServerArgs) -> ServerArgs:
+    """`args` with the keys that files and the environment have."""
+    return dataclasses.replace(
+        args,
+        api_key=settle_key(args.api_key, args.api_key_file, "--api-key", envs.SGLANG_API_KEY),
+        admin_api_key=settle_key(
+            args.admin_api_key,
+            args.admin_api_key_file,
+            "--admin-api-key",
+            envs.SGLANG_ADMIN_API_KEY,
+        ),
+    )
+
+
 def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """Parse and resolve a command line, and set up logging at its `--log-level`.
 
@@ -465,4 +480,4 @@ def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     args = ServerArgs(**values)
     check_choices(args)
     configure_logger(args.log_level)
-    return with_keys(args).resolve()
+    return _with_keys(args).resolve()

@@ -117,3 +117,15 @@ def _run_bounded(rig: SchedulerRig, *messages: ToScheduler) -> None:
             ticks += 1
         rig.step()
     rig.assert_clean()
+
+
+def is_served_where_accepted(model: Path, flags: dict[str, Any]) -> bool:
+    """Start with `flags` and serve prompts around every edge; False where they are refused."""
+    rig = start_with(model, flags)
+    if rig is None:
+        return False
+    try:
+        serve_all(rig)
+    finally:
+        rig.close()
+    return True

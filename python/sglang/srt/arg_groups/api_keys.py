@@ -8,38 +8,23 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from sglang.srt.environ import EnvOptionalStr, envs
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+from sglang.srt.environ import EnvOptionalStr
 
 logger = logging.getLogger(__name__)
 
 MAX_KEY_BYTES: Final = 4096
 
 
-def with_keys(args: ServerArgs) -> ServerArgs:
-    """`args` with the keys that files and the environment have. No error says a key.
+def settle_key(
+    value: str | None, path: str | None, flag: str, variable: EnvOptionalStr
+) -> str | None:
+    """The key that a flag, the file `path` of the flag with `-file`, or the environment has.
 
     Raises:
-        ValueError: A key has two sources, or a file has none.
+        ValueError: It has two sources, or the file has none. No error says a key.
     """
-    return replace(
-        args,
-        api_key=_key(args.api_key, args.api_key_file, "--api-key", envs.SGLANG_API_KEY),
-        admin_api_key=_key(
-            args.admin_api_key,
-            args.admin_api_key_file,
-            "--admin-api-key",
-            envs.SGLANG_ADMIN_API_KEY,
-        ),
-    )
-
-
-def _key(value: str | None, path: str | None, flag: str, variable: EnvOptionalStr) -> str | None:
     in_environment = variable.get()
     sources = {flag: value, f"{flag}-file": path, variable.name: in_environment}
     given = [name for name, source in sources.items() if source is not None]
