@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -235,6 +235,17 @@ class TwoRanks:
             self.tick()
             time.sleep(0.001)
 
+    def write_and_forget(self, prompts: Iterable[list[int]]) -> None:
+        """Let L3 have all of `prompts`, and L1 and L2 nothing."""
+        for ids in prompts:
+            for rig in self.rigs:
+                request, _ = rig.admit("writer", ids)
+                rig.finish(request)
+            self.until(lambda rig: not rig.hi.is_busy())
+        for rig in self.rigs:
+            rig.hi.reset()
+            rig.allocator.clear()
+
     def close(self) -> None:
         self._pool.shutdown()
         for rig in self.rigs:
@@ -261,14 +272,7 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
     prompts = {"a": list(range(17)), "b": list(range(100, 133))}
     goes_on = threading.Event()
     try:
-        for ids in prompts.values():
-            for rig in ranks.rigs:
-                request, _ = rig.admit("writer", ids)
-                rig.finish(request)
-            ranks.until(lambda rig: not rig.hi.is_busy())
-        for rig in ranks.rigs:
-            rig.hi.reset()
-            rig.allocator.clear()
+        ranks.write_and_forget(prompts.values())
         hold_gets(first, goes_on)
         # To read, even if half of a call is done: a takes 0.08 to 0.16 s, b 0.16 to 0.32 more. To
         # compute, with what is before them: 0.136 and 0.152.
@@ -320,14 +324,7 @@ def test_ranks_of_which_one_reads_faster_let_those_who_joined_go_at_the_same_tic
     prompts = {"a": [*shared, *range(100, 109)], "b": [*shared, *range(200, 209)]}
     goes_on = threading.Event()
     try:
-        for ids in prompts.values():
-            for rig in ranks.rigs:
-                request, _ = rig.admit("writer", ids)
-                rig.finish(request)
-            ranks.until(lambda rig: not rig.hi.is_busy())
-        for rig in ranks.rigs:
-            rig.hi.reset()
-            rig.allocator.clear()
+        ranks.write_and_forget(prompts.values())
         hold_gets(ranks.rigs[0], goes_on)
         for rig in ranks.rigs:
             for rid, ids in prompts.items():

@@ -90,6 +90,8 @@ class _Locating:
     device: HostCopies
     begun: int = 0
     """Tokens whose copies have been issued."""
+    started: float = 0.0
+    """`time.monotonic()` seconds of the first piece."""
     was_passed_over: bool = False
 
 
@@ -221,6 +223,8 @@ class HiCacheController:
         takes the CPU longer than a decode step takes the device.
         """
         begin, total = write.begun, len(write.host)
+        if begin == 0:
+            write.started = time.monotonic()
         end = total if whole else min(begin + _PAGES_AT_ONCE * self.page_size, total)
         (device,) = write.device.wait()
         assert device is not None
@@ -234,7 +238,7 @@ class HiCacheController:
         write.begun = end
         if finish is not None:
             ids = [operation.operation_id for operation in write.operations]
-            self.ack_write_queue.append(HiCacheAck(finish, ids, total, time.monotonic()))
+            self.ack_write_queue.append(HiCacheAck(finish, ids, total, write.started))
 
     def _copy_to_host(self, host: torch.Tensor, device: torch.Tensor, finish: Event | None) -> None:
         self.mem_pool_host.backup_from_device_all_layer(
