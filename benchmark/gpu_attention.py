@@ -24,7 +24,7 @@ from triton.testing import do_bench
 from sglang.benchmark.device_limits import Limits, measure_limits
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.test.attention_cases import PagedContexts, attention_layer, queries
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64

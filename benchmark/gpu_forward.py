@@ -28,7 +28,7 @@ from sglang.benchmark.device_limits import (
     measure_limits,
 )
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,

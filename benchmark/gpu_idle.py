@@ -30,9 +30,9 @@ from sglang.srt.managers.scheduler_input import InputHandler
 from sglang.srt.managers.scheduler_prefill import PrefillScheduler
 from sglang.srt.managers.scheduler_process import build_scheduler
 from sglang.srt.managers.scheduler_results import ResultProcessor
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.qwen3_8b import dummy_model

@@ -32,7 +32,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.launched_step import StepResult
 from sglang.srt.managers.scheduler import Scheduler, Tick
 from sglang.srt.managers.scheduler_process import build_scheduler
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.engine_server import EngineServer

@@ -28,6 +28,7 @@ from storage_peers import BareFiles, BareMooncake, MemoryCopy, Peer, gb_per_seco
 from tqdm import tqdm
 
 from sglang.benchmark.report import emit, provenance, writable_file
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorage,
@@ -35,7 +36,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.mooncake_cluster import MooncakeCluster

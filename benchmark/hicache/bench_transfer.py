@@ -22,9 +22,9 @@ import torch
 from transfer_rig import HEAD_DIM, HEADS, LAYERS, Pools, Timeline, Work
 
 from sglang.benchmark.report import emit, provenance
-from sglang.srt.mem_cache.host_copy_cuda import EngineUse
-from sglang.srt.mem_cache.pinned_memory import allocate_pinned
-from sglang.srt.mem_cache.staged_copy import StagedLoadTuning
+from sglang.srt.mem_cache.host.host_copy_cuda import EngineUse
+from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
+from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
 from sglang.srt.utils.device import CopyStream
 
 PAIRS: Final = (

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PoolRows
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 
 
 def gb_per_second(total_bytes: int, work: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.utils.device import CopyStream
 

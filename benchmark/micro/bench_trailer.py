@@ -20,11 +20,11 @@ from typing import TypeAlias
 import torch
 
 from sglang.benchmark.report import emit, provenance
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.page_trailer import page_digest
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.storage.page_trailer import page_digest
 from sglang.test.mooncake_cluster import MooncakeCluster
 
 PAGE_TOKENS = 64

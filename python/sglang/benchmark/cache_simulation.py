@@ -21,17 +21,17 @@ import torch
 
 from sglang.benchmark.mooncake_trace import TokenMaker, TraceRequest, TraceScale
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
-from sglang.srt.mem_cache.base_prefix_cache import (
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.radix_key import RadixKey, TokenArray
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray
 
 _VOCABULARY = np.arange(1, 1 << 16, dtype=np.uint32)
 

@@ -27,8 +27,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
     StoragePool,
 )
-from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.base import checked_transfer
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.test.object_store import STORE_KEY, Call, ObjectStore
 
 

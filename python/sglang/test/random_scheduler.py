@@ -44,8 +44,8 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
 from sglang.test import checkable_model
 from sglang.test.checkable_model import CheckableWorker
 from sglang.test.object_store import IN_PLACE, MOODS, ObjectStore

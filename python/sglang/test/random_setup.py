@@ -19,9 +19,9 @@ from sglang.srt.mem_cache import (
     recent_timeouts,
     storage_io,
 )
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.host_layout import AUTO, HostLayout
-from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
+from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
 from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 
 _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")

@@ -24,9 +24,9 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
 from sglang.srt.managers.scheduler_process import init_pools
 from sglang.srt.managers.tp_worker import ModelWorker, TpModelWorker
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_key import token_array
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any, Final
 from prometheus_client import Counter
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from sglang.srt.mem_cache.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.test.cache_rig import CacheRig, HiCacheSettings
 from sglang.test.mooncake_cluster import MooncakeCluster
 

@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,
 )
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 
 _CLASSES: dict[str, tuple[Any, Any]] = {

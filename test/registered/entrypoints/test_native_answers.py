@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.sse import json_bytes
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.io_struct import FinishReason, RequestOutput, TextOutput, TopLogprobs
 from sglang.srt.managers.request_state import RequestState
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import pytest
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
+from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL
 from sglang.test.cache_rig import CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mooncake_cluster import MooncakeCluster

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 import pytest
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache import storage_io as storage_io_module
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.radix_key import RadixKey
+from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.cache_rig import CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mooncake_cluster import MooncakeCluster

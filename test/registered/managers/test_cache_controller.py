@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from sglang.srt.managers import cache_controller
-from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.hybrid_cache import cache_controller
+from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.test.cache_rig import CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 

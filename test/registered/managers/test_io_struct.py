@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import (
     frame_of,
     scheduler_decoder,
 )
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.bad_messages import MALFORMED
 from sglang.test.ci.ci_register import register_cpu_ci

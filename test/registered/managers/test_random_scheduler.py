@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import (
     FlushCacheReqInput,
     ToScheduler,
 )
-from sglang.srt.mem_cache import storage_io
+from sglang.srt.mem_cache.l3 import storage_io
 from sglang.srt.mem_cache.storage import base
 from sglang.test import chaotic_store, object_store
 from sglang.test.checkable_model import CheckableWorker, WrongContext, words

@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_req import Req
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 

@@ -29,7 +29,7 @@ from sglang.srt.managers.schedule_policy import LPM_MAX_OVERTAKEN
 from sglang.srt.managers.schedule_req import Req
 from sglang.srt.managers.scheduler import SchedulerOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import on_device
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

@@ -23,8 +23,8 @@ from sglang.srt.managers.io_struct import (
     RequestOutput,
 )
 from sglang.srt.managers.schedule_batch import ModelWorkerBatch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.cache_rig import HeldReads, HeldStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt

@@ -30,7 +30,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.ipc import IpcAddresses
 from sglang.srt.managers.ready_message import receive_ready
 from sglang.srt.managers.scheduler_process import on_this_machine, run_scheduler_process
-from sglang.srt.mem_cache.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.device import detect_device

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.allocator import (
     TokenToKVPoolAllocator,
     make_allocator,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.mem_cache.ballot import (
+from sglang.srt.mem_cache.tree.ballot import (
     MAX_PREFETCHES,
     MAX_SETTLED,
     PrefetchProgress,
     Progress,
     RanksDiverged,
+    Rates,
     Verdict,
     agree,
     from_vector,
     to_vector,
 )
-from sglang.srt.mem_cache.fetch_worth import Rates
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

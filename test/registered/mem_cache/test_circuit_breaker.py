@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.mem_cache.circuit_breaker import CircuitBreaker
+from sglang.srt.mem_cache.l3.circuit_breaker import CircuitBreaker
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache.copy_runs import CopyRuns, PageRuns, join_runs, runs_from_pool
-from sglang.srt.mem_cache.host_copy_cuda import EngineUse
-from sglang.srt.mem_cache.host_rows import HostRows, PartRows, part_rows
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.mha_host_pool import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.staged_copy import StagedLoadTuning
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.host.copy_runs import CopyRuns, PageRuns, join_runs, runs_from_pool
+from sglang.srt.mem_cache.host.host_copy_cuda import EngineUse
+from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
+from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (
     PAGE,

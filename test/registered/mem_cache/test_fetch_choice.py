@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.ballot import PrefetchProgress
-from sglang.srt.mem_cache.base_prefix_cache import Workload
-from sglang.srt.mem_cache.fetch_choice import FetchChoice
-from sglang.srt.mem_cache.fetch_worth import Rates
-from sglang.srt.mem_cache.hicache_prefetch import PrefetchBoard, PrefetchPolicy
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
-from sglang.srt.mem_cache.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.l3.fetch_choice import FetchChoice
+from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPolicy
+from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Rates
+from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.cache_rig import CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 

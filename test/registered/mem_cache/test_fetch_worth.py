@@ -6,14 +6,14 @@ from itertools import accumulate
 
 import pytest
 
-from sglang.srt.mem_cache.fetch_worth import (
+from sglang.srt.mem_cache.l3.fetch_worth import (
     FetchWorth,
     PendingRead,
     RateEstimate,
-    Rates,
     is_hopeless,
     overtaken,
 )
+from sglang.srt.mem_cache.tree.ballot import Rates
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

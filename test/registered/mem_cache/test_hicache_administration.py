@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import pytest
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache import storage_io as storage_io_module
-from sglang.srt.mem_cache.ballot import Verdict
-from sglang.srt.mem_cache.hicache_administration import _MAX_LEFT_BEHIND
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorageConfig,
     StorageUnavailable,
 )
+from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
+from sglang.srt.mem_cache.tiers.hicache_administration import _MAX_LEFT_BEHIND
+from sglang.srt.mem_cache.tree.ballot import Verdict
 from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache import hicache_prefetch, hiradix_cache
-from sglang.srt.mem_cache.base_prefix_cache import (
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome, StorageUnavailable
+from sglang.srt.mem_cache.l3 import hicache_prefetch, hiradix_cache
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.hicache_storage import CacheOutcome, StorageUnavailable
-from sglang.srt.mem_cache.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

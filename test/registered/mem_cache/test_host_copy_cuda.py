@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from sglang.srt.mem_cache.host_copy_cuda import CudaPageCopier
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
+from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pinned_memory import allocate_pinned
 from sglang.srt.utils.device import CopyStream, Event, detect_device, make_event
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.host_pools import page_slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.mem_cache.host_layout import HostLayout, page_byte_order, resolve_layout_and_io
+from sglang.srt.mem_cache.host.host_layout import HostLayout, page_byte_order, resolve_layout_and_io
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import CacheRig
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.host_layout import HostLayout, page_byte_order
-from sglang.srt.mem_cache.host_page_list import HostPageList
+from sglang.srt.mem_cache.host.host_layout import HostLayout, page_byte_order
+from sglang.srt.mem_cache.host.host_page_list import HostPageList
 from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost, PoolEntry
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (

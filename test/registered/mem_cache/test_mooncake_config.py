@@ -20,7 +20,6 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     wheel_protocols,
 )
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.hicache_attachment import host_allocator_type
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheFile,
@@ -37,6 +36,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeStoreConfig,
 )
 from sglang.srt.mem_cache.storage.slice_budget import MAX_SLICES, SliceBudget
+from sglang.srt.mem_cache.tiers.hicache_attachment import host_allocator_type
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import make_device_pool, make_host_pool, storage_config

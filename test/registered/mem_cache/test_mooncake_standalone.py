@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
     StorageUnreachable,
 )
-from sglang.srt.mem_cache.host_layout import HostLayout
+from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     PoolHitPolicy,
@@ -17,13 +18,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.host_layout import HostLayout
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES
 from sglang.srt.mem_cache.storage.mooncake_store import client as mooncake_client
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (

@@ -19,11 +19,11 @@ from hypothesis.stateful import (
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.host_layout import HostLayout
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.radix_key import RadixKey
-from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.cache_rig import CacheRig
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import device_bytes, make_device_pool, make_host_pool, page_slots

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.storage_rigs import counts

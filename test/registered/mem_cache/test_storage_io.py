@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache import storage_io as storage_io_module
-from sglang.srt.mem_cache.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheStorage,
@@ -21,16 +19,18 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
-from sglang.srt.mem_cache.recent_timeouts import PERIOD_S, RecentTimeouts
-from sglang.srt.mem_cache.storage_groups import PAGES_PER_CALL, next_group
-from sglang.srt.mem_cache.storage_io import StorageIO
-from sglang.srt.mem_cache.storage_operation import (
+from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
+from sglang.srt.mem_cache.l3.recent_timeouts import PERIOD_S, RecentTimeouts
+from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL, next_group
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.storage_operation import (
     CheckOperation,
     PrefetchOperation,
     StorageOperation,
 )
-from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

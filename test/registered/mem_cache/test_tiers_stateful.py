@@ -30,16 +30,16 @@ from hypothesis.stateful import (
 )
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache import storage_io as storage_io_module
-from sglang.srt.mem_cache.base_prefix_cache import (
+from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     EvictResult,
     InitLoadBackParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.host_tier_cache import WRITE_POLICIES
-from sglang.srt.mem_cache.radix_key import PageHash, RadixKey
-from sglang.srt.mem_cache.storage_io import StorageIO
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.cache_rig import (
     RIG_LAYOUTS,
     CacheRig,

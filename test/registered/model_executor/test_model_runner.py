@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_executor.forward_batch_info import compute_extend_positions
+from sglang.srt.layers.forward_batch_info import compute_extend_positions
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint

@@ -16,12 +16,12 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
 )
 from sglang.srt.entrypoints.openai.chat_template import read_template
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
 from sglang.srt.mem_cache.storage.mooncake_store.client import check_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.mooncake_store.library import MOONCAKE_MISSING
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
-from sglang.srt.mem_cache.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.model_loader.weight_files import weight_files
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import check_tokenizer_files

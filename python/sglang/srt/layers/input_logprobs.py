@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.linear import apply_linear
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 _MAX_LOGITS: Final = 1 << 24
 """Logits computed at a time, in fp32: 64 MiB, and as much again for their logprobs."""

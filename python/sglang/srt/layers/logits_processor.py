@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.input_logprobs import InputLogprobs, compute_input_logprobs
 from sglang.srt.layers.linear import apply_linear
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 @dataclass(kw_only=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import QKNorm
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 
 
 def prepare_qkv(

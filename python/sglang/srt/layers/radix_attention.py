@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 
 
 class RadixAttention(torch.nn.Module):

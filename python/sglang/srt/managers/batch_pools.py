@@ -15,9 +15,9 @@ from sglang.srt.utils.device import on_device, stage_to_device
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-    from sglang.srt.mem_cache.radix_key import TokenArray
+    from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from sglang.srt.mem_cache.radix_key import TokenArray, token_array
+from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang.srt.managers.generate_request import GenerateRequest, InvalidRequest, PromptIds
-from sglang.srt.mem_cache.radix_key import TokenArray, token_array
+from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 
 MAX_KEY_CHARS: Final = 4096
 """Of `extra_key` and `cache_salt` each."""

@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import (
     TopLogprobs,
 )
 from sglang.srt.managers.stop_trimmer import StopTrimmer
-from sglang.srt.mem_cache.radix_key import TokenArray
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 
 @dataclass(slots=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sglang.srt.managers.schedule_req import NO_SLOTS, Req
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,
 )
+from sglang.srt.managers.schedule_req import NO_SLOTS, Req
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo

@@ -21,14 +21,14 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TopLogprobs,
 )
-from sglang.srt.mem_cache.radix_key import RadixKey, TokenArray, token_array
+from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
     from sglang.srt.constrained.ticket import GrammarTicket
     from sglang.srt.managers.stop_finder import StopFinder
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.mem_cache.tree_node import TreeNode
+    from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
     from sglang.srt.sampling.sampling_params import SamplingParams
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarBackend
     from sglang.srt.managers.incremental_detokenizer import DecoderFactory
     from sglang.srt.managers.tp_worker import ModelWorker
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
 

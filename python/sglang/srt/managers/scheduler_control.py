@@ -19,8 +19,8 @@ from sglang.srt.managers.io_struct import (
     GetMetricsReq,
     ShutdownReq,
 )
-from sglang.srt.mem_cache.hicache_administration import StorageAdministration
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_output import OutputCollector

@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.schedule_req import Req
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import ToScheduler

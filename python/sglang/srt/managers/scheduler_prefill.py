@@ -18,13 +18,13 @@ from sglang.srt.managers.schedule_policy import (
     order_waiting,
 )
 from sglang.srt.managers.schedule_req import Req
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_state import SchedulerState
-    from sglang.srt.mem_cache.tree_node import TreeNode
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 logger = logging.getLogger(__name__)
 

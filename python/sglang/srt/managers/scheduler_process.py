@@ -20,10 +20,10 @@ from sglang.srt.managers.scheduler import Scheduler, SchedulerParts
 from sglang.srt.managers.scheduler_channel import ZmqChannel
 from sglang.srt.managers.scheduler_watchdog import ForwardWatchdog
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
 from sglang.srt.model_loader.weights_identity import weights_identity
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sglang.srt.managers.ipc import IpcAddresses
-    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from sglang.srt.layers.grammar_mask import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_policy import ceil_to_page
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, Workload
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
 
 if TYPE_CHECKING:
     from sglang.srt.managers.batch_pools import BatchPools
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import DecodeBatch
     from sglang.srt.managers.schedule_policy import BatchLimits, NewTokenEstimate, SchedulePolicy
     from sglang.srt.managers.schedule_req import Req
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 
 

@@ -47,7 +47,7 @@ from sglang.srt.managers.request_limits import (
     fit_max_new_tokens,
 )
 from sglang.srt.managers.request_state import RequestState
-from sglang.srt.mem_cache.radix_key import TokenArray
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.cache_key import combine_extra_key

@@ -5,6 +5,8 @@ imports has its name here. Objects are immutable pages under
 `{namespace}/{page_hash}/{pool}[/{shard}]`.
 """
 
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.types import (
@@ -12,13 +14,9 @@ from sglang.srt.mem_cache.storage.types import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PageResult,
-    PoolHitPolicy,
-    PoolName,
     PoolResults,
-    PoolTransfer,
     PoolTransferResult,
     PrefetchTimeoutConfig,
-    SidecarPoolSpec,
     StoragePool,
     StorageUnavailable,
     StorageUnreachable,

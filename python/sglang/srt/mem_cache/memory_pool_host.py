@@ -1,9 +1,9 @@
 """L2, host memory: the front of the host pools. See `host_pool` for units and threads."""
 
-from sglang.srt.mem_cache.host_memory import HostTensorAllocator
-from sglang.srt.mem_cache.host_pool import DevicePool, HostKVCache
-from sglang.srt.mem_cache.host_pool_group import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
+from sglang.srt.mem_cache.host.host_pool import DevicePool, HostKVCache
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 
 __all__ = [
     "DevicePool",

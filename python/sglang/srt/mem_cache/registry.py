@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.hiradix_cache import HiCacheArgs, HiRadixCache
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiCacheArgs, HiRadixCache
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,10 @@ from sglang.srt.layers.attention.attention_registry import (
     default_attention_backend,
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
     CudaGraphRunner,
@@ -23,7 +24,6 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     graph_batch_sizes,
 )
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import LoadConfig, get_model
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,
 )
+from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
 PREFIX_TOKENS = 4096

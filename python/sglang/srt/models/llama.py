@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.activation import silu_and_mul
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
@@ -17,7 +18,6 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from sglang.srt.layers.attention.triton_ops.pages import page_indices
 from sglang.srt.utils.device import make_event, stage_to_device
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch_info import ForwardBatch
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from sglang.srt.layers.attention.slot_plan import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch_info import ForwardBatch
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class TorchNativeAttnBackend(AttentionBackend):

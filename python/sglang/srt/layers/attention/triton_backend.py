@@ -31,8 +31,8 @@ from sglang.srt.layers.attention.triton_ops.extend import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch_info import ForwardBatch
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 DENSE_HEAD_DIM = 128
 WARM_UP_TOKENS = 8192

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.device.memory_pool import KVCache
 
 Lengths: TypeAlias = torch.Tensor | Sequence[int]
 """Lengths in tokens, one for each request, on the CPU."""

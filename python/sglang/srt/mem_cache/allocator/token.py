@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator, Lengths
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.device.memory_pool import KVCache
 
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):

@@ -5,10 +5,11 @@ Building succeeds whole or raises: there is never a cache without a pool that it
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.host_layout import resolve_layout_and_io
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost, PoolEntry
-from sglang.srt.mem_cache.storage.types import PoolName
+from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 
 
 def build_kv_host_stack(

@@ -13,11 +13,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.storage.types import (
-    CacheOutcome,
-    PoolTransferResult,
-    StorageUnavailable,
-)
+from sglang.srt.mem_cache.storage.types import CacheOutcome, PoolTransferResult, StorageUnavailable
 
 
 class ContractBroken(StorageUnavailable):

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.class_lookup import dynamic_class
-from sglang.srt.mem_cache.storage.types import (
-    HiCacheStorageConfig,
-    PoolName,
-    StoragePool,
-    StorageUnavailable,
-)
+from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, StoragePool, StorageUnavailable
 from sglang.srt.utils.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage import answers
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PageResult,
-    PoolName,
     PoolResults,
-    PoolTransfer,
     PoolTransferResult,
     StoragePool,
 )

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
 from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.file_objects import MalformedObject, ObjectFiles
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
-    PoolHitPolicy,
-    PoolTransfer,
     StoragePool,
 )
 from sglang.srt.utils.logging_utils import RateLimitedLogger

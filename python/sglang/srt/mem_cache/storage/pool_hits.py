@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglang.srt.mem_cache.storage.types import PoolHitPolicy, PoolTransfer, PoolTransferResult
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
+from sglang.srt.mem_cache.storage.types import PoolTransferResult
 
 
 def leading_run(present: Sequence[bool]) -> int:

@@ -58,50 +58,6 @@ class StorageUnreachable(StorageUnavailable):
     """The store could not be reached when it was set up. The message is one line with a remedy."""
 
 
-class PoolName(StrEnum):
-    """Kinds of state that a model keeps per token or per prefix; the pool part of object keys."""
-
-    KV = "kv"
-    MAMBA = "mamba"
-    INDEXER = "indexer"
-
-
-class PoolHitPolicy(StrEnum):
-    """What a prefix needs of an extra pool to count as a hit."""
-
-    ALL_PAGES = "all_pages"
-    """A page for each KV page."""
-    TRAILING_PAGES = "trailing_pages"
-    """A state at the end of the prefix only."""
-
-
-@dataclass(slots=True)
-class PoolTransfer:
-    """Which slots of which pool move under which page keys, and how a hit counts."""
-
-    name: PoolName
-    host_indices: torch.Tensor | None = None
-    """int64 `[len(keys) * page_size of the pool]` on CPU: host slots, whole pages."""
-    device_indices: torch.Tensor | None = None
-    """int64, as long as `host_indices`, on the pool's device."""
-    keys: list[str] | None = None
-    """`{namespace}/{page_hash}`, one a page. Backends add pool and shard."""
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-    nodes_to_load: list[Any] | None = None
-    """Tree nodes that a load brings back; opaque to pools and backends."""
-    indices_from_pool: PoolName | None = None
-    """Take both index tensors from this pool's transfer. Resolved before a backend sees it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SidecarPoolSpec:
-    """An extra pool whose pages share another pool's indices."""
-
-    pool_name: PoolName
-    indices_from_pool: PoolName
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-
-
 @dataclass(slots=True)
 class PoolTransferResult:
     """How far a prefix is in the store. A report, not a lease: objects may vanish at any time."""

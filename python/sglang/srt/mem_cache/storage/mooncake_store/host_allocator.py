@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.host_memory import HostTensorAllocator, nbytes, touch
-from sglang.srt.mem_cache.pinned_memory import touch_and_lock
+from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator, nbytes, touch
+from sglang.srt.mem_cache.host.pinned_memory import touch_and_lock
 from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 from sglang.srt.utils.device import unregister_host_memory
 

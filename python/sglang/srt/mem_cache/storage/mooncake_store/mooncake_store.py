@@ -20,7 +20,8 @@ from typing import Any, Final
 
 import torch
 
-from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
@@ -35,14 +36,12 @@ from sglang.srt.mem_cache.storage.mooncake_store.codes import (
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits, leading_run
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
     PoolTransferResult,
     StoragePool,
     StorageUnavailable,

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import KIB, MIB
-from sglang.srt.mem_cache.host_memory import HostTensorAllocator
-from sglang.srt.mem_cache.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.types import StoragePool
 
 _BATCH_BYTES: Final = 32 * MIB

@@ -1,0 +1,136 @@
+"""What a model needs to know of the batch it runs over: plain data, made by the scheduler.
+
+Units: a slot is the index of one token's keys and values in the device pool. `bs` is the
+number of requests in the batch, `num_tokens` the number of tokens computed in this step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.utils.device import Event, on_device
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+
+
+class ForwardMode(IntEnum):
+    """What kind of step a batch is."""
+
+    EXTEND = 1
+    """Prefill: each request computes the tokens after those that the pool already holds."""
+    DECODE = 2
+    """Each request computes one token."""
+
+    def is_extend(self) -> bool:
+        return self is ForwardMode.EXTEND
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+
+@dataclass(kw_only=True)
+class ForwardBatch:
+    """One step's input. Tensors are on the model's device, `*_cpu` fields are Python lists.
+
+    The slots of request i's context are
+    `req_to_token_pool.req_to_token[req_pool_indices[i], :seq_lens[i]]`, the new ones included:
+    whoever makes the batch writes them there first.
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    """int64 `[num_tokens]`: extend: the new tokens of every request, concatenated."""
+    positions: torch.Tensor
+    """int64 `[num_tokens]`: place of each token in its own context, from 0."""
+    req_pool_indices: torch.Tensor
+    """int64 `[bs]`: rows of `req_to_token_pool`."""
+    seq_lens: torch.Tensor
+    """int64 `[bs]`: context lengths, the tokens of this step included."""
+    seq_lens_cpu: list[int]
+    out_cache_loc: torch.Tensor
+    """int64 `[num_tokens]`: slots that take the new keys and values."""
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVCache
+    req_pool_indices_cpu: list[int] | None = None
+    """Extend only: the same rows."""
+    extend_prefix_lens_cpu: list[int] | None = None
+    """Extend only: tokens of each request that the pool already holds."""
+    extend_seq_lens_cpu: list[int] | None = None
+    """Extend only: new tokens of each request, at least 1 each."""
+    return_logprob: bool = False
+    """Whether any request wants the logprobs of its output."""
+    top_logprobs_nums: list[int] | None = None
+    """Most likely tokens that each request wants the logprobs of; None: nobody wants any."""
+    extend_logprob_start_lens_cpu: list[int] | None = None
+    """Extend only: the first of each request's new tokens whose logits are wanted for a prompt
+    logprob; its number of new tokens where none are. None: nobody wants any."""
+    extend_input_logprob_token_ids_cpu: list[list[int]] | None = None
+    """Beside it: the tokens that follow those, whose logprobs these are."""
+    logits_out: torch.Tensor | None = None
+    """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
+    last_rows_in: torch.Tensor | None = None
+    """Extend only: int64 `[bs]` that holds what `last_rows` gives. For captured graphs."""
+    on_layer: Callable[[int], None] | None = None
+    """Called with each layer's number before its attention is launched. For captured graphs."""
+    attn_backend: AttentionBackend | None = None
+    """Set by the runner, which owns it."""
+    mostly_done: Event | None = None
+    """Recorded when three quarters of the layers are done, where somebody wants to know."""
+
+    @property
+    def batch_size(self) -> int:
+        """Requests in the batch."""
+        return len(self.seq_lens_cpu)
+
+    def begin_layer(self, layer_id: int) -> None:
+        """Attention of a layer is about to be launched."""
+        if self.on_layer is not None:
+            self.on_layer(layer_id)
+        pool = self.token_to_kv_pool
+        if self.mostly_done is not None and layer_id == pool.start_layer + 3 * pool.layer_num // 4:
+            self.mostly_done.record()
+
+    def rows_for_logits(self) -> torch.Tensor | None:
+        """Which of the step's tokens the model has to bring to the end: each request's last.
+
+        Returns:
+            int64 `[bs]` on the model's device; None: all of them, as in a decode step or where
+            logprobs of prompt tokens are wanted.
+        """
+        if not self.forward_mode.is_extend() or self.extend_logprob_start_lens_cpu is not None:
+            return None
+        return self.last_rows()
+
+    def last_rows(self) -> torch.Tensor:
+        """Extend only: the place of each request's last token in the step, int64 `[bs]`."""
+        if self.last_rows_in is not None:
+            return self.last_rows_in
+        assert self.extend_seq_lens_cpu is not None
+        ends = itertools.accumulate(self.extend_seq_lens_cpu)
+        return on_device([end - 1 for end in ends], self.input_ids.device)
+
+
+def compute_extend_positions(
+    prefix_lens_cpu: list[int], extend_seq_lens_cpu: list[int], device: torch.device | str
+) -> torch.Tensor:
+    """Positions of an extend step's tokens, request after request.
+
+    Returns:
+        int64 `[sum(extend_seq_lens_cpu)]` on `device`.
+    """
+    if not prefix_lens_cpu:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat(
+        [
+            torch.arange(prefix, prefix + num_new, dtype=torch.int64, device=device)
+            for prefix, num_new in zip(prefix_lens_cpu, extend_seq_lens_cpu, strict=True)
+        ]
+    )

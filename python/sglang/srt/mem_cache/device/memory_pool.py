@@ -1,0 +1,299 @@
+"""Device memory (L1): the rows that say where each request's tokens lie, and the slots themselves.
+
+`ReqToTokenPool` maps (request row, position) to a slot; a `KVCache` holds what a slot stores. Who
+owns a slot is the allocator's and the tree's business, not this module's. Everything here is
+called from the scheduler thread; buffers are read and written by copy streams as well, whose
+order the layer counter keeps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class LayerTransferCounter(Protocol):
+    """Orders the readers of a layer after the load from L2 that fills it."""
+
+    def set_consumer(self, index: int) -> None:
+        """Name the load that the next forward has to wait for; -1: none."""
+
+    def wait_until(self, threshold: int) -> None:
+        """Order the caller after layer `threshold` (from 0) of that load."""
+
+
+class HasLayerId(Protocol):
+    """What a pool needs to know of an attention layer."""
+
+    @property
+    def layer_id(self) -> int:
+        """The layer's place in the model, from 0."""
+
+
+class HasReqPoolIdx(Protocol):
+    """What the row pool needs to know of a request."""
+
+    req_pool_idx: int | None
+
+
+def _refuse_memory_saver(enabled: bool) -> None:
+    if enabled:
+        raise ValueError("enable_memory_saver is not supported: pass False")
+
+
+class ReqToTokenPool:
+    """Rows of slots, one for each running request.
+
+    Attributes:
+        req_to_token: int32 `[size, max_context_len]` on `device`. Row r, column p is the slot of
+            the token at position p. Columns past a request's length are garbage.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        max_context_len: int,
+        device: torch.device | str,
+        enable_memory_saver: bool = False,
+    ) -> None:
+        _refuse_memory_saver(enable_memory_saver)
+        if size < 1 or max_context_len < 1:
+            raise ValueError(f"need both >= 1: {size=}, {max_context_len=}")
+        self.size = size
+        self.max_context_len = max_context_len
+        self.device = torch.device(device)
+        self.req_to_token = torch.zeros(
+            (size, max_context_len), dtype=torch.int32, device=self.device
+        )
+        self._free_rows: list[int] = []
+        self.clear()
+
+    def available_size(self) -> int:
+        """Rows that no request holds."""
+        return len(self._free_rows)
+
+    def alloc(self, reqs: Sequence[HasReqPoolIdx]) -> list[int] | None:
+        """Give each request a row (`req_pool_idx`); one that has a row keeps it.
+
+        Returns:
+            The rows in the order of `reqs`; None (and nothing changed) where too few are free.
+        """
+        without_row = [req for req in reqs if req.req_pool_idx is None]
+        if len(without_row) > len(self._free_rows):
+            return None
+        for req in without_row:
+            req.req_pool_idx = self._free_rows.pop()
+        return [req.req_pool_idx for req in reqs if req.req_pool_idx is not None]
+
+    def free(self, req: HasReqPoolIdx) -> None:
+        """Take back the request's row. The slots in it must have been handed over before."""
+        row = req.req_pool_idx
+        assert row is not None, "the request holds no row"
+        assert row not in self._free_rows, f"row {row} freed twice"
+        self._free_rows.append(row)
+        req.req_pool_idx = None
+
+    def write(self, indices: Any, values: torch.Tensor) -> None:
+        """`req_to_token[indices] = values`; `indices` is (row or rows, column or columns)."""
+        self.req_to_token[indices] = values.to(torch.int32)
+
+    def clear(self) -> None:
+        """Take back every row."""
+        # Popped from the end: low rows first.
+        self._free_rows = list(range(self.size - 1, -1, -1))
+
+
+class KVCache(ABC):
+    """What the slots of one rank hold, layer by layer.
+
+    Slots `[0, page_size)` are the padding page, which nobody owns: padded batches write there.
+    Slots `[page_size, size + page_size)` are handed out by an allocator.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: torch.device | str,
+        enable_memory_saver: bool = False,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+    ) -> None:
+        """
+        Args:
+            size: Token slots besides the padding page.
+            page_size: Tokens per page.
+            dtype: Of the values, as attention sees them.
+            layer_num: Layers held here.
+            device: Where the buffers are.
+            enable_memory_saver: Refused.
+            start_layer: First layer held here, for pipelines; 0 by default.
+            end_layer: Last layer held here, inclusive.
+
+        Raises:
+            ValueError: A size is not positive, or `size` is not whole pages.
+        """
+        _refuse_memory_saver(enable_memory_saver)
+        if min(size, page_size, layer_num) < 1 or size % page_size:
+            raise ValueError(
+                f"need size, page_size and layer_num >= 1 and whole pages: "
+                f"{size=}, {page_size=}, {layer_num=}"
+            )
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
+        # Index operations on fp8 are not implemented everywhere; bytes are.
+        self.store_dtype = torch.uint8 if dtype in FP8_DTYPES else dtype
+        self.layer_num = layer_num
+        self.device = torch.device(device)
+        self.start_layer = start_layer or 0
+        self.end_layer = self.start_layer + layer_num - 1 if end_layer is None else end_layer
+        self.layer_transfer_counter: LayerTransferCounter | None = None
+
+    def register_layer_transfer_counter(self, layer_transfer_counter: LayerTransferCounter) -> None:
+        """From now on readers of a layer wait for the load that the counter names."""
+        self.layer_transfer_counter = layer_transfer_counter
+
+    @abstractmethod
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Keys of a layer; waits for a load that is filling it."""
+
+    @abstractmethod
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Values of a layer; waits for a load that is filling it."""
+
+    @abstractmethod
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer; waits for a load that is filling it."""
+
+    @abstractmethod
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+    ) -> None:
+        """Store new tokens. Does not wait: a load fills other slots than a forward computes."""
+
+    @abstractmethod
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of the key and of the value buffers, the padding page included."""
+
+    @abstractmethod
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """For each buffer (keys of all layers, then values): address, bytes, bytes of a page."""
+
+    @abstractmethod
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy slots `src_loc` to `tgt_loc` (int64 `[n]`) in every layer."""
+
+    def wait_for_layer(self, layer_id: int) -> int:
+        """Index of the layer's buffer, once it may be read: on CUDA, by what is queued next."""
+        index = layer_id - self.start_layer
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(index)
+        return index
+
+
+class MHATokenToKVPool(KVCache):
+    """Keys and values of multi-head or grouped-query attention.
+
+    Attributes:
+        k_buffer: For each layer `[size + page_size, head_num, head_dim]` of `store_dtype`.
+        v_buffer: For each layer `[size + page_size, head_num, v_head_dim]`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        device: torch.device | str,
+        enable_memory_saver: bool = False,
+        v_head_dim: int | None = None,
+        *,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+    ) -> None:
+        """See `KVCache`.
+
+        Args:
+            head_num: KV heads on this rank.
+            head_dim: Elements of a key of one head.
+            v_head_dim: Elements of a value of one head; as `head_dim` by default.
+        """
+        super().__init__(
+            size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer
+        )
+        self.head_num = head_num
+        self.head_dim = head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        # Zeroed, since the padding page is read by padded batches and garbage may be NaN.
+        self.k_buffer = [self._make_buffer(self.head_dim) for _ in range(layer_num)]
+        self.v_buffer = [self._make_buffer(self.v_head_dim) for _ in range(layer_num)]
+
+    def _make_buffer(self, dim: int) -> torch.Tensor:
+        shape = (self.size + self.page_size, self.head_num, dim)
+        return torch.zeros(shape, dtype=self.store_dtype, device=self.device)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._as_dtype(self.k_buffer[self.wait_for_layer(layer_id)])
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._as_dtype(self.v_buffer[self.wait_for_layer(layer_id)])
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        index = self.wait_for_layer(layer_id)
+        return self._as_dtype(self.k_buffer[index]), self._as_dtype(self.v_buffer[index])
+
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+    ) -> None:
+        """Store new tokens.
+
+        Args:
+            layer: The attention layer, or its id.
+            loc: int64 `[n]`: slots.
+            cache_k: `[n, head_num, head_dim]`, any float dtype.
+            cache_v: `[n, head_num, v_head_dim]`.
+        """
+        index = (layer if isinstance(layer, int) else layer.layer_id) - self.start_layer
+        self.k_buffer[index].index_copy_(0, loc, self._as_stored(cache_k))
+        self.v_buffer[index].index_copy_(0, loc, self._as_stored(cache_v))
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        return sum(b.nbytes for b in self.k_buffer), sum(b.nbytes for b in self.v_buffer)
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        buffers = [*self.k_buffer, *self.v_buffer]
+        return (
+            [b.data_ptr() for b in buffers],
+            [b.nbytes for b in buffers],
+            [b[0].nbytes * self.page_size for b in buffers],
+        )
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[tgt_loc] = buffer[src_loc]
+
+    def _as_dtype(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer if self.store_dtype is self.dtype else buffer.view(self.dtype)
+
+    def _as_stored(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.to(self.dtype)
+        return values if self.store_dtype is self.dtype else values.view(self.store_dtype)

@@ -1,0 +1,101 @@
+"""Many plain copies in one call of the CUDA driver, done by the device's copy engines.
+
+The driver is called through ctypes with the addresses as arrays. Its Python bindings take lists
+and convert them element by element: measured 0.15 ms against 0.11 ms for 256 copies, besides
+making the lists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.host.copy_runs import CopyRuns
+
+_IN_STREAM_ORDER: Final = 1
+_PREFER_OVERLAP_WITH_COMPUTE: Final = 1
+_MAX_COPIES_A_CALL: Final = 4096
+
+
+class _Attributes(ctypes.Structure):
+    """`CUmemcpyAttributes`. Hints of location matter for managed memory alone."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_uint),
+        ("source_hint_type", ctypes.c_uint),
+        ("source_hint_id", ctypes.c_int),
+        ("destination_hint_type", ctypes.c_uint),
+        ("destination_hint_id", ctypes.c_int),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CopyEngine:
+    """Issues lists of copies into streams. Any thread with a current CUDA context.
+
+    Raises:
+        ValueError: There is no CUDA driver.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._driver: Any = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ValueError(
+                f"--hicache-io-backend direct needs the CUDA driver: {error}"
+            ) from None
+        self._batch = getattr(self._driver, "cuMemcpyBatchAsync_v2", None)
+        self._attributes = _Attributes(
+            source_access_order=_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE
+        )
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether the driver takes lists (CUDA 13); otherwise each run is a call."""
+        return self._batch is not None
+
+    def copy(self, runs: CopyRuns, stream: int) -> None:
+        """Issue `runs` into `stream` (a handle; not the default stream). Does not wait.
+
+        The order of the copies among themselves is open; they must not overlap.
+        """
+        if not stream:
+            raise ValueError("batched copies need a stream other than the default one")
+        if self._batch is None:
+            for run in zip(
+                runs.destinations.tolist(), runs.sources.tolist(), runs.sizes.tolist(), strict=True
+            ):
+                _check(
+                    self._driver.cuMemcpyAsync(
+                        *(ctypes.c_uint64(value) for value in run), ctypes.c_void_p(stream)
+                    ),
+                    "cuMemcpyAsync",
+                )
+            return
+        first_of_attributes = ctypes.c_size_t(0)
+        for start in range(0, len(runs), _MAX_COPIES_A_CALL):
+            part = slice(start, start + _MAX_COPIES_A_CALL)
+            sizes = runs.sizes[part]
+            code = self._batch(
+                _address(runs.destinations[part]),
+                _address(runs.sources[part]),
+                _address(sizes),
+                ctypes.c_size_t(len(sizes)),
+                ctypes.byref(self._attributes),
+                ctypes.byref(first_of_attributes),
+                ctypes.c_size_t(1),
+                ctypes.c_void_p(stream),
+            )
+            _check(code, "cuMemcpyBatchAsync")
+
+
+def _address(array: npt.NDArray[np.uint64]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise RuntimeError(f"{what} failed with CUDA driver error {code}")

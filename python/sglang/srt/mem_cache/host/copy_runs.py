@@ -1,0 +1,188 @@
+"""Lists of plain copies (address, address, bytes), made without a Python loop over pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRuns:
+    """Copies of one direction: uint64 arrays of equal length, C-contiguous."""
+
+    destinations: npt.NDArray[np.uint64]
+    sources: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRuns:
+    """Runs of host memory that a buffer holds; uint64 arrays of equal length.
+
+    Made once for some pages and good for any of their layers, so that issuing them costs little.
+    """
+
+    host: npt.NDArray[np.uint64]
+    """Addresses where the first layer is the pool's first."""
+    places: npt.NDArray[np.uint64]
+    """Bytes from the buffer's start."""
+    sizes: npt.NDArray[np.uint64]
+    layer_strides: npt.NDArray[np.uint64]
+
+    def to_buffer(self, buffer: int, first_layer: int) -> CopyRuns:
+        """Copies into the buffer at this address, of layers from `first_layer` on."""
+        there = self.host + self.layer_strides * np.uint64(first_layer)
+        return CopyRuns(self.places + np.uint64(buffer), there, self.sizes)
+
+    def to_host(self, buffer: int) -> CopyRuns:
+        """Copies out of the buffer at this address, of layers from the pool's first one on."""
+        return CopyRuns(self.host, self.places + np.uint64(buffer), self.sizes)
+
+
+class PageRuns:
+    """Whole pages of one part in host memory, and in a buffer that has the same order of bytes.
+
+    The buffer holds at most `max_layers` layers of at most `max_pages` pages. Three orders are
+    known: layer-major pages (`page_first_direct`), layers that are not parts of a page
+    (`layer_first`), and token-major pages (`page_first`), which come with all of their layers.
+
+    Args:
+        part: The part on both sides.
+        page_size: Tokens.
+        max_layers: Consecutive layers that a buffer holds.
+        max_pages: Pages that a buffer holds.
+
+    Raises:
+        ValueError: Host memory has another order, or token-major pages are to be divided.
+    """
+
+    def __init__(self, part: PartRows, page_size: int, max_layers: int, max_pages: int) -> None:
+        rows = part.rows
+        self._part = part
+        self._layer_bytes = page_size * rows.row_bytes
+        self._page_stride = _page_stride(rows, page_size)
+        self.page_bytes = self._layer_bytes * max_layers
+        """Of a page in the buffer."""
+        self._is_whole = pages_are_runs(part, page_size)
+        if self._is_whole and not is_token_major(part, page_size):
+            token, layer = rows.row_bytes, self._layer_bytes
+            page_tokens, page = page_size, self.page_bytes
+        elif self._is_whole and max_layers == len(part.device_addresses):
+            token, layer = rows.row_bytes * max_layers, rows.row_bytes
+            page_tokens, page = 1, token
+        elif not self._is_whole and rows.has_page_runs(page_size):
+            token, layer = rows.row_bytes, max_pages * self._layer_bytes
+            page_tokens, page = 1, token
+        else:
+            raise ValueError("host memory has an order of rows that copy engines do not move")
+        self.buffer_rows: HostRows = replace(
+            rows,
+            page_tokens=page_tokens,
+            page_stride=page,
+            token_stride=token,
+            layer_stride=layer,
+            alignment=math.gcd(rows.alignment, rows.row_bytes),
+        )
+        """Where rows are in the buffer; a page's place there is its place in the list."""
+
+    def runs(self, pages: npt.NDArray[np.int64], layers: int, buffer_offset: int) -> BufferRuns:
+        """The runs of so many layers of `pages`; what adjoins on both sides is one.
+
+        Args:
+            pages: int64 `[n]`, n at most `max_pages`.
+            layers: At most `max_layers`.
+            buffer_offset: Bytes from the buffer's start to this part.
+        """
+        pages_before = np.arange(len(pages), dtype=np.int64)
+        host = self._part.host_address + pages * self._page_stride
+        layer_stride = self._part.rows.layer_stride
+        if self._is_whole:
+            piece = layers * self._layer_bytes
+            places = pages_before * self.page_bytes
+        else:
+            piece = self._layer_bytes
+            layer = np.arange(layers, dtype=np.int64)[:, None]
+            host = (host + layer * layer_stride).reshape(-1)
+            in_layer = layer * self.buffer_rows.layer_stride
+            places = (pages_before * piece + in_layer).reshape(-1)
+        adjoins = (np.diff(host) == piece) & (np.diff(places) == piece)
+        is_first = np.ones(len(host), dtype=np.bool_)
+        is_first[1:] = ~adjoins
+        starts = np.flatnonzero(is_first)
+        counts = np.diff(starts, append=len(host))
+        return BufferRuns(
+            host[starts].astype(np.uint64),
+            (places[starts] + buffer_offset).astype(np.uint64),
+            (counts * piece).astype(np.uint64),
+            np.full(len(starts), layer_stride, dtype=np.uint64),
+        )
+
+
+def runs_from_pool(
+    parts: Sequence[PartRows],
+    page_size: int,
+    host_pages: npt.NDArray[np.int64],
+    device_pages: npt.NDArray[np.int64],
+) -> CopyRuns:
+    """Copies of whole pages from the device pool to the host: one for each part, layer and page.
+
+    Args:
+        parts: Their host memory has a page of a layer in one run.
+        page_size: Tokens.
+        host_pages: int64 `[n]`; `device_pages` likewise.
+    """
+    sources, destinations, sizes = [], [], []
+    for part in parts:
+        rows = part.rows
+        assert rows.has_page_runs(page_size), "a page of a layer is one run"
+        piece = page_size * rows.row_bytes
+        layers = np.array(part.device_addresses, dtype=np.int64)[:, None]
+        sources.append((layers + device_pages * piece).reshape(-1))
+        layer = np.arange(len(layers), dtype=np.int64)[:, None] * rows.layer_stride
+        page = part.host_address + host_pages * _page_stride(rows, page_size)
+        destinations.append((layer + page).reshape(-1))
+        sizes.append(np.full(len(sources[-1]), piece, dtype=np.uint64))
+    return CopyRuns(
+        np.concatenate(destinations).astype(np.uint64),
+        np.concatenate(sources).astype(np.uint64),
+        np.concatenate(sizes),
+    )
+
+
+def join_runs(several: Sequence[BufferRuns]) -> BufferRuns:
+    """One list of all of them."""
+    return BufferRuns(
+        np.concatenate([one.host for one in several]),
+        np.concatenate([one.places for one in several]),
+        np.concatenate([one.sizes for one in several]),
+        np.concatenate([one.layer_strides for one in several]),
+    )
+
+
+def pages_are_runs(part: PartRows, page_size: int) -> bool:
+    """Whether a page of all layers is one run of host memory."""
+    page_bytes = len(part.device_addresses) * page_size * part.rows.row_bytes
+    return _page_stride(part.rows, page_size) == page_bytes
+
+
+def is_token_major(part: PartRows, page_size: int) -> bool:
+    """Whether a page is one run in which a token's layers stand together."""
+    return (
+        page_size > 1
+        and len(part.device_addresses) > 1
+        and pages_are_runs(part, page_size)
+        and part.rows.layer_stride == part.rows.row_bytes
+    )
+
+
+def _page_stride(rows: HostRows, page_size: int) -> int:
+    return rows.page_stride if rows.page_tokens > 1 else rows.token_stride * page_size

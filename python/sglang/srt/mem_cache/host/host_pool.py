@@ -1,0 +1,282 @@
+"""What every host pool (L2) is: pages of one kind of state in host memory.
+
+A pool hands out token slots in whole pages. Slots are int64 CPU tensors; sizes are tokens unless
+a name says pages or bytes. `alloc`, `free` and `clear` belong to the scheduler's thread; copies
+run in a copy thread and L3 transfers in storage threads, each on pages that their caller has
+locked, so pools themselves need no lock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang.srt.constants import GB
+from sglang.srt.mem_cache.host.host_layout import (
+    is_zero_copy,
+    parse_layout,
+)
+from sglang.srt.mem_cache.host.host_memory import (
+    available_host_bytes,
+    check_fits_host_memory,
+    get_allocator_from_storage,
+)
+from sglang.srt.mem_cache.host.host_page_list import HostPageList, whole_pages
+from sglang.srt.utils.device import can_pin_memory
+
+
+class DevicePool(Protocol):
+    """What a host pool needs of the device pool that it mirrors: the MHA pool's attributes."""
+
+    @property
+    def k_buffer(self) -> list[torch.Tensor]:
+        """Per layer `[size + page_size, head_num, head_dim]`, `store_dtype`, contiguous."""
+
+    @property
+    def v_buffer(self) -> list[torch.Tensor]:
+        """Per layer `[size + page_size, head_num, v_head_dim]`."""
+
+    @property
+    def head_num(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def layer_num(self) -> int: ...
+    @property
+    def start_layer(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """Tokens that requests can own; the padding page (slots below `page_size`) is extra."""
+
+    @property
+    def store_dtype(self) -> torch.dtype: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device | str: ...
+
+
+class HostKVCache(ABC):
+    """A pool of pages in host memory that mirrors one device pool.
+
+    Args:
+        device_pool: The pool that pages are copied from and to.
+        host_to_device_ratio: Tokens here per token there, where `host_size` is 0.
+        host_size: Size in GB (10^9 bytes); wins over the ratio.
+        page_size: Tokens per page.
+        layout: One of `HostLayout`.
+        pin_memory: Page-lock the buffers where `device_pool`'s device gains from that.
+        device: Where the buffers are: `cpu`.
+        allocator_type: `default`, or `mooncake` for memory from Mooncake's own allocator.
+
+    Raises:
+        ValueError: The layout or allocator is unknown, or the pool is too small or does not fit.
+    """
+
+    def __init__(
+        self,
+        device_pool: DevicePool,
+        host_to_device_ratio: float,
+        host_size: float,
+        page_size: int,
+        layout: str,
+        pin_memory: bool = True,
+        device: str = "cpu",
+        allocator_type: str = "default",
+    ) -> None:
+        self.device_pool = device_pool
+        self.page_size = page_size
+        self.layout = parse_layout(layout).value
+        self.device = device
+        self.pin_memory = pin_memory and can_pin_memory(device_pool.device)
+        self.allocator = get_allocator_from_storage(allocator_type)
+        self.dtype = device_pool.store_dtype
+        self.layer_num = device_pool.layer_num
+        self.start_layer = device_pool.start_layer
+        self.end_layer = self.start_layer + self.layer_num - 1
+        self.size_per_token = self.get_size_per_token()
+        self.page_bytes = self.size_per_token * page_size
+        """Bytes of one page, all its buffers, without the L3 trailer."""
+        self.page_num = self._size_in_pages(host_to_device_ratio, host_size)
+        self.size = self.page_num * page_size
+        check_fits_host_memory(
+            self.page_num * self.page_bytes,
+            f"a host KV pool of {self.size} tokens",
+            "lower --hicache-size or --hicache-ratio",
+        )
+        self.kv_buffer = self.init_kv_buffer()
+        self._pages = HostPageList(self.page_num, page_size)
+
+    def _size_in_pages(self, ratio: float, size_gb: float) -> int:
+        wanted_bytes = size_gb * GB or ratio * self.device_pool.size * self.size_per_token
+        pages = int(wanted_bytes // self.page_bytes)
+        if pages < 1:
+            setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
+            raise ValueError(
+                f"{setting}: the host KV pool would not hold one page of {self.page_bytes} bytes "
+                f"({self.page_size} tokens); raise --hicache-size or --hicache-ratio, up to "
+                f"{available_host_bytes() / GB:.1f} GB available"
+            )
+        return pages
+
+    # -- what a kind of pool defines ---------------------------------------------------------------
+
+    @abstractmethod
+    def get_size_per_token(self) -> int:
+        """Bytes of one token's state over all layers."""
+
+    @abstractmethod
+    def get_ksize_per_token(self) -> int:
+        """Bytes of the first part of a page (keys), per token."""
+
+    @abstractmethod
+    def init_kv_buffer(self) -> list[torch.Tensor]:
+        """Allocate the buffers: contiguous tensors that hold whole pages."""
+
+    @abstractmethod
+    def load_to_device_per_layer(
+        self,
+        device_pool: DevicePool,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+    ) -> None:
+        """Copy one layer (0-based in this pool) of whole pages to the device pool."""
+
+    @abstractmethod
+    def backup_from_device_all_layer(
+        self,
+        device_pool: DevicePool,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> None:
+        """Copy all layers of whole pages from the device pool."""
+
+    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
+        """Whether backups had better be given their `device_indices` on the CPU."""
+        return False
+
+    @abstractmethod
+    def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy pages into the rows of `out`, uint8 `[pages, page_bytes]`, in page byte order."""
+
+    @abstractmethod
+    def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
+        """The inverse of `gather_pages`."""
+
+    # -- bytes, for L3 -----------------------------------------------------------------------------
+
+    @property
+    def is_zero_copy(self) -> bool:
+        """Whether L3 moves pages in place; otherwise through `gather_pages`/`scatter_pages`."""
+        return is_zero_copy(self.layout)
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        """The contiguous tensors to register with a transport."""
+        return self.kv_buffer
+
+    def check_pages(self, indices: torch.Tensor) -> None:
+        """Raise ValueError where `indices` are not whole, aligned pages inside the pool."""
+        whole_pages(indices, self.page_size, self.page_num)
+
+    def get_page_views(self, indices: torch.Tensor) -> list[list[memoryview]]:
+        """Per page its buffers, writable, in page byte order. Checked as `get_page_buffer_meta`."""
+        pages = self._zero_copy_pages(indices).tolist()
+        parts = [(raw, size) for raw, size, _ in self._page_parts()]
+        return [[raw[page * size : (page + 1) * size] for raw, size in parts] for page in pages]
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and byte counts of pages, K then V of the first page, then of the second.
+
+        Args:
+            indices: int64 `[pages * page_size]` on CPU, whole pages.
+
+        Raises:
+            ValueError: A slot is outside the pool or not page-aligned, or the layout scatters
+                pages. Nothing unchecked reaches C++.
+        """
+        pages = self._zero_copy_pages(indices)
+        parts = self._page_parts()
+        ptrs = np.stack([base + pages * size for _, size, base in parts], axis=1)
+        return ptrs.reshape(-1).tolist(), [size for _, size, _ in parts] * len(pages)
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        """Whether each page's buffers start and end on memory pages of `page_size_bytes`."""
+        return self.is_zero_copy and all(
+            size % page_size_bytes == 0 and base % page_size_bytes == 0
+            for _, size, base in self._page_parts()
+        )
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """A zeroed flat page, `dtype`."""
+        return torch.zeros(self.page_bytes, dtype=torch.uint8).view(self.dtype)
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        """A copy of the page that starts at slot `index`, in page byte order.
+
+        Flat `[elements]` of `dtype`; otherwise in the shape of the byte order.
+        """
+        page = self.get_dummy_flat_data_page()
+        self.gather_pages(self._page_slots(index), page.view(torch.uint8).view(1, -1))
+        return page if flat else page.view(self._page_shape())
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        """Write a page that `get_data_page` returned, to the page that starts at slot `index`."""
+        raw = data_page.contiguous().view(-1).view(torch.uint8)
+        if raw.numel() != self.page_bytes:
+            raise ValueError(f"data_page: {raw.numel()} bytes, a page has {self.page_bytes}")
+        self.scatter_pages(self._page_slots(index), raw.view(1, -1))
+
+    def _page_slots(self, index: int) -> torch.Tensor:
+        return torch.arange(index, index + self.page_size)
+
+    def _zero_copy_pages(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
+        if not self.is_zero_copy:
+            raise ValueError(
+                f"layout {self.layout} scatters a page over the layers; copy it with gather_pages"
+            )
+        return whole_pages(indices, self.page_size, self.page_num)
+
+    @abstractmethod
+    def _page_parts(self) -> list[tuple[memoryview, int, int]]:
+        """Per part of a page (K, V): all bytes of that part, bytes a page, address."""
+
+    @abstractmethod
+    def _page_shape(self) -> tuple[int, ...]:
+        """Shape of an unflattened page."""
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Slots of whole pages, int64 `[need_size]`, or None where too few are free."""
+        return self._pages.alloc(need_size)
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Take whole pages back; tokens freed. AssertionError names pages freed twice."""
+        return self._pages.free(indices)
+
+    def available_size(self) -> int:
+        """Free tokens."""
+        return self._pages.available_size()
+
+    def free_page_ids(self) -> torch.Tensor:
+        """int64 `[n]`: every free page, by number. For the self check."""
+        return self._pages.free_page_ids()
+
+    def clear(self) -> None:
+        """Free every page. Their bytes stay as they are."""
+        self._pages.clear()
+
+    def check_integrity(self) -> None:
+        """Assert the free list's invariants."""
+        self._pages.check_integrity()

@@ -1,0 +1,242 @@
+"""Copies pages through a device buffer.
+
+The copy engine moves runs of host memory (`PageRuns`) to or from the buffer, in the order that
+host memory has; a kernel moves them between the buffer and the layers. So nobody needs to know
+device slots on the CPU, runs are as long as host memory allows, and no kernel touches host memory:
+one that writes it fills queues that all multiprocessors share, and slowed down a matrix product
+beside it by half, and one that reads it gets 0.91 of the link. See benchmark/results.
+
+Everything here is called inside a copy stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang.srt.constants import KIB, MIB
+from sglang.srt.mem_cache.host.copy_engine import CopyEngine
+from sglang.srt.mem_cache.host.copy_runs import BufferRuns, PageRuns, is_token_major, join_runs
+from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning
+from sglang.srt.utils.device import (
+    Event,
+    SideStream,
+    current_stream_handle,
+    device_memory,
+    make_event,
+)
+
+_BUFFER_SHARE: Final = 1 / 1024
+"""Of the device's memory, for one of four buffers. Long pieces, since each costs the CPU 0.1 ms and
+the kernels beside it a pause."""
+_MIN_BUFFER_BYTES: Final = 32 * MIB
+_MAX_BUFFER_BYTES: Final = 128 * MIB
+_BUFFERS: Final = 2
+_ALIGNMENT: Final = 512
+_TUNING: Final = TokenCopyTuning(programs=264, tile_bytes=16384, num_warps=8)
+"""All of the device for as short as can be: a kernel that holds some multiprocessors makes a matrix
+product, whose blocks each want a whole one, wait as long as it lasts."""
+
+PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
+"""Parts with equal rows, and their table of device addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedLoadTuning:
+    """How long the runs of a load are. Longer ones take more layers, so the first comes later."""
+
+    run_bytes: int = 512 * KIB
+
+    def layers_at_once(self, part: PartRows, page_size: int) -> int:
+        """As few layers as make runs that are long enough; equal steps through all of them, but
+        that the first layer comes alone, for a forward waits for it."""
+        num_layers = len(part.device_addresses)
+        if is_token_major(part, page_size):
+            return num_layers
+        wanted = -(-self.run_bytes // (part.rows.row_bytes * page_size))
+        steps = -(-num_layers // min(wanted, num_layers))
+        return -(-num_layers // steps)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Pages that fit a buffer."""
+
+    pages: npt.NDArray[np.int64]
+    """int64 `[n]`: on the host."""
+    slots: torch.Tensor
+    """int64 `[n * page_size]` on the device."""
+    runs: BufferRuns | None = None
+    num_layers: int = 0
+    """That `runs` are made for."""
+
+
+class _Stage:
+    """Two buffers that are filled and emptied in turn, and the stream of the copy engine.
+
+    Args:
+        groups: K and V, in one group or two.
+        page_size: Tokens.
+        layers: That a buffer holds of each page.
+        device: Of the device pool.
+        engine: Moves the runs.
+    """
+
+    def __init__(
+        self,
+        groups: PartGroups,
+        page_size: int,
+        layers: int,
+        device: torch.device,
+        engine: CopyEngine,
+    ) -> None:
+        self.groups = groups
+        self.page_size = page_size
+        self.device = device
+        self.side = SideStream(device)
+        self._engine = engine
+        parts = [part for group, _ in groups for part in group]
+        token_bytes = sum(part.rows.row_bytes for part in parts) * layers
+        self.chunk_pages = max(1, _buffer_bytes(device) // (token_bytes * page_size))
+        self._parts = [PageRuns(part, page_size, layers, self.chunk_pages) for part in parts]
+        self._offsets = [0]
+        for part in self._parts:
+            end = self._offsets[-1] + part.page_bytes * self.chunk_pages
+            self._offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        self._rows_in_buffer = torch.arange(self.chunk_pages * page_size, device=device)
+        self._buffers = [
+            torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+            for _ in range(_BUFFERS)
+        ]
+        self._turn = 0
+        self._emptied: list[Event | None] = [None] * _BUFFERS
+
+    def next_buffer(self) -> tuple[int, Event]:
+        """Address of the next buffer, and the event to record when it is empty again.
+
+        The current stream waits until it is.
+        """
+        self._turn = (self._turn + 1) % _BUFFERS
+        before = self._emptied[self._turn]
+        if before is not None:
+            before.wait()
+        emptied = self._emptied[self._turn] = make_event(self.device)
+        return self._buffers[self._turn].data_ptr(), emptied
+
+    def chunks(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
+        """The pages in pieces that fit a buffer."""
+        step = self.chunk_pages
+        return [
+            Chunk(
+                host_pages[start : start + step],
+                device_slots[start * self.page_size : (start + step) * self.page_size],
+            )
+            for start in range(0, len(host_pages), step)
+        ]
+
+    def run_engine(self, buffer: int, chunk: Chunk, layers: range, *, to_host: bool) -> None:
+        """Move `layers` of host pages from or to the buffer, in the current stream."""
+        if chunk.runs is None or chunk.num_layers != len(layers):
+            chunk.runs = join_runs(
+                [
+                    part.runs(chunk.pages, len(layers), offset)
+                    for part, offset in zip(self._parts, self._offsets, strict=False)
+                ]
+            )
+            chunk.num_layers = len(layers)
+        runs = chunk.runs.to_host(buffer) if to_host else chunk.runs.to_buffer(buffer, layers.start)
+        self._engine.copy(runs, current_stream_handle(self.device))
+
+    def run_kernel(self, buffer: int, chunk: Chunk, layers: range, *, to_buffer: bool) -> None:
+        """Move `layers` between the buffer and the device pool."""
+        from sglang.srt.mem_cache.host.token_copy import copy_tokens
+
+        done = 0
+        for group, table in self.groups:
+            rows = self._parts[done].buffer_rows
+            # The kernel counts layers from the pool's first one.
+            base = buffer - layers.start * rows.layer_stride
+            copy_tokens(
+                tuple(base + offset for offset in self._offsets[done : done + len(group)]),
+                rows,
+                table,
+                self._rows_in_buffer[: len(chunk.slots)],
+                chunk.slots,
+                layers,
+                to_host=to_buffer,
+                tuning=_TUNING,
+            )
+            done += len(group)
+
+
+class StagedBackup:
+    """Backs up all layers of pages; arguments as of `CudaPageCopier`."""
+
+    def __init__(
+        self, groups: PartGroups, page_size: int, device: torch.device, engine: CopyEngine
+    ) -> None:
+        self._layers = range(len(groups[0][0][0].device_addresses))
+        self._stage = _Stage(groups, page_size, len(self._layers), device, engine)
+
+    def backup(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> None:
+        """Copy all layers of pages to the host.
+
+        Args:
+            host_pages: int64 `[n]`.
+            device_slots: int64 `[n * page_size]` on the device.
+        """
+        stage = self._stage
+        for chunk in stage.chunks(host_pages, device_slots):
+            buffer, emptied = stage.next_buffer()
+            stage.run_kernel(buffer, chunk, self._layers, to_buffer=True)
+            stage.side.follow()
+            with stage.side.use():
+                stage.run_engine(buffer, chunk, self._layers, to_host=True)
+                emptied.record()
+        stage.side.join()
+
+
+class StagedLoad:
+    """Loads a few layers of pages at a time: as many as make a run worth its while."""
+
+    def __init__(
+        self,
+        groups: PartGroups,
+        page_size: int,
+        device: torch.device,
+        engine: CopyEngine,
+        tuning: StagedLoadTuning,
+    ) -> None:
+        self.layers_at_once = tuning.layers_at_once(groups[0][0][0], page_size)
+        self._stage = _Stage(groups, page_size, self.layers_at_once, device, engine)
+
+    def start(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
+        """Order a load after what the current stream has queued; what to give to `load`.
+
+        Args:
+            host_pages: int64 `[n]`.
+            device_slots: int64 `[n * page_size]` on the device.
+        """
+        self._stage.side.follow()
+        return self._stage.chunks(host_pages, device_slots)
+
+    def load(self, chunks: Sequence[Chunk], layers: range) -> None:
+        """Copy at most `layers_at_once` consecutive layers to the device."""
+        stage = self._stage
+        for chunk in chunks:
+            with stage.side.use():
+                buffer, emptied = stage.next_buffer()
+                stage.run_engine(buffer, chunk, layers, to_host=False)
+            stage.side.join()
+            stage.run_kernel(buffer, chunk, layers, to_buffer=False)
+            emptied.record()
+
+
+def _buffer_bytes(device: torch.device) -> int:
+    _, total = device_memory(device)
+    return min(max(int(_BUFFER_SHARE * total), _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)

@@ -1,1 +1,0 @@
-"""Device kernels of the cache. Imported only where the device is one that runs them."""

@@ -1,0 +1,101 @@
+"""Which reads from L3 are begun, and which are cut because computing would be done sooner.
+
+The rule is in `fetch_worth.py`; here are the numbers that go into it: what the reads under way
+have still to bring, and what waits to be computed. All of them are the same on every rank: the
+scheduler's queue, and what the ranks agreed on in this tick or the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from sglang.srt.mem_cache.l3.fetch_worth import is_hopeless, overtaken
+from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPolicy
+from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.tree.ballot import Rates
+from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
+
+_PROBE_EVERY: Final = 32
+"""Of reads given up in a row, every so many is made after all: stores and networks recover."""
+
+
+class FetchChoice:
+    """Decides for one tree. Scheduler thread only.
+
+    Args:
+        board: The reads under way.
+    """
+
+    def __init__(self, board: PrefetchBoard) -> None:
+        self.rates = Rates()
+        """What the ranks agreed on last."""
+        self._board = board
+        self._workload: Callable[[], Workload] | None = None
+        self._waiting: int | None = None
+        self._given_up = 0
+
+    def watch(self, workload: Callable[[], Workload]) -> None:
+        """Where to ask what waits to be computed. Without it computing begins at once."""
+        self._workload = workload
+
+    def begin_tick(self) -> None:
+        """What was known of the queue is out of date."""
+        self._waiting = None
+
+    def may_begin(self, request_id: str, tokens: int, policy: PrefetchPolicy) -> bool:
+        """Whether a read of `tokens` for a request that has just come is made at all."""
+        if policy is PrefetchPolicy.WAIT_COMPLETE or not all(self.rates):
+            return True
+        if self._waiting is None:
+            work = self._look()
+            self._waiting = self._to_compute(work) - work.waiting.get(request_id, 0)
+        ahead = self._board.unread_tokens()
+        if not is_hopeless(tokens, self.rates, ahead=ahead, waiting=self._waiting):
+            return True
+        if not self._may_give_up():
+            return True
+        self._waiting += tokens
+        return False
+
+    def cut_overtaken(self, policy: PrefetchPolicy) -> list[PrefetchOperation]:
+        """Cut the reads that computing would overtake; those are returned."""
+        # With best effort nobody waits, and who asked to wait to the end shall do so.
+        if policy is not PrefetchPolicy.TIMEOUT or not all(self.rates):
+            return []
+        waited_for = self._board.waited_for()
+        if not waited_for:
+            return []
+        work = self._look()
+        later = overtaken(
+            [self._board.pending(one, work.waiting) for one in waited_for],
+            self.rates,
+            ahead=self._board.abandoned_tokens(),
+            waiting=self._to_compute(work),
+        )
+        cut = []
+        for read, is_later in zip(waited_for, later, strict=True):
+            if not is_later:
+                continue
+            if self._may_give_up():
+                read.operation.overtake()
+                cut.append(read.operation)
+            else:
+                read.operation.is_spared = True
+        return cut
+
+    def note_read(self) -> None:
+        """Pages have been read: it is known how fast that is."""
+        self._given_up = 0
+
+    def _may_give_up(self) -> bool:
+        self._given_up += 1
+        return self._given_up % _PROBE_EVERY != 0
+
+    def _look(self) -> Workload:
+        return Workload(0, {}) if self._workload is None else self._workload()
+
+    def _to_compute(self, work: Workload) -> int:
+        return work.computing + sum(
+            self._board.uncached(request_id, tokens) for request_id, tokens in work.waiting.items()
+        )

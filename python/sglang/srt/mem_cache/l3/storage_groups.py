@@ -1,0 +1,61 @@
+"""Which operations on L3 go in one call to the store: pure, the same on all ranks.
+
+A call costs as much CPU time as ten pages of 64 KB or 500 keys more in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.storage.types import CacheOutcome
+
+PAGES_PER_CALL: Final = 64
+"""Pages of one get or put: enough to hide the round trip, few enough that a cut comes soon."""
+_STUCK_SHARE: Final = 8
+"""One of so many pages of L2 a get may be given at most: it keeps them for as long as it hangs."""
+_PROMPTS_PER_QUESTION: Final = 16
+_PAGES_PER_QUESTION: Final = 1024
+"""Of the prompts that one call asks about; those of one prompt may be more."""
+
+
+def pages_per_read(host_pages: int) -> int:
+    """Pages of one get, with an L2 of `host_pages`."""
+    return max(1, min(PAGES_PER_CALL, host_pages // _STUCK_SHARE))
+
+
+def questions(operations: Sequence[PrefetchOperation]) -> Iterator[list[PrefetchOperation]]:
+    """Prompts in groups that one call asks about, in their order."""
+    group: list[PrefetchOperation] = []
+    pages = 0
+    for operation in operations:
+        pages_then = pages + len(operation.hashes)
+        if group and (len(group) == _PROMPTS_PER_QUESTION or pages_then > _PAGES_PER_QUESTION):
+            yield group
+            group, pages = [], 0
+        group.append(operation)
+        pages += len(operation.hashes)
+    yield group
+
+
+def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
+    """The first writes that can go in one call; at least one.
+
+    A write joins where the pages before its own are in the store, or are written before it in
+    the same call.
+    """
+    group: list[StorageOperation] = []
+    pages = 0
+    for operation in queued:
+        pages += len(operation.hashes)
+        may_join = operation.after in group or not waits_in_vain(operation)
+        if pages > PAGES_PER_CALL or not may_join:
+            break
+        group.append(operation)
+    return group or list(queued[:1])
+
+
+def waits_in_vain(operation: StorageOperation) -> bool:
+    """Whether the pages before these are not in the store, so that nobody could use these."""
+    return operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED

@@ -1,0 +1,237 @@
+"""Changes of L3 while the server runs: one at a time, each in a thread that may fail or hang.
+
+A change has two halves. Its work runs in a thread of its own: reading a configuration, importing a
+backend, connecting, clearing, closing. None of that is ours to bound. What follows runs in the
+scheduler's thread at the tick at which the ranks agree that the work has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
+from sglang.srt.mem_cache.storage.types import StorageUnavailable
+from sglang.srt.mem_cache.tiers.hicache_attachment import PreparedChange, StorageAttachment
+from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
+from sglang.srt.mem_cache.tree.ballot import Verdict
+from sglang.srt.utils.background_call import BackgroundCall
+from sglang.srt.utils.listeners import log_exposed_ports
+
+logger = logging.getLogger(__name__)
+
+_MAX_LEFT_BEHIND: Final = 4
+"""Changes that were given up and still hang: each keeps a thread, and whatever it has reached."""
+_TICK_S: Final = 0.01
+_NOT_ATTACHED: Final = "no storage backend is attached"
+_EXPECTED: Final = (ValueError, StorageUnavailable)
+
+T = TypeVar("T")
+
+
+class ChangeResult(NamedTuple):
+    """How a change ended."""
+
+    done: bool
+    message: str
+    """What was done, or why not. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    what: str
+    call: BackgroundCall[Any]
+    accept: Callable[[Any], str]
+    on_failure: Callable[[], None]
+
+
+class AdministeredCache(Protocol):
+    """The cache whose L3 is changed."""
+
+    write_policy: str
+
+    def is_busy(self) -> dict[str, int]: ...
+    def forget_stored(self) -> None: ...
+
+
+class StorageAdministration:
+    """The change under way, and the result of the last one. Scheduler thread only.
+
+    Requests may run during a change; they use no L3. Owns one thread, `hicache-administration`,
+    while a change is under way.
+
+    Args:
+        cache: Above L3.
+        attachment: What is attached.
+    """
+
+    def __init__(self, cache: AdministeredCache, attachment: StorageAttachment) -> None:
+        self._cache = cache
+        self._attachment = attachment
+        self._change: _Change | None = None
+        self._result: ChangeResult | None = None
+        self._left_behind: list[BackgroundCall[Any]] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a change has begun and not ended: another one has to wait."""
+        return self._change is not None
+
+    def begin_attaching(
+        self,
+        backend: str,
+        extra_config: str | None,
+        prefetch_policy: str | None,
+        write_policy: str | None,
+    ) -> None:
+        """Attach L3, or change the policies of the one that is attached.
+
+        Raises:
+            ValueError: Something is under way, or the write policy does not exist.
+        """
+        self._refuse_while_busy()
+        if write_policy is not None and write_policy not in WRITE_POLICIES:
+            choices = ", ".join(WRITE_POLICIES)
+            raise ValueError(f"hicache_write_policy {write_policy!r} is none of {choices}")
+
+        def prepare() -> PreparedChange:
+            change = self._attachment.prepare(backend, extra_config, prefetch_policy)
+            if change.storage is not None:
+                log_exposed_ports(logger, "the store of L3")
+            return change
+
+        def take_up(change: PreparedChange) -> str:
+            self._cache.write_policy = write_policy or self._cache.write_policy
+            if change.storage is not None:
+                self._cache.forget_stored()
+            return self._attachment.take_up(change)
+
+        self._begin("attaching", prepare, take_up, discard=PreparedChange.discard)
+
+    def begin_detaching(self) -> None:
+        """Let go of L3 at once, and close its client; its objects and the policies stay.
+
+        Raises ValueError while something is under way.
+        """
+        self._refuse_while_busy()
+        storage_io, name = self._attachment.storage_io, self._attachment.backend
+        if storage_io is None:
+            self._begin("detaching", lambda: None, lambda _: _NOT_ATTACHED)
+            return
+
+        def say(closed: bool) -> str:
+            rest = "" if closed else "; its client could not be closed and is left behind"
+            return f"detached {name}{rest}"
+
+        self._begin("detaching", storage_io.close, say)
+        self._attachment.detach()
+
+    def begin_clearing(self) -> None:
+        """Remove this namespace's objects from L3.
+
+        Raises ValueError while something is under way, or without an L3.
+        """
+        self._refuse_while_busy()
+        storage_io, name = self._attachment.storage_io, self._attachment.backend
+        if storage_io is None:
+            raise ValueError(_NOT_ATTACHED)
+
+        def say(_: None) -> str:
+            self._cache.forget_stored()
+            return f"cleared {name}"
+
+        # Where it fails, some of the objects may be gone all the same.
+        self._begin("clearing", storage_io.clear, say, on_failure=self._cache.forget_stored)
+
+    def _refuse_while_busy(self) -> None:
+        if busy := self._cache.is_busy():
+            raise ValueError(f"busy: {busy}")
+
+    def _begin(
+        self,
+        what: str,
+        work: Callable[[], T],
+        accept: Callable[[T], str],
+        *,
+        discard: Callable[[T], object] | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start a change.
+
+        Args:
+            what: A noun, for messages.
+            work: In its thread. Raises ValueError or StorageUnavailable with one line that says
+                why not; whatever else it raises is described.
+            accept: Scheduler thread: takes the result up on every rank; what was done.
+            discard: Undoes a result that is not taken up, in a thread.
+            on_failure: Scheduler thread: where it failed or was given up.
+
+        Raises:
+            ValueError: Earlier ones still hang.
+        """
+        assert not self.is_under_way
+        self._left_behind = [call for call in self._left_behind if not call.ended]
+        if len(self._left_behind) >= _MAX_LEFT_BEHIND:
+            raise ValueError(
+                f"{len(self._left_behind)} changes of L3 that were given up still hang; restart "
+                "the server, and look into its log for what they wait for"
+            )
+        call = BackgroundCall("hicache-administration", work, expected=_EXPECTED, discard=discard)
+        self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
+
+    def wait(self, tick: Callable[[], None]) -> ChangeResult:
+        """The end of the change, for who has nothing else to do than to `tick` meanwhile."""
+        deadline = time.monotonic() + LONGEST_STORAGE_CHANGE_S
+        while (result := self.take_result()) is None:
+            if time.monotonic() > deadline:
+                self.give_up(f"it has taken {LONGEST_STORAGE_CHANGE_S:.0f} s")
+            if self._change is not None:
+                self._change.call.wait(_TICK_S)
+            tick()
+        return result
+
+    def progress(self) -> Verdict:
+        """What this rank sees of the change."""
+        if self._change is None or not self._change.call.ended:
+            return Verdict.UNDER_WAY
+        return Verdict.on(is_good=self._change.call.error is None)
+
+    def settle(self, agreed: Verdict) -> None:
+        """Take the tick's agreement on `progress`."""
+        if self._change is None or agreed is Verdict.UNDER_WAY:
+            return
+        change, self._change = self._change, None
+        if agreed is Verdict.LANDED:
+            self._result = ChangeResult(True, change.accept(change.call.result))
+            return
+        error = change.call.error
+        if error is None:
+            change.call.abandon()
+        change.on_failure()
+        self._result = ChangeResult(False, _why(change.what, error))
+
+    def give_up(self, why: str) -> None:
+        """End the change under way without its result; one that comes later is undone."""
+        if self._change is None:
+            return
+        change, self._change = self._change, None
+        change.call.abandon()
+        self._left_behind.append(change.call)
+        change.on_failure()
+        self._result = ChangeResult(False, f"the {change.what} was given up: {why}")
+
+    def take_result(self) -> ChangeResult | None:
+        """How the last change ended; once."""
+        result, self._result = self._result, None
+        return result
+
+
+def _why(what: str, error: BaseException | None) -> str:
+    if error is None:
+        return f"the {what} failed on another rank; see its log"
+    if isinstance(error, _EXPECTED):
+        return str(error)
+    return f"the {what} failed: {type(error).__name__}: {' '.join(str(error).split())}"

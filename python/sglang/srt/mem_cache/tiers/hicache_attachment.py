@@ -1,0 +1,228 @@
+"""Attaching and detaching L3 at run time: configuration in, a working client or a reason out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.arg_groups.extra_config import (
+    check_extra_config_keys,
+    parse_extra_config,
+    without_secrets,
+)
+from sglang.srt.mem_cache.host.host_layout import page_byte_order
+from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
+from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.namespace import CacheNamespace
+from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStorage:
+    """An L3 that has been reached."""
+
+    backend: str
+    config: dict[str, Any]
+    settings: StorageSettings
+    storage_io: StorageIO
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChange:
+    """What an operator wants, with everything done that may fail or take long."""
+
+    prefetch_policy: PrefetchPolicy | None
+    """None: as it is."""
+    storage: OpenStorage | None
+    """None: that which is attached."""
+
+    def discard(self) -> None:
+        """It is not going to be made."""
+        if self.storage is not None:
+            self.storage.storage_io.close()
+
+
+class StorageAttachment:
+    """Which backend is attached, with which settings; policies outlive a detachment.
+
+    Args:
+        controller: Holds the threads and the client.
+        weights_identity: Digest of weights and configuration, for the namespace.
+        model_name: Handed to backends.
+        prefetch_policy: To begin with.
+    """
+
+    def __init__(
+        self,
+        controller: HiCacheController,
+        *,
+        weights_identity: str,
+        model_name: str | None,
+        prefetch_policy: str,
+    ) -> None:
+        self._controller = controller
+        self._weights_identity = weights_identity
+        self._model_name = model_name
+        self.prefetch_policy = parse_policy(prefetch_policy)
+        self.settings = StorageSettings()
+        self.backend: str | None = None
+        self._config: dict[str, Any] = {}
+
+    @property
+    def storage_io(self) -> StorageIO | None:
+        """The threads of what is attached."""
+        return self._controller.storage_io
+
+    def prefetch_seconds(self, num_tokens: int) -> float:
+        """How long a request may wait for a read of `num_tokens`."""
+        timeout = self.settings.timeout
+        if self.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
+            return timeout.max
+        return timeout.seconds_for(num_tokens)
+
+    def attach(self, backend: str, extra_config: str | None) -> None:
+        """At start: connect to `backend` and use it.
+
+        Raises:
+            ValueError: The backend or its configuration cannot work.
+            StorageUnavailable: It cannot be reached, and the configuration does not allow that.
+        """
+        config = parse_extra_config(extra_config)
+        self._use(self._open(backend, config, _settings(backend, config)))
+
+    def prepare(
+        self, backend: str, extra_config: str | None, prefetch_policy: str | None
+    ) -> PreparedChange:
+        """While serving: what it takes to attach `backend`, or to update the policy where it is
+        attached. Any thread; changes nothing.
+
+        Raises:
+            ValueError: The backend or its configuration cannot work, or another one is attached.
+            StorageUnavailable: It cannot be reached, and the configuration does not allow that.
+        """
+        policy = parse_policy(prefetch_policy) if prefetch_policy else None
+        config = None if extra_config is None else parse_extra_config(extra_config)
+        if self.backend is None:
+            config = config or {}
+            settings = _settings(backend, config)
+            if settings.on_unreachable is OnUnreachable.WAIT:
+                raise ValueError(
+                    "extra config on_unreachable: `wait` is for the start; give exit or degrade"
+                )
+            return PreparedChange(policy, self._open(backend, config, settings))
+        if backend != self.backend:
+            raise ValueError(f"{self.backend} is attached; detach it before attaching {backend}")
+        if config is not None and config != self._config:
+            raise ValueError("the extra config of an attached backend is fixed; detach it first")
+        return PreparedChange(policy, None)
+
+    def take_up(self, change: PreparedChange) -> str:
+        """Make a prepared change; what was done."""
+        self.prefetch_policy = change.prefetch_policy or self.prefetch_policy
+        if change.storage is None:
+            return "updated the policies"
+        self._use(change.storage)
+        return f"attached {change.storage.backend}"
+
+    def detach(self) -> None:
+        """Let go of the backend, which is to be closed. Idempotent."""
+        self.backend, self._config = None, {}
+        self._controller.detach_storage_backend()
+
+    def state(self) -> dict[str, Any]:
+        """Backend, configuration without secrets, prefetch policy."""
+        shown = without_secrets(self._config) if self.backend else None
+        return {
+            "hicache_storage_backend": self.backend,
+            "hicache_storage_backend_extra_config": shown,
+            "hicache_storage_prefetch_policy": self.prefetch_policy.value,
+        }
+
+    def describe(self) -> str:
+        """One line for the log."""
+        storage_io = self._controller.storage_io
+        if storage_io is None:
+            return "L3: none attached (--hicache-storage-backend)"
+        name = storage_io.backend_name or f"{self.backend}, not reached yet"
+        return (
+            f"L3: {name}, sized by the store itself; prefetch policy {self.prefetch_policy.value}, "
+            f"from {self.settings.prefetch_threshold} tokens; namespace {self._namespace()}"
+        )
+
+    def _open(self, backend: str, config: dict[str, Any], settings: StorageSettings) -> OpenStorage:
+        namespace = self._namespace()
+        connect = self._connector(backend, config, namespace)
+        storage_io = self._controller.open_storage(connect, settings, namespace)
+        return OpenStorage(backend, config, settings, storage_io)
+
+    def _use(self, storage: OpenStorage) -> None:
+        self._controller.attach_storage_backend(storage.storage_io)
+        self.backend, self._config = storage.backend, storage.config
+        self.settings = storage.settings
+
+    def _namespace(self) -> str:
+        pool = self._controller.mem_pool_device
+        return CacheNamespace(
+            weights_identity=self._weights_identity,
+            kv_dtype=str(pool.dtype),
+            page_size=self._controller.page_size,
+            page_byte_order=page_byte_order(self._controller.mem_pool_host.layout),
+        ).digest()
+
+    def _connector(
+        self, backend: str, config: dict[str, Any], namespace: str
+    ) -> Callable[[], HiCacheStorage]:
+        host_pool = self._controller.mem_pool_host
+        storage_config = HiCacheStorageConfig(
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=True,
+            is_page_first_layout=host_pool.is_zero_copy,
+            model_name=self._model_name,
+            extra_config=config,
+            namespace=namespace,
+        )
+
+        def connect() -> HiCacheStorage:
+            return StorageBackendFactory.create_backend(backend, storage_config, host_pool)
+
+        return connect
+
+
+def _settings(backend: str, config: dict[str, Any]) -> StorageSettings:
+    check_extra_config_keys(backend, config)
+    return StorageSettings.from_extra_config(config)
+
+
+def host_allocator_type(backend: str | None, extra_config: str | None) -> str:
+    """Where L2 must be allocated for this L3: `mooncake` or `default`.
+
+    Raises ValueError where the configuration cannot work.
+    """
+    if backend != "mooncake":
+        return "default"
+    config = MooncakeStoreConfig.load_from_extra_config(parse_extra_config(extra_config))
+    return config.host_allocator_type
+
+
+def parse_policy(name: str) -> PrefetchPolicy:
+    """The prefetch policy of that name. Raises ValueError that lists the names."""
+    try:
+        return PrefetchPolicy(name)
+    except ValueError:
+        choices = ", ".join(policy.value for policy in PrefetchPolicy)
+        raise ValueError(f"hicache_storage_prefetch_policy {name!r} is none of {choices}") from None

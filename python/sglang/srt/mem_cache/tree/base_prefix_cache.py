@@ -1,0 +1,262 @@
+"""What the scheduler asks of a prefix cache, and what a cache asks of a request.
+
+The trees never import the scheduler's `Req`: they touch it through `CacheableRequest`, and the
+type checker proves that `Req` fits. Counts are tokens; indices are token slots of a pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+class CacheableRequest(Protocol):
+    """The part of a request that a prefix cache reads and writes.
+
+    The scheduler owns everything here but `last_node`, `prefix_indices` and
+    `cache_protected_len`, which the cache rewrites in `cache_unfinished_req`.
+    """
+
+    rid: str
+    extra_key: str | None
+    """Separates prefixes: equal tokens under different keys never share pages."""
+    req_pool_idx: int | None
+    """Row of the `ReqToTokenPool` that holds the slots of this request."""
+    prefix_indices: torch.Tensor
+    """int64 `[n]` on the device: slots of the first n tokens, owned by the tree up to
+    `cache_protected_len` and by the request from there on."""
+    last_node: TreeNode
+    """The node whose path this request holds a lock on."""
+    cache_protected_len: int
+    """Tokens at the front whose slots belong to the tree. Whole pages."""
+    priority: int
+
+    @property
+    def kv_committed_ids(self) -> Sequence[int] | TokenArray:
+        """Tokens whose KV has been computed and stored, in order: prompt, then output."""
+
+
+@dataclasses.dataclass(slots=True)
+class MatchPrefixParams:
+    key: RadixKey
+    cow_mamba: bool = False
+    req: CacheableRequest | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class InsertParams:
+    key: RadixKey | None = None
+    value: torch.Tensor | None = None
+    mamba_value: torch.Tensor | None = None
+    prev_prefix_len: int = 0
+    swa_evicted_seqlen: int = 0
+    chunked: bool = False
+    priority: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class InsertResult:
+    prefix_len: int
+    """Tokens of the key that the tree already had on the device (whole pages)."""
+    total_len: int = 0
+    mamba_exist: bool = False
+    inserted_host_node: TreeNode | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class EvictParams:
+    num_tokens: int = 0
+    swa_num_tokens: int = 0
+    mamba_num: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class EvictResult:
+    num_tokens_evicted: int = 0
+    swa_num_tokens_evicted: int = 0
+    mamba_num_evicted: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class IncLockRefResult:
+    delta: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class DecLockRefResult:
+    delta: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class InitLoadBackParams:
+    best_match_node: TreeNode
+    host_hit_length: int
+    mem_quota: int | None = None
+    req: CacheableRequest | None = None
+
+
+class MatchResult(NamedTuple):
+    """How far each tier reaches into a key. Whole pages; each tier continues the one above."""
+
+    device_indices: torch.Tensor
+    """int64 `[n]` on the device: slots of the first n tokens."""
+    last_device_node: TreeNode
+    """The deepest matched node that is on the device: what to lock."""
+    last_host_node: TreeNode
+    """The deepest matched node of any tier: where an L3 prefetch continues."""
+    best_match_node: TreeNode
+    """The node to load back from: `last_host_node`, or the device node if nothing is on host."""
+    host_hit_length: int = 0
+    """Tokens after `device_indices` that are on the host only."""
+    swa_host_hit_length: int = 0
+    mamba_host_hit_length: int = 0
+    mamba_branching_seqlen: int | None = None
+    cache_protected_len: int | None = None
+
+
+class Workload(NamedTuple):
+    """What a scheduler has yet to compute of prompts, in tokens."""
+
+    computing: int
+    """The device was given these, or they follow those in the prompt that is computed in parts."""
+    waiting: Mapping[str, int]
+    """By request in the queue: what no tier had of its prompt when it came."""
+
+
+class BasePrefixCache(ABC):
+    """A prefix cache as the scheduler sees it.
+
+    All methods run on the scheduler thread. The defaults below are those of a cache of one tier.
+    """
+
+    page_size: int
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything. The allocator is cleared by the caller."""
+
+    @abstractmethod
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix of `params.key`, in whole pages. The one match function:
+        scheduling, prefetch and load-back all use it."""
+
+    @abstractmethod
+    def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
+        """Take over what `req` computed (whole pages), free the rest of its slots, unlock."""
+
+    @abstractmethod
+    def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
+        """Take over what `req` computed so far and let it go on: its row of the
+        `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len` are updated."""
+
+    @abstractmethod
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free at least `num_tokens` device slots if unlocked pages allow it."""
+
+    @abstractmethod
+    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
+        """Keep `node` and its ancestors on the device until the matching `dec_lock_ref`."""
+
+    @abstractmethod
+    def dec_lock_ref(self, node: TreeNode, params: Any = None) -> DecLockRefResult:
+        """Undo one `inc_lock_ref`."""
+
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Device tokens in the tree that no lock protects."""
+
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Device tokens in the tree under a lock."""
+
+    @abstractmethod
+    def total_size(self) -> int:
+        """Device tokens in the tree."""
+
+    @abstractmethod
+    def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
+        """Assert every invariant of the books.
+
+        Args:
+            request_slots: For each request that holds slots, the int64 slots it owns itself
+                (those after its `cache_protected_len`).
+
+        Raises:
+            AssertionError: Says which page of which tier has no owner, or two.
+        """
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        """Reserve device slots for the host part of a match and queue its copy.
+
+        Returns the slots that continue `device_indices` (int64, maybe empty: no room) and the
+        node to lock instead of `last_device_node`.
+        """
+        raise NotImplementedError("this cache has no host tier")
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the queued loads as one operation. Returns the consumer index that the batch
+        passes to the pool's layer counter, or -1 where there is nothing to wait for."""
+        return -1
+
+    def start_writing_host_cache(self) -> None:
+        """Start the queued copies to the host, in order behind what the device has been given.
+        Otherwise the next tick does."""
+
+    def check_hicache_events(self) -> None:
+        """One scheduler tick: act on finished copies and transfers."""
+
+    def prefetch_from_storage(
+        self,
+        req_id: str,
+        last_host_node: TreeNode,
+        new_input_tokens: Sequence[int] | TokenArray,
+        last_hash: PageHash | None = None,
+        prefix_keys: list[PageHash] | None = None,
+        *,
+        extra_key: str | None = None,
+        only_join: bool = False,
+    ) -> None:
+        """Start reading the pages after `last_host_node` from L3, in the background; those that
+        are being read already are waited for, and with `only_join` no others."""
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        """True when `req_id` need not wait for L3 any longer. Publishes what has landed; the rest
+        is read on until `note_scheduled`."""
+        return True
+
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        """Tokens that L3 contributed to `req_id`, once."""
+        return 0
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """A prefill of `tokens` took `seconds`: what a page that is not found costs."""
+
+    def watch_workload(self, workload: Callable[[], Workload]) -> None:
+        """`workload` tells what waits to be computed, as of now, whenever the cache has to know.
+        It takes a moment for each request in the queue."""
+
+    def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
+        """Request `rid` waits, and will use the prefix that ends with `node`: what the queue will
+        use is evicted last. Requests are expected to be served in the order of their numbers."""
+
+    def note_scheduled(self, rid: str) -> None:
+        """Request `rid` has locked what it uses; it waits no more, and nothing is read for it."""
+
+    def release_aborted_request(self, rid: str) -> None:
+        """Forget that a request waits that will not run, and its prefetch."""
+
+    def is_busy(self) -> dict[str, int]:
+        """Operations in flight by kind; empty when idle."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Stop the threads of this cache, within a bound."""

@@ -1,0 +1,29 @@
+"""What a prefix cache is built from: plain values, pools and groups; no server arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInitParams:
+    """Arguments of every prefix cache."""
+
+    disable: bool
+    """Cache nothing across requests."""
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    page_size: int
+    """Tokens."""
+    eviction_policy: str = "lru"
+    weights_identity: str = ""
+    """Digest of weights and configuration: engines that differ in it share nothing in L3."""
+    metrics_registry: CollectorRegistry | None = None
+    """Where the cache registers its metrics; None: it keeps none."""

@@ -1,0 +1,193 @@
+"""Which node goes first: strategies, and the heap that asks them.
+
+A strategy maps a node to a priority; the smallest goes first. Recency is the tree's own counter,
+never a clock, and ties are broken by node id, so that every rank evicts the same nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Final, TypeAlias
+
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+Priority: TypeAlias = tuple[int, ...]
+EvictionOrder: TypeAlias = tuple[int, Priority]
+"""Smallest first."""
+
+
+_STALE_FACTOR: Final = 2
+_STALE_SLACK: Final = 64
+"""A heap is built anew once it holds more entries than this makes of its candidates."""
+
+
+class EvictionStrategy(ABC):
+    """Orders nodes for eviction."""
+
+    grows_with_use: ClassVar[bool] = True
+    """A node's priority never falls while it is used: stale heap entries are then lower bounds."""
+
+    @abstractmethod
+    def get_priority(self, node: TreeNode) -> Priority:
+        """Smallest first."""
+
+    def eviction_order(self, node: TreeNode) -> EvictionOrder:
+        """`get_priority`, but what waiting requests will use goes after all else, and of that
+        what is needed last goes first. See `look_ahead.py`."""
+        if node.wanted_by:
+            return 1, (-node.wanted_by[0],)
+        return 0, self.get_priority(node)
+
+
+class LRUStrategy(EvictionStrategy):
+    """Least recently used first."""
+
+    def get_priority(self, node: TreeNode) -> Priority:
+        return (node.last_access_time,)
+
+
+class LFUStrategy(EvictionStrategy):
+    """Least often used first, then least recently."""
+
+    def get_priority(self, node: TreeNode) -> Priority:
+        return (node.hit_count, node.last_access_time)
+
+
+class FIFOStrategy(EvictionStrategy):
+    """Oldest first."""
+
+    def get_priority(self, node: TreeNode) -> Priority:
+        return (node.creation_time,)
+
+
+class MRUStrategy(EvictionStrategy):
+    """Most recently used first."""
+
+    grows_with_use = False
+
+    def get_priority(self, node: TreeNode) -> Priority:
+        return (-node.last_access_time,)
+
+
+class FILOStrategy(EvictionStrategy):
+    """Newest first."""
+
+    def get_priority(self, node: TreeNode) -> Priority:
+        return (-node.creation_time,)
+
+
+class PriorityStrategy(EvictionStrategy):
+    """Lowest request priority first, then least recently used."""
+
+    def get_priority(self, node: TreeNode) -> Priority:
+        return (node.priority, node.last_access_time)
+
+    def eviction_order(self, node: TreeNode) -> EvictionOrder:
+        # What the user said weighs more than the queue.
+        is_wanted, order = super().eviction_order(node)
+        return node.priority, (is_wanted, *order)
+
+
+class SLRUStrategy(EvictionStrategy):
+    """Segmented LRU: nodes used fewer than `protected_threshold` times go first.
+
+    Source: Karedla, Love, Wherry, "Caching strategies to improve disk system performance" (1994).
+    """
+
+    def __init__(self, protected_threshold: int = 2) -> None:
+        self.protected_threshold = protected_threshold
+
+    def get_priority(self, node: TreeNode) -> Priority:
+        return (int(node.hit_count >= self.protected_threshold), node.last_access_time)
+
+
+_STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
+    "lru": LRUStrategy,
+    "lfu": LFUStrategy,
+    "fifo": FIFOStrategy,
+    "mru": MRUStrategy,
+    "filo": FILOStrategy,
+    "priority": PriorityStrategy,
+    "slru": SLRUStrategy,
+}
+
+
+def get_eviction_strategy(eviction_policy: str) -> EvictionStrategy:
+    """The strategy of that name. Raises ValueError that lists the names."""
+    try:
+        return _STRATEGIES[eviction_policy.lower()]()
+    except KeyError:
+        names = ", ".join(_STRATEGIES)
+        raise ValueError(
+            f"radix_eviction_policy={eviction_policy!r} is unknown; choose one of {names}"
+        ) from None
+
+
+class EvictionHeap:
+    """Candidates of one tier, cheapest to lose first.
+
+    Entries are lazy: a node is offered once when it becomes a candidate, and what changed since
+    is found out when it comes up. That makes an eviction O(log n) and a hit free, where a scan of
+    all leaves would make each eviction O(n).
+
+    Args:
+        strategy: Gives the order.
+        is_candidate: True while a node may be evicted; asked again when it comes up.
+    """
+
+    def __init__(
+        self, strategy: EvictionStrategy, is_candidate: Callable[[TreeNode], bool]
+    ) -> None:
+        self._strategy = strategy
+        self._is_candidate = is_candidate
+        self._heap: list[tuple[EvictionOrder, int, TreeNode]] = []
+        self._members: dict[int, TreeNode] = {}
+
+    def __contains__(self, node: TreeNode) -> bool:
+        return node.id in self._members
+
+    def offer(self, node: TreeNode) -> None:
+        """Take `node` as a candidate if it is one. Call it whenever it may have become one."""
+        if node.id not in self._members and self._is_candidate(node):
+            self._members[node.id] = node
+            self._push(node)
+
+    def refresh(self, node: TreeNode) -> None:
+        """Look at `node` anew: it may go earlier than when it was offered."""
+        if node.id not in self._members:
+            return
+        # The entry before this one stays behind, and is found out when it comes up.
+        self._push(node)
+        if len(self._heap) > _STALE_FACTOR * len(self._members) + _STALE_SLACK:
+            self._rebuild(self._members.values())
+
+    def _push(self, node: TreeNode) -> None:
+        heapq.heappush(self._heap, (self._strategy.eviction_order(node), node.id, node))
+
+    def _rebuild(self, nodes: Iterable[TreeNode]) -> None:
+        self._heap = [(self._strategy.eviction_order(node), node.id, node) for node in nodes]
+        heapq.heapify(self._heap)
+
+    def pop(self) -> TreeNode | None:
+        """Remove and return the node to evict next; None when there is no candidate."""
+        if not self._strategy.grows_with_use:
+            self._rebuild(self._members.values())
+        while self._heap:
+            priority, node_id, node = heapq.heappop(self._heap)
+            if not self._is_candidate(node):
+                self._members.pop(node_id, None)
+                continue
+            current = self._strategy.eviction_order(node)
+            if current != priority:
+                heapq.heappush(self._heap, (current, node_id, node))
+                continue
+            self._members.pop(node_id, None)
+            return node
+        return None
+
+    def clear(self) -> None:
+        """Forget all candidates."""
+        self._heap.clear()
+        self._members.clear()

@@ -1,0 +1,90 @@
+"""What the requests that wait will use: the queue knows part of the future, so eviction heeds it.
+
+A request is matched when it arrives, and the nodes of its prefix are marked until it is scheduled
+or goes away; those that L3 brings meanwhile are marked too. Marked nodes leave a tier after all
+others, the one that is needed last first. Where nobody waits nothing changes.
+
+Source: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
+CachedAttention", USENIX ATC'24: scheduler-aware eviction, here on a radix tree.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable
+
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+class LookAhead:
+    """The marks of one tree's waiting requests. Scheduler thread only.
+
+    `TreeNode.wanted_by` holds the arrival numbers of those whose prefix ends there or below, in
+    ascending order. A split copies them; where a node is deleted, the mark ends at its parent.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: dict[str, int] = {}
+        self._ends: dict[int, TreeNode] = {}
+        """By arrival number: the deepest node of the prefix that is still in the tree."""
+
+    def add(self, rid: str, arrival: int, node: TreeNode) -> None:
+        """Request `rid` will use `node` and what is above it."""
+        self.remove(rid)
+        self._arrivals[rid] = arrival
+        self._ends[arrival] = node
+        for at in _path(node):
+            bisect.insort(at.wanted_by, arrival)
+
+    def extend(self, rid: str, node: TreeNode) -> None:
+        """Request `rid`, if it waits, will use its prompt up to `node`, if not further."""
+        arrival = self._arrivals.get(rid)
+        if arrival is None or _is_marked(node, arrival):
+            return
+        self._ends[arrival] = node
+        for at in itertools.takewhile(lambda at: not _is_marked(at, arrival), _path(node)):
+            bisect.insort(at.wanted_by, arrival)
+
+    def remove(self, rid: str) -> list[TreeNode]:
+        """Request `rid` waits no more; the nodes that it had marked. Unknown ids are fine."""
+        arrival = self._arrivals.pop(rid, None)
+        if arrival is None:
+            return []
+        path = list(_path(self._ends.pop(arrival)))
+        for at in path:
+            del at.wanted_by[bisect.bisect_left(at.wanted_by, arrival)]
+        return path
+
+    def on_delete(self, node: TreeNode) -> None:
+        """`node`, a leaf, is about to leave the tree."""
+        assert node.parent is not None
+        for arrival in node.wanted_by:
+            self._ends[arrival] = node.parent
+
+    def clear(self) -> None:
+        """Forget all; the tree is new."""
+        self._arrivals.clear()
+        self._ends.clear()
+
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Assert that every mark belongs to a waiting request, and that none is missing."""
+        wanted: dict[int, list[int]] = {}
+        for arrival, end in sorted(self._ends.items()):
+            for at in _path(end):
+                wanted.setdefault(at.id, []).append(arrival)
+        for node in nodes:
+            expected = wanted.get(node.id, [])
+            assert node.wanted_by == expected, f"{node} is wanted by {node.wanted_by}: {expected}"
+
+
+def _is_marked(node: TreeNode, arrival: int) -> bool:
+    at = bisect.bisect_left(node.wanted_by, arrival)
+    return at < len(node.wanted_by) and node.wanted_by[at] == arrival
+
+
+def _path(node: TreeNode) -> Iterable[TreeNode]:
+    """`node` and its ancestors, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent

@@ -1,0 +1,167 @@
+"""One edge of the radix tree: some pages of tokens, and where their KV is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
+
+ROOT_ID: Final = 0
+
+
+class TreeNode:
+    """A run of whole pages, reached through its parent.
+
+    On the device where `value` is set, on the host where `host_value` is. Every node but the root
+    is on one of them at least, and the nodes on the device are closed under `parent`.
+
+    Threads: the scheduler's only.
+    """
+
+    __slots__ = (
+        "backup_op",
+        "children",
+        "creation_time",
+        "device_children",
+        "hash_value",
+        "hit_count",
+        "host_children",
+        "host_ref_counter",
+        "host_value",
+        "id",
+        "key",
+        "last_access_time",
+        "lock_ref",
+        "parent",
+        "priority",
+        "storage_epoch",
+        "value",
+        "wanted_by",
+        "write_id",
+    )
+
+    def __init__(self, id: int, key: RadixKey, parent: TreeNode | None = None) -> None:
+        self.id = id
+        self.key = key
+        self.parent = parent
+        self.children: dict[ChildKey, TreeNode] = {}
+        self.device_children = 0
+        """Children on the device: counted, since a popular node may have very many on the host."""
+        self.host_children = 0
+        """Children on the host."""
+        self.value: torch.Tensor | None = None
+        """int64 `[len(key)]` on the device: token slots."""
+        self.host_value: torch.Tensor | None = None
+        """int64 `[len(key)]` on the CPU: token slots of the host pool, their bytes landed."""
+        self.lock_ref = 0
+        """Requests and copies that need `value`, here or below."""
+        self.host_ref_counter = 0
+        """Copies and transfers that read or write `host_value`; also keeps the node in the tree."""
+        self.write_id: int | None = None
+        """The device-to-host copy under way for these pages, if any."""
+        self.backup_op: StorageOperation | None = None
+        """The write of these pages to L3 under way, if any."""
+        self.storage_epoch = -1
+        """The epoch of the L3 backend in which these pages were written or read."""
+        self.hash_value: list[PageHash] | None = None
+        """Hash of each page, once somebody asked."""
+        self.last_access_time = 0
+        self.creation_time = 0
+        self.hit_count = 0
+        self.priority = 0
+        self.wanted_by: list[int] = []
+        """Arrival numbers of the waiting requests that will use these pages, ascending."""
+
+    @property
+    def evicted(self) -> bool:
+        """Not on the device."""
+        return self.value is None
+
+    @property
+    def backuped(self) -> bool:
+        """On the host."""
+        return self.host_value is not None
+
+    @property
+    def backuped_from_root(self) -> bool:
+        """On the host with all that is above. True for the root."""
+        node = self
+        while node.parent is not None:
+            if not node.backuped:
+                return False
+            node = node.parent
+        return True
+
+    def set_value(self, value: torch.Tensor | None) -> None:
+        """Put the pages on the device, or take them off."""
+        if self.parent is not None:
+            self.parent.device_children += (value is not None) - (self.value is not None)
+        self.value = value
+
+    def set_host_value(self, host_value: torch.Tensor | None) -> None:
+        """Put the pages on the host, or take them off."""
+        if self.parent is not None:
+            self.parent.host_children += (host_value is not None) - (self.host_value is not None)
+        self.host_value = host_value
+
+    def attach(self, parent: TreeNode, page_size: int) -> None:
+        """Hang this node below `parent`."""
+        self.parent = parent
+        parent.children[self.key.child_key(page_size)] = self
+        parent.device_children += self.value is not None
+        parent.host_children += self.host_value is not None
+
+    def detach(self, page_size: int) -> None:
+        """Take this node off its parent. `parent` is None from now on."""
+        assert self.parent is not None, "the root stays"
+        del self.parent.children[self.key.child_key(page_size)]
+        self.parent.device_children -= self.value is not None
+        self.parent.host_children -= self.host_value is not None
+        self.parent = None
+
+    def protect_host(self) -> None:
+        """Keep the host pages (and the node) until the matching `release_host`."""
+        self.host_ref_counter += 1
+
+    def release_host(self) -> None:
+        """Undo one `protect_host`."""
+        assert self.host_ref_counter > 0, f"node {self.id}: host pages released twice"
+        self.host_ref_counter -= 1
+
+    def get_last_hash_value(self) -> PageHash | None:
+        """Hash of the last page; None where it has not been computed, or for the root."""
+        return self.hash_value[-1] if self.hash_value else None
+
+    def page_hashes(self, page_size: int) -> list[PageHash]:
+        """Hash of each page, computed (for the ancestors too) when first asked."""
+        missing: list[TreeNode] = []
+        node: TreeNode = self
+        while node.hash_value is None and node.parent is not None:
+            missing.append(node)
+            node = node.parent
+        for unhashed in reversed(missing):
+            assert unhashed.parent is not None
+            prior = unhashed.parent.get_last_hash_value()
+            unhashed.hash_value = unhashed.key.page_hashes(page_size, prior)
+        return self.hash_value or []
+
+    def get_prefix_hash_values(self, page_size: int) -> list[PageHash]:
+        """Hashes of all pages before this node, from the root on."""
+        parts: list[list[PageHash]] = []
+        node = self.parent
+        while node is not None and node.parent is not None:
+            parts.append(node.page_hashes(page_size))
+            node = node.parent
+        return [page for part in reversed(parts) for page in part]
+
+    def __repr__(self) -> str:
+        tiers = ("device " if self.value is not None else "") + ("host" if self.backuped else "")
+        return (
+            f"TreeNode({self.id}: {len(self.key)} tokens, {tiers.strip() or 'nowhere'}, "
+            f"locks {self.lock_ref}/{self.host_ref_counter})"
+        )
