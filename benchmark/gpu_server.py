@@ -28,10 +28,10 @@ from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.launched_step import StepResult
-from sglang.srt.managers.scheduler import Scheduler, Tick
-from sglang.srt.managers.scheduler_process import build_scheduler
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler.launched_step import StepResult
+from sglang.srt.managers.scheduler.process import build_scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler, Tick
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from sglang.benchmark.report import emit, provenance
-from sglang.srt.managers.scheduler import Tick
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.scheduler.scheduler import Tick
+from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.utils.process import settle_heap
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 

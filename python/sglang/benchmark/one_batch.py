@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.managers.batch_pools import BatchPools
-from sglang.srt.managers.schedule_batch import DecodeBatch, PrefillWork, make_prefill_batch
-from sglang.srt.managers.schedule_req import Req
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork, make_prefill_batch
+from sglang.srt.managers.scheduler.batch_pools import BatchPools
+from sglang.srt.managers.scheduler.req import Req
+from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import synchronize

@@ -25,7 +25,7 @@ import torch
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.input_logprobs import InputLogprobs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 

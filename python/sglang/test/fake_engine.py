@@ -22,9 +22,12 @@ from sglang.srt.entrypoints.http_protocol import bounded_protocol
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.server_context import ServerContext
-from sglang.srt.managers.detokenizer_manager import Detokenizer, open_sockets, serve
-from sglang.srt.managers.incremental_detokenizer import DecoderFactory, make_decoder_factory
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer, open_sockets, serve
+from sglang.srt.managers.detokenizer.incremental_detokenizer import (
+    DecoderFactory,
+    make_decoder_factory,
+)
+from sglang.srt.managers.messages.io_struct import (
     ABORTED_BY_CLIENT,
     AbortReq,
     BatchTokenIDOutput,
@@ -39,10 +42,10 @@ from sglang.srt.managers.io_struct import (
     encode,
     scheduler_decoder,
 )
-from sglang.srt.managers.ipc import IpcAddresses
-from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.stop_finder import StopFinder
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.scheduler.stop_finder import StopFinder
+from sglang.srt.managers.tokenizer.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import IpcNames, get_free_port, wait_until

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.schedule_policy import BatchLimits
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler.policy import BatchLimits
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test import checkable_model
 from sglang.test.checkable_model import VOCAB_SIZE

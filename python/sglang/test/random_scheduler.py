@@ -31,7 +31,7 @@ from typing import Final
 import torch
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,

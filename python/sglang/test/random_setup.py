@@ -12,14 +12,14 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache import (
+from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
+from sglang.srt.mem_cache.l3 import (
     circuit_breaker,
     fetch_choice,
-    hiradix_cache,
     recent_timeouts,
     storage_io,
 )
-from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
+from sglang.srt.mem_cache.tiers import hiradix_cache
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
 from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore

@@ -11,8 +11,8 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
-from sglang.srt.managers.incremental_detokenizer import make_decoder_factory
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     ControlReqOutput,
     FinishReason,
@@ -21,9 +21,9 @@ from sglang.srt.managers.io_struct import (
     TopLogprobs,
     ToScheduler,
 )
-from sglang.srt.managers.scheduler import Scheduler, SchedulerParts, Tick
-from sglang.srt.managers.scheduler_process import init_pools
-from sglang.srt.managers.tp_worker import ModelWorker, TpModelWorker
+from sglang.srt.managers.scheduler.process import init_pools
+from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerParts, Tick
+from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_key import token_array

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from sglang.srt.managers.io_struct import ToScheduler
+from sglang.srt.managers.messages.io_struct import ToScheduler
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 _NEVER_ENDING: Final = 10**6

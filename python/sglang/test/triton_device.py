@@ -1,6 +1,7 @@
 """Where tests of Triton kernels run: on a GPU; without one, in Triton's interpreter if it is on.
 
-`TRITON_INTERPRET=1 pytest test/registered/layers/test_triton_ops.py` runs them on a CPU, slowly.
+`TRITON_INTERPRET=1 pytest test/registered/unit/layers/test_triton_ops.py` runs them on a CPU,
+slowly.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 
 import sglang
 from sglang.srt.environ import child_environment
-from sglang.srt.managers.generate_request import EngineUnavailable
+from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import zmq
 
-from sglang.srt.managers.io_struct import ControlReqOutput, encode
+from sglang.srt.managers.messages.io_struct import ControlReqOutput, encode
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.keyed_server import USER_KEY, KeyedServer

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from sglang.srt.entrypoints.openai.protocol import CHAT_NOT_SERVED, NOT_SERVED
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
 

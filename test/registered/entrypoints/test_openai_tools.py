@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import FrontServer, front_server
 

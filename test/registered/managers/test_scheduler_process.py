@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
     ControlReqOutput,
     GetInternalStateReq,
@@ -27,9 +27,9 @@ from sglang.srt.managers.io_struct import (
     frame_of,
     server_decoder,
 )
-from sglang.srt.managers.ipc import IpcAddresses
-from sglang.srt.managers.ready_message import receive_ready
-from sglang.srt.managers.scheduler_process import on_this_machine, run_scheduler_process
+from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.messages.ready_message import receive_ready
+from sglang.srt.managers.scheduler.process import on_this_machine, run_scheduler_process
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs

@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.http_body import read_json
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response
-from sglang.srt.managers.io_struct import ControlReqOutput
+from sglang.srt.managers.messages.io_struct import ControlReqOutput
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 _PATH = "/hicache/storage-backend"

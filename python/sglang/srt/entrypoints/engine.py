@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.engine_front import EngineFront
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
-from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest
+from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import configure_logger
 

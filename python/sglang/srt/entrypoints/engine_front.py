@@ -11,9 +11,9 @@ from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subp
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.entrypoints.start_checks import check_start
-from sglang.srt.managers.generate_request import EngineUnavailable
-from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
+from sglang.srt.managers.tokenizer.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer

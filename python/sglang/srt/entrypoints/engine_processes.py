@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.environ import envs
-from sglang.srt.managers.ipc import IpcAddresses
-from sglang.srt.managers.ready_message import receive_ready
+from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.messages.ready_message import receive_ready
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import IpcNames
 from sglang.srt.utils.process import holding_signals_from_children, set_title
@@ -169,14 +169,14 @@ def launch_subprocesses(
 def _run_scheduler(*args: Any) -> None:
     set_title("scheduler")
     # Imported in the child alone: the parent can start it before it has torch itself.
-    from sglang.srt.managers.scheduler_process import run_scheduler_process
+    from sglang.srt.managers.scheduler.process import run_scheduler_process
 
     run_scheduler_process(*args)
 
 
 def _run_detokenizer(*args: Any) -> None:
     set_title("detokenizer")
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.detokenizer.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args)
 

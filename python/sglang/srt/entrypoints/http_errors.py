@@ -12,7 +12,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from sglang.srt.constrained.constraint import ConstraintKind
-from sglang.srt.managers.generate_request import EngineUnavailable, InvalidRequest, RequestFailed
+from sglang.srt.managers.tokenizer.generate_request import (
+    EngineUnavailable,
+    InvalidRequest,
+    RequestFailed,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,12 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
 from sglang.srt.entrypoints.http_errors import ApiError, as_api_error
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response
-from sglang.srt.managers.generate_request import EngineUnavailable, GenerateRequest, RequestFailed
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer.generate_request import (
+    EngineUnavailable,
+    GenerateRequest,
+    RequestFailed,
+)
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 HEALTH_TIMEOUT: Final = 20.0

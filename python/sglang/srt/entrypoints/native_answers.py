@@ -7,9 +7,9 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 
 from sglang.srt.entrypoints.streams import Slices
-from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.io_struct import TopLogprobs
-from sglang.srt.managers.request_state import RequestState
+from sglang.srt.managers.messages.io_struct import TopLogprobs
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.request_state import RequestState
 
 FREE_ENTRIES: Final = 1024
 """Logprobs of the output that every event of a stream repeats; see `AnswerWriter`."""

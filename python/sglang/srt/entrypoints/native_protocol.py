@@ -8,13 +8,13 @@ import msgspec
 
 from sglang.srt.entrypoints.http_body import convert, refuse_fields, refuse_own_ids
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.managers.generate_request import (
+from sglang.srt.managers.tokenizer.generate_request import (
     GenerateRequest,
     PromptIds,
     new_rid,
     prompt_ids,
 )
-from sglang.srt.managers.samples import expand_samples
+from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_BATCH: Final = 1024

@@ -19,8 +19,8 @@ from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
 from sglang.srt.entrypoints.streams import gather_or_cancel, merge
-from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 MAX_FLUSH_TIMEOUT = 3600.0

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.shared_answer import SharedAnswer
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import MemoryReturner
 

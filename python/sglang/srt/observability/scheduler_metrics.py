@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import CachedTokensDetails
+    from sglang.srt.managers.messages.io_struct import CachedTokensDetails
 
 _QUEUE_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120)
 

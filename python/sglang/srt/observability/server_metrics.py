@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.request_state import RequestState
+    from sglang.srt.managers.tokenizer.request_state import RequestState
 
 _FIRST_TOKEN_BUCKETS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0, 120.0,

@@ -13,7 +13,7 @@ from sglang.srt.constrained.constraint import Constraint, constraint_of_response
 from sglang.srt.entrypoints.http_body import refuse_fields, refuse_own_ids
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody
-from sglang.srt.managers.request_state import RequestState
+from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 MAX_TEMPERATURE: Final = 2.0

@@ -18,8 +18,8 @@ from sglang.srt.entrypoints.openai.serving_chat import MESSAGES_AT_ONCE, chat_co
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, unless_client_leaves
-from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 
 MAX_DETOKENIZED_IDS: Final = 1 << 18
 """Of one request: more would hold up the event loop for longer than a moment."""

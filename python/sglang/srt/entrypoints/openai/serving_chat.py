@@ -35,9 +35,9 @@ from sglang.srt.entrypoints.openai.tools import ToolUse, tool_use
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
 from sglang.srt.entrypoints.streams import gather_or_cancel, merge
-from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.request_state import OutputCursor, RequestState
-from sglang.srt.managers.samples import expand_samples
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
+from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.parser.reasoning_parser import ReasoningParser, opened_reasoning
 
 MAX_TOP_LOGPROBS: Final = 20

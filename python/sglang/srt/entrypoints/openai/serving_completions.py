@@ -31,9 +31,9 @@ from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, completion
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
 from sglang.srt.entrypoints.streams import gather_or_cancel, merge
-from sglang.srt.managers.generate_request import GenerateRequest, PromptIds, prompt_ids
-from sglang.srt.managers.request_state import OutputCursor, RequestState
-from sglang.srt.managers.samples import expand_samples
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, PromptIds, prompt_ids
+from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
+from sglang.srt.managers.tokenizer.samples import expand_samples
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.entrypoints.streams import Slices
-from sglang.srt.managers.io_struct import TopLogprobs
-from sglang.srt.managers.request_state import RequestState
+from sglang.srt.managers.messages.io_struct import TopLogprobs
+from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
 
 if TYPE_CHECKING:

@@ -1,0 +1,266 @@
+"""Messages between the server process, the scheduler and the detokenizer.
+
+Every message is a tagged `msgspec.Struct`, encoded as msgpack (never pickle). `encode`, `frame_of`
+and the decoders at the end are the only codec: what one turn of the server's event loop has for the
+scheduler goes in one frame, each other frame is one message. Times are `time.monotonic()` seconds
+of the machine on which all three run, counts are tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+PackedTokens: TypeAlias = npt.NDArray[np.uint32]
+"""Token ids; on a socket their bytes, u32 little-endian: a long prompt is copied, not converted."""
+
+TopLogprobs: TypeAlias = list[tuple[float, int]]
+"""(logprob, token id), most likely first."""
+
+
+class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """Base of everything on a socket."""
+
+
+# ---- server -> scheduler -------------------------------------------------------------------
+
+
+class TokenizedGenerateReqInput(Message):
+    """One request, checked against every limit and ready to be scheduled."""
+
+    rid: str
+    input_ids: PackedTokens
+    sampling_params: SamplingParams
+    seed: int
+    """Drives sampling. `sampling_params.sampling_seed`, or drawn by the server."""
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    """Prompt logprobs from this token on, which itself has none; -1: none."""
+    extra_key: str | None = None
+    """`extra_key` and `cache_salt` in one unambiguous string, or None."""
+    priority: int = 0
+    sample_of: str | None = None
+    """Another request with the same prompt, which has to be computed first."""
+    created_time: float = 0.0
+
+
+class AbortReq(Message):
+    """End one request, or with `abort_all` every one, in whatever state it is."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class FlushCacheReqInput(Message):
+    """Empty L1 and L2 once idle; waits at most `timeout` seconds for that."""
+
+    req_id: str
+    timeout: float = 0.0
+
+
+class GetInternalStateReq(Message):
+    """Ask for a snapshot of the scheduler's state."""
+
+    req_id: str
+
+
+class GetMetricsReq(Message):
+    """Ask for the scheduler's metrics in Prometheus' text format."""
+
+    req_id: str
+
+
+class AttachHiCacheStorageReqInput(Message):
+    """Attach an L3 backend, or update the policies of the one that is attached."""
+
+    req_id: str
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+
+class DetachHiCacheStorageReqInput(Message):
+    """Let go of the L3 backend; its objects stay."""
+
+    req_id: str
+
+
+class ClearHiCacheReqInput(Message):
+    """Remove this namespace's objects from L3."""
+
+    req_id: str
+
+
+class GetHiCacheStorageReqInput(Message):
+    """Ask which L3 backend is attached, and for the policies."""
+
+    req_id: str
+
+
+class ShutdownReq(Message):
+    """Finish what runs within `timeout` seconds, write back what is promised, then exit 0."""
+
+    timeout: float
+
+
+# ---- scheduler -> server -------------------------------------------------------------------
+
+
+class ControlReqOutput(Message):
+    """The answer to any of the control requests above."""
+
+    req_id: str
+    success: bool
+    message: str = ""
+    """Why not, or what was done. Safe to show to a user."""
+    data: dict[str, Any] = {}
+
+
+# ---- scheduler -> detokenizer -> server ----------------------------------------------------
+
+
+class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Why a request ended, as `meta_info.finish_reason` shows it."""
+
+    type: str
+    """`stop`, `length` or `abort`."""
+    matched: int | str | None = None
+    """The stop token or stop string."""
+    length: int | None = None
+    message: str | None = None
+    """abort: the cause."""
+    status_code: int | None = None
+    """abort: the HTTP status that fits the cause."""
+
+
+CLIENT_ABORT_STATUS: Final = 499
+"""Of a request that was aborted on demand: it has ended, with what it had, and did not fail."""
+ABORTED_BY_CLIENT: Final = FinishReason(
+    type="abort", message="aborted by the client", status_code=CLIENT_ABORT_STATUS
+)
+
+
+class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    """Where the prefix came from that a request reused when it was first scheduled, in tokens."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    storage_backend: str | None = None
+    """Class name of the L3 backend; None without one."""
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens that were reused."""
+        return self.device + self.host + self.storage
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of one request since the last message about it."""
+
+    rid: str
+    output_ids: list[int]
+    """New tokens. The one that stopped the request is included."""
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """So far, the new ones included."""
+    cached_tokens_details: CachedTokensDetails = CachedTokensDetails()
+    output_logprobs: list[float] | None = None
+    """One for each of `output_ids`."""
+    output_top_logprobs: list[TopLogprobs] | None = None
+    input_logprobs: list[float] | None = None
+    """Of the prompt's tokens after `logprob_start_len`; in the first message alone."""
+    input_top_logprobs: list[TopLogprobs] | None = None
+    queue_time: float = 0.0
+    skip_special_tokens: bool = True
+    shown_chars: int | None = None
+    """How much of the text so far may be shown, in characters from the output's begin: up to the
+    stop string or pattern that ended it, or to where a pattern may still match. None: no bound."""
+
+
+class BatchTokenIDOutput(Message):
+    """Scheduler to detokenizer: everything new of one step."""
+
+    outputs: list[RequestOutput]
+
+
+class TextOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`RequestOutput` with its text: `text` continues what was sent before."""
+
+    output: RequestOutput
+    text: str
+
+
+class BatchStrOutput(Message):
+    """Detokenizer to server."""
+
+    outputs: list[TextOutput]
+
+
+ToScheduler: TypeAlias = (
+    TokenizedGenerateReqInput
+    | AbortReq
+    | FlushCacheReqInput
+    | GetInternalStateReq
+    | GetMetricsReq
+    | AttachHiCacheStorageReqInput
+    | DetachHiCacheStorageReqInput
+    | ClearHiCacheReqInput
+    | GetHiCacheStorageReqInput
+    | ShutdownReq
+)
+ToDetokenizer: TypeAlias = BatchTokenIDOutput
+ToServer: TypeAlias = BatchStrOutput | ControlReqOutput
+
+_WIRE_TOKEN = np.dtype("<u4")
+
+
+def _pack(value: object) -> bytes:
+    assert isinstance(value, np.ndarray), f"no message has a {type(value).__name__}"
+    return value.astype(_WIRE_TOKEN, copy=False).tobytes()
+
+
+def _unpack(_: object, value: object) -> PackedTokens:
+    """The one type that msgspec does not know; what this raises becomes an error of msgspec's."""
+    if not isinstance(value, bytes):
+        raise TypeError("token ids are bytes, four for each")
+    return np.frombuffer(value, dtype=_WIRE_TOKEN)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of one message."""
+    return _encoder.encode(message)
+
+
+def frame_of(messages: Sequence[bytes]) -> bytes:
+    """Encoded messages in one frame, in order, which is what the scheduler receives."""
+    return _encoder.encode([msgspec.Raw(message) for message in messages])
+
+
+def scheduler_decoder() -> msgspec.msgpack.Decoder[list[ToScheduler]]:
+    """Decoder of the frames that the scheduler receives. Raises `msgspec.DecodeError` on hostile
+    bytes."""
+    return msgspec.msgpack.Decoder(list[ToScheduler], dec_hook=_unpack)
+
+
+def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:
+    """Decoder of what the detokenizer receives."""
+    return msgspec.msgpack.Decoder(BatchTokenIDOutput)
+
+
+def server_decoder() -> msgspec.msgpack.Decoder[ToServer]:
+    """Decoder of what the server process receives."""
+    return msgspec.msgpack.Decoder(ToServer)

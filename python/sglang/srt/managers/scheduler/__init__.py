@@ -1,0 +1,1 @@
+"""The scheduler process: what is computed next, and the books of every request."""

@@ -1,0 +1,252 @@
+"""Batches: the tensors that one forward takes, made from the requests that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    compute_extend_positions,
+)
+from sglang.srt.managers.scheduler.req import NO_SLOTS, Req
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.managers.scheduler.batch_pools import BatchPools
+
+
+@dataclass(slots=True)
+class PrefillWork:
+    """What one request computes in one prefill batch; its row holds the slots already."""
+
+    req: Req
+    extend_len: int
+    """Tokens after `req.kv_committed_len`."""
+    out_slots: torch.Tensor
+    """int64 `[extend_len]` on the device."""
+    is_last_chunk: bool = field(init=False)
+    """Whether the step samples this request's next token."""
+
+    def __post_init__(self) -> None:
+        self.is_last_chunk = self.req.kv_committed_len + self.extend_len == self.req.num_tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelWorkerBatch:
+    """Everything the worker needs for one step; nothing of it changes while it runs."""
+
+    forward: ForwardBatch
+    sampling_info: SamplingBatchInfo
+    seeds: torch.Tensor
+    """int64 `[bs]` on the device."""
+    steps: torch.Tensor
+    """int64 `[bs]` on the device: tokens that each request generated before this one."""
+    hicache_consumer_index: int = -1
+    """The load from L2 that this step must wait for, layer by layer."""
+
+
+def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
+    """Whether any request wants logprobs, and how many of the most likely tokens each wants."""
+    if not any(req.return_logprob for req in reqs):
+        return False, None
+    nums = [req.top_logprobs_num if req.return_logprob else 0 for req in reqs]
+    return True, nums if any(nums) else None
+
+
+def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
+    """Of the tokens that `work` computes, the first that gives a prompt logprob; and the tokens
+    whose logprobs these are."""
+    req = work.req
+    begin = req.kv_committed_len
+    end = min(begin + work.extend_len, len(req.origin_input_ids) - 1)
+    wanted = req.next_input_logprob
+    if wanted is None or wanted >= end:
+        return work.extend_len, []
+    assert wanted >= begin, "what gives logprobs is never taken from the cache"
+    return wanted - begin, req.origin_input_ids[wanted + 1 : end + 1].tolist()
+
+
+def make_prefill_batch(
+    works: Sequence[PrefillWork],
+    pools: BatchPools,
+    sampling_info: SamplingBatchInfo,
+    hicache_consumer_index: int,
+) -> ModelWorkerBatch:
+    """The tensors of a prefill step.
+
+    Where all but the last token of every prompt is cached, that is a decode step: attention takes
+    all requests at once, and on CUDA a captured graph is replayed (in which nothing can wait for a
+    load from L2).
+    """
+    prefix_lens = [work.req.kv_committed_len for work in works]
+    extend_lens = [work.extend_len for work in works]
+    seq_lens = [p + e for p, e in zip(prefix_lens, extend_lens, strict=True)]
+    new_ids = np.concatenate(
+        [
+            work.req.first_ids(end)[begin:]
+            for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True)
+        ]
+    )
+    reqs = [work.req for work in works]
+    rows = [req.row for req in reqs]
+    return_logprob, top_nums = _top_logprobs_nums(reqs)
+    inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
+    if not any(ids for _, ids in inputs):
+        inputs = []
+    is_decode = max(extend_lens) == 1 and not inputs and hicache_consumer_index == -1
+    input_ids, rows_on_device, seq_lens_on_device, seeds, steps = pools.columns(
+        new_ids,
+        rows,
+        seq_lens,
+        [req.seed for req in reqs],
+        [len(req.output_ids) for req in reqs],
+    )
+    return ModelWorkerBatch(
+        forward=ForwardBatch(
+            forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
+            input_ids=input_ids,
+            positions=compute_extend_positions(prefix_lens, extend_lens, pools.device),
+            req_pool_indices=rows_on_device,
+            req_pool_indices_cpu=rows,
+            seq_lens=seq_lens_on_device,
+            seq_lens_cpu=seq_lens,
+            out_cache_loc=torch.cat([work.out_slots for work in works]),
+            req_to_token_pool=pools.req_to_token_pool,
+            token_to_kv_pool=pools.token_to_kv_pool,
+            extend_prefix_lens_cpu=prefix_lens,
+            extend_seq_lens_cpu=extend_lens,
+            return_logprob=return_logprob,
+            top_logprobs_nums=top_nums,
+            extend_logprob_start_lens_cpu=[start for start, _ in inputs] or None,
+            extend_input_logprob_token_ids_cpu=[ids for _, ids in inputs] or None,
+        ),
+        sampling_info=sampling_info,
+        seeds=seeds,
+        steps=steps,
+        hicache_consumer_index=hicache_consumer_index,
+    )
+
+
+class DecodeBatch:
+    """The requests that decode, and their tensors, which each step moves on by one token.
+
+    Tensors are made anew only when requests join or leave. A step never writes into a tensor that
+    it handed out, so that the next step may be prepared while one runs. Its input tokens then
+    are those that the running one samples, which only the device knows.
+    """
+
+    def __init__(self, pools: BatchPools) -> None:
+        self.reqs: list[Req] = []
+        self._pools = pools
+        self._is_stale = False
+        self._return_logprob = False
+        self._top_logprobs_nums: list[int] | None = None
+        self._seq_lens_cpu: list[int] = []
+        self._rows_of_last_step: list[Req] = []
+        self._seq_lens = self._input_ids = self._last_loc = NO_SLOTS
+        self._rows = self._seeds = self._steps = NO_SLOTS
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def add(self, reqs: Sequence[Req]) -> None:
+        """Let requests join; each has a row and exactly one token without keys and values."""
+        self.reqs.extend(reqs)
+        self._is_stale = self._is_stale or bool(reqs)
+
+    def keep(self, reqs: list[Req]) -> None:
+        """Let all but `reqs` leave."""
+        if len(reqs) != len(self.reqs):
+            self.reqs = reqs
+            self._is_stale = True
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether requests joined or left since the last step: what is kept per row is void."""
+        return self._is_stale
+
+    def next_seq_lens(self) -> list[int]:
+        """Context lengths before the next step."""
+        return [req.kv_committed_len + req.num_in_flight for req in self.reqs]
+
+    def prepare(self) -> bool:
+        """Give each request the slot of its next token. False (nothing changed): too few free."""
+        if self._is_stale:
+            self._rebuild()
+        seq_lens_cpu = [length + 1 for length in self._seq_lens_cpu]
+        seq_lens = self._seq_lens + 1
+        slots = self._pools.allocator.alloc_decode(seq_lens, seq_lens_cpu, self._last_loc)
+        if slots is None:
+            return False
+        self._pools.req_to_token_pool.write((self._rows, self._seq_lens), slots)
+        self._seq_lens, self._seq_lens_cpu, self._last_loc = seq_lens, seq_lens_cpu, slots
+        return True
+
+    def worker_batch(self, sampling_info: SamplingBatchInfo) -> ModelWorkerBatch:
+        """The prepared step."""
+        return ModelWorkerBatch(
+            forward=ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                input_ids=self._input_ids,
+                positions=self._seq_lens - 1,
+                req_pool_indices=self._rows,
+                seq_lens=self._seq_lens,
+                seq_lens_cpu=self._seq_lens_cpu,
+                out_cache_loc=self._last_loc,
+                req_to_token_pool=self._pools.req_to_token_pool,
+                token_to_kv_pool=self._pools.token_to_kv_pool,
+                return_logprob=self._return_logprob,
+                top_logprobs_nums=self._top_logprobs_nums,
+            ),
+            sampling_info=sampling_info,
+            seeds=self._seeds,
+            steps=self._steps,
+        )
+
+    def advance(self, next_token_ids: torch.Tensor) -> None:
+        """The step is launched: int64 `[bs]` on the device is the input of the next one."""
+        self._input_ids = next_token_ids
+        self._steps = self._steps + 1
+        self._rows_of_last_step = self.reqs.copy()
+        for req in self.reqs:
+            req.num_in_flight += 1
+
+    def _rebuild(self) -> None:
+        pools, reqs = self._pools, self.reqs
+        self._seq_lens_cpu = self.next_seq_lens()
+        self._input_ids = self._last_tokens()
+        self._seq_lens, self._rows, self._seeds, self._steps = pools.columns(
+            self._seq_lens_cpu,
+            [req.row for req in reqs],
+            [req.seed for req in reqs],
+            [len(req.output_ids) + req.num_in_flight for req in reqs],
+        )
+        last = pools.req_to_token_pool.req_to_token[self._rows, self._seq_lens - 1]
+        self._last_loc = last.to(torch.int64)
+        self._return_logprob, self._top_logprobs_nums = _top_logprobs_nums(reqs)
+        self._is_stale = False
+
+    def _last_tokens(self) -> torch.Tensor:
+        """int64 `[bs]`: each request's newest token, taken from the step in flight where the CPU
+        does not know it yet."""
+        known = [req.output_ids[-1] for req in self.reqs if not req.num_in_flight]
+        known_ids = self._pools.int64(known)
+        if len(known) == len(self.reqs):
+            return known_ids
+        place_in_step = {id(req): place for place, req in enumerate(self._rows_of_last_step)}
+        places: list[int] = []
+        num_known = 0
+        for req in self.reqs:
+            if req.num_in_flight:
+                places.append(place_in_step[id(req)])
+            else:
+                places.append(len(self._rows_of_last_step) + num_known)
+                num_known += 1
+        tokens = torch.cat([self._input_ids, known_ids])
+        return tokens.index_select(0, self._pools.int64(places))

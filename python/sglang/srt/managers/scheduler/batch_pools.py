@@ -1,0 +1,60 @@
+"""The pools that batches get rows and slots from, and how a request gives its own back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sglang.srt.managers.scheduler.policy import ceil_to_page
+from sglang.srt.managers.scheduler.req import NO_SLOTS, Req
+from sglang.srt.utils.device import on_device, stage_to_device
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.tree.radix_key import TokenArray
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchPools:
+    """Where batches get their rows and slots."""
+
+    req_to_token_pool: ReqToTokenPool
+    allocator: BaseTokenToKVPoolAllocator
+    token_to_kv_pool: KVCache
+    device: torch.device
+
+    def int64(self, values: Sequence[int]) -> torch.Tensor:
+        """`values` as an int64 tensor on the device, in order with the current stream."""
+        return on_device(values, self.device, torch.int64)
+
+    def columns(self, *columns: Sequence[int] | TokenArray) -> tuple[torch.Tensor, ...]:
+        """Each as `int64` gives it, but all of them in one upload: on a GPU each costs the CPU
+        0.05 ms. They share memory that nobody may write to."""
+        ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
+        lengths = [len(column) for column in columns]
+        return torch.split(stage_to_device(torch.from_numpy(ids), self.device), lengths)
+
+
+def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
+    """Hand a request's slots to the tree (those of a probe are freed), its row to the pool, and
+    give back what else it has on the device.
+
+    Slots of a decode step in flight are freed too. That is no race: whatever uses them next is
+    queued behind that step.
+    """
+    rows, allocator = pools.req_to_token_pool, pools.allocator
+    begin = ceil_to_page(req.kv_committed_len, allocator.page_size)
+    end = req.kv_committed_len + req.num_in_flight
+    if begin < end:
+        allocator.free_in_order(rows.req_to_token[req.row, begin:end].to(torch.int64))
+    tree.cache_finished_req(req, is_insert=not req.is_probe)
+    rows.free(req)
+    req.history.forget()
+    req.kv_committed_len = 0
+    req.prefix_indices = NO_SLOTS

@@ -1,0 +1,75 @@
+"""The scheduler's sockets: one to receive on, two to send to."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from sglang.srt.managers.messages.io_struct import (
+    BatchTokenIDOutput,
+    ControlReqOutput,
+    ToScheduler,
+    encode,
+    scheduler_decoder,
+)
+from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.ipc import IpcAddresses
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MS: Final = 2000
+_MAX_MESSAGES_PER_TICK: Final = 1024
+"""So that a flood of messages cannot keep the running requests waiting."""
+
+
+class ZmqChannel:
+    """Rank 0's channel. One thread uses it.
+
+    Args:
+        ipc: Where to listen and to send.
+    """
+
+    def __init__(self, ipc: IpcAddresses) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._source = self._context.socket(zmq.PULL)
+        self._source.set_hwm(0)
+        self._source.bind(ipc.scheduler_input)
+        self._to_detokenizer = self._connect(ipc.detokenizer_input)
+        self._to_server = self._connect(ipc.server_input)
+        self._decoder = scheduler_decoder()
+        self._bad = BadMessages(logger, "message")
+
+    def receive(self, timeout_ms: int) -> list[ToScheduler]:
+        """Messages that are there, after waiting at most `timeout_ms` for the first."""
+        messages: list[ToScheduler] = []
+        if timeout_ms and not self._source.poll(timeout_ms):
+            return messages
+        while len(messages) < _MAX_MESSAGES_PER_TICK:
+            try:
+                payload = self._source.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                messages += self._decoder.decode(payload)
+            except MALFORMED as error:
+                self._bad.add(error)
+        return messages
+
+    def send(self, output: BatchTokenIDOutput | ControlReqOutput) -> None:
+        """Tokens to the detokenizer, answers to the server. Never blocks."""
+        is_tokens = isinstance(output, BatchTokenIDOutput)
+        (self._to_detokenizer if is_tokens else self._to_server).send(encode(output))
+
+    def close(self) -> None:
+        """Send what is left, within a bound, and close."""
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        sink = self._context.socket(zmq.PUSH)
+        sink.set_hwm(0)
+        sink.connect(address)
+        return sink

@@ -1,0 +1,249 @@
+"""Control requests: state, metrics, flushing, administration of L3, shutting down."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
+from sglang.srt.managers.messages.io_struct import (
+    AttachHiCacheStorageReqInput,
+    ClearHiCacheReqInput,
+    ControlReqOutput,
+    DetachHiCacheStorageReqInput,
+    FlushCacheReqInput,
+    GetHiCacheStorageReqInput,
+    GetInternalStateReq,
+    GetMetricsReq,
+    ShutdownReq,
+)
+from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.output import OutputCollector
+    from sglang.srt.managers.scheduler.state import SchedulerState
+
+logger = logging.getLogger(__name__)
+
+_NO_HIERARCHY = "the hierarchical cache is off: start with --enable-hierarchical-cache"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PendingFlush:
+    req_id: str
+    deadline: float
+    """`tick.now` seconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PendingChange:
+    """A change of L3 under way."""
+
+    req_id: str
+    deadline: float
+    """`tick.now` seconds."""
+
+
+class ControlHandler:
+    """Answers control requests. None of them blocks the loop.
+
+    Args:
+        public_args: The server's arguments as they may be shown.
+    """
+
+    def __init__(
+        self, state: SchedulerState, outputs: OutputCollector, public_args: dict[str, Any]
+    ) -> None:
+        self._state = state
+        self._outputs = outputs
+        self._public_args = public_args
+        self._flushes: list[_PendingFlush] = []
+        self._change: _PendingChange | None = None
+        self._drain_deadline: float | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            FlushCacheReqInput: self._flush,
+            GetInternalStateReq: self._internal_state,
+            GetMetricsReq: self._metrics,
+            AttachHiCacheStorageReqInput: self._attach,
+            DetachHiCacheStorageReqInput: self._detach,
+            ClearHiCacheReqInput: self._clear,
+            GetHiCacheStorageReqInput: self._get_storage,
+            ShutdownReq: self._shutdown,
+        }
+
+    def handle(self, message: object) -> None:
+        """Act on one control request."""
+        self._handlers[type(message)](message)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a shutdown was asked for."""
+        return self._drain_deadline is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something here waits for idleness or a deadline."""
+        return bool(self._flushes) or self.is_draining
+
+    def is_drained(self) -> bool:
+        """Whether the process may end: nothing is left to do, or the time for it is up."""
+        if self._drain_deadline is None:
+            return False
+        return not self.busy() or self._state.now >= self._drain_deadline
+
+    def busy(self) -> dict[str, int]:
+        """What is not idle, as counts; empty when idle."""
+        state = self._state
+        counts = {
+            "running": state.num_running,
+            "waiting": len(state.waiting),
+            "steps in flight": int(state.in_flight is not None),
+        }
+        counts.update(state.tree.is_busy())
+        return {kind: count for kind, count in counts.items() if count}
+
+    def tick(self) -> None:
+        """Answer for a change of L3 that has ended; flush for those who waited for idleness;
+        refuse those whose time is up."""
+        self._end_change()
+        if not self._flushes:
+            return
+        busy = self.busy()
+        if not busy:
+            self.flush_now()
+        still: list[_PendingFlush] = []
+        for flush in self._flushes:
+            if not busy:
+                self._answer(flush.req_id, True, "L1 and L2 are empty")
+            elif self._state.now >= flush.deadline:
+                self._answer(flush.req_id, False, _busy_text(busy))
+            else:
+                still.append(flush)
+        self._flushes = still
+
+    def flush_now(self) -> None:
+        """Empty L1 and L2. Nothing may run or be in flight."""
+        state = self._state
+        assert not self.busy(), "flushed while busy"
+        state.tree.reset()
+        state.pools.allocator.clear()
+        state.pools.req_to_token_pool.clear()
+        logger.info("flushed L1 and L2")
+
+    def _flush(self, message: FlushCacheReqInput) -> None:
+        deadline = self._state.now + max(0.0, message.timeout)
+        self._flushes.append(_PendingFlush(message.req_id, deadline))
+
+    def _internal_state(self, message: GetInternalStateReq) -> None:
+        state = self._state
+        tree = state.tree
+        is_hierarchical = isinstance(tree, HiRadixCache)
+        data: dict[str, Any] = {
+            "server_args": self._public_args,
+            "num_running_reqs": state.num_running,
+            "num_waiting_reqs": len(state.waiting),
+            "max_total_num_tokens": state.limits.pool_tokens,
+            "max_running_requests": state.limits.max_running_requests,
+            "max_req_input_len": state.limits.max_input_tokens,
+            "free_tokens": state.pools.allocator.available_size(),
+            "evictable_tokens": tree.evictable_size(),
+            "used_tokens": state.used_tokens(),
+            "new_token_ratio": state.estimate.ratio,
+            "busy": self.busy(),
+            "counters": dataclasses.asdict(state.counters),
+            "tiers": [],
+            "hicache": {"enabled": is_hierarchical},
+        }
+        if isinstance(tree, HiRadixCache):
+            data["tiers"] = tree.tiers()
+            data["hicache"].update(tree.storage_state())
+        self._answer(message.req_id, True, data=data)
+
+    def _metrics(self, message: GetMetricsReq) -> None:
+        state = self._state
+        if isinstance(state.tree, HiRadixCache):
+            state.tree.read_metrics()
+        text = state.metrics.render(
+            num_running=state.num_running,
+            num_queued=len(state.waiting),
+            used_tokens=state.used_tokens(),
+            pool_tokens=state.limits.pool_tokens,
+        )
+        self._answer(message.req_id, True, data={"text": text})
+
+    def _attach(self, message: AttachHiCacheStorageReqInput) -> None:
+        self._begin_change(
+            message.req_id,
+            lambda administration: administration.begin_attaching(
+                message.hicache_storage_backend,
+                message.hicache_storage_backend_extra_config_json,
+                message.hicache_storage_prefetch_policy,
+                message.hicache_write_policy,
+            ),
+        )
+
+    def _detach(self, message: DetachHiCacheStorageReqInput) -> None:
+        self._begin_change(message.req_id, StorageAdministration.begin_detaching)
+
+    def _clear(self, message: ClearHiCacheReqInput) -> None:
+        self._begin_change(message.req_id, StorageAdministration.begin_clearing)
+
+    def _get_storage(self, message: GetHiCacheStorageReqInput) -> None:
+        tree = self._state.tree
+        if not isinstance(tree, HiRadixCache):
+            self._answer(message.req_id, False, _NO_HIERARCHY)
+            return
+        self._answer(message.req_id, True, data=tree.storage_state())
+
+    def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
+        """Begin a change of L3 on an idle hierarchical cache, or say why not."""
+        tree = self._state.tree
+        if not isinstance(tree, HiRadixCache):
+            self._answer(req_id, False, _NO_HIERARCHY)
+            return
+        if busy := self.busy():
+            self._answer(req_id, False, _busy_text(busy))
+            return
+        try:
+            begin(tree.administration)
+        except ValueError as error:
+            self._answer(req_id, False, str(error))
+        else:
+            self._change = _PendingChange(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
+
+    def _end_change(self) -> None:
+        """Answer for the change of L3 under way where it has ended, or has taken too long."""
+        tree, change = self._state.tree, self._change
+        if change is None or not isinstance(tree, HiRadixCache):
+            return
+        if self.is_draining:
+            tree.administration.give_up("the server is shutting down")
+        elif self._state.now >= change.deadline:
+            tree.administration.give_up(
+                f"it has taken {LONGEST_STORAGE_CHANGE_S:.0f} s; see the log"
+            )
+        if (result := tree.administration.take_result()) is None:
+            return
+        self._change = None
+        logger.info("administration of L3: %s", result.message)
+        data = tree.storage_state() if result.done else None
+        self._answer(change.req_id, result.done, result.message, data)
+
+    def _shutdown(self, message: ShutdownReq) -> None:
+        self._drain_deadline = self._state.now + max(0.0, message.timeout)
+        logger.info("shutting down within %.1f s: %s", message.timeout, self.busy() or "idle")
+
+    def _answer(
+        self, req_id: str, success: bool, message: str = "", data: dict[str, Any] | None = None
+    ) -> None:
+        self._outputs.answer(
+            ControlReqOutput(req_id=req_id, success=success, message=message, data=data or {})
+        )
+
+
+def _busy_text(busy: dict[str, int]) -> str:
+    counts = ", ".join(f"{kind} {count}" for kind, count in busy.items())
+    return f"busy: {counts}; try again when idle"

@@ -1,0 +1,75 @@
+"""A batch between its launch and the moment that the CPU knows what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang.srt.utils.device import Event, HostCopies
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang.srt.layers.input_logprobs import InputLogprobs
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.messages.io_struct import TopLogprobs
+    from sglang.srt.managers.scheduler.batch import PrefillWork
+    from sglang.srt.managers.scheduler.req import Req
+
+
+class StepResult:
+    """Next tokens and their logprobs, on their way to the CPU while the device goes on.
+
+    Args:
+        output: What the worker gave. Its tensors may be overwritten by the next step: they are
+            read in order with the current stream.
+        token_ids: int64 `[bs]`, likewise.
+    """
+
+    def __init__(self, output: LogitsProcessorOutput, token_ids: torch.Tensor) -> None:
+        self.input_logprobs: InputLogprobs | None = output.input_logprobs
+        self._copies = HostCopies(
+            [
+                token_ids,
+                output.next_token_logprobs,
+                output.next_token_top_logprobs_val,
+                output.next_token_top_logprobs_idx,
+            ]
+        )
+        self.token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_values: list[list[float]] = []
+        self._top_ids: list[list[int]] = []
+
+    def wait(self) -> None:
+        """Block until everything is here; the other members are empty before."""
+        values = [None if tensor is None else tensor.tolist() for tensor in self._copies.wait()]
+        self.token_ids = values[0] or []
+        self._logprobs, self._top_values, self._top_ids = (value or [] for value in values[1:])
+
+    def logprob(self, row: int) -> float:
+        """Of the row's token; the step must have been asked for logprobs."""
+        return self._logprobs[row]
+
+    def top_logprobs(self, row: int, count: int) -> TopLogprobs:
+        """(logprob, token) of the row's `count` most likely tokens, descending."""
+        return list(zip(self._top_values[row][:count], self._top_ids[row][:count], strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    """A batch that the device has been given. Exactly one of `works` and `reqs` is not empty."""
+
+    result: StepResult
+    launched: float
+    """`time.monotonic()` seconds."""
+    works: list[PrefillWork] = field(default_factory=list)
+    """Row by row, of a prefill batch."""
+    mostly_done: Event | None = None
+    """Of a prefill batch: the device has little left to do. See `Scheduler._launch_prefill`."""
+    reqs: list[Req] = field(default_factory=list)
+    """Row by row, of a decode step."""
+
+    @property
+    def is_prefill(self) -> bool:
+        return bool(self.works)

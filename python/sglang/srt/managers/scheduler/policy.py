@@ -1,0 +1,290 @@
+"""Who runs next: decisions over plain numbers, the same on every rank.
+
+Nothing here touches a pool, a tree, a clock or a socket. `managers/scheduler/prefill.py` and
+`managers/scheduler/decode.py` carry out what is decided here. Counts are tokens.
+
+Source: the scheduler of SGLang (github.com/sgl-project/sglang, `managers/schedule_policy.py`) for
+the rule of how much output to expect (`NewTokenEstimate` and `MAX_RESERVED_NEW_TOKENS`, upstream's
+SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION) and for `LPM_MAX_WAITING`. The code is our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol, TypeVar
+
+LPM_MAX_WAITING: Final = 128
+"""Beyond this many waiting requests, matching each of them costs more than the order gains."""
+LPM_MAX_OVERTAKEN: Final = 128
+"""Later requests that one may see go before it: as many as are ordered at all, so that a prefix in
+use is used up first, and what few others know still gets its turn."""
+MAX_RESERVED_NEW_TOKENS: Final = 4096
+"""Longer wishes are rarely used up; reserving for them would leave the pool idle."""
+MAX_PREFILLS_IN_TURN: Final = 8
+"""Prefills in a row while requests decode, where a target allows more than one."""
+MAX_DECODE_STEPS_A_PREFILL: Final = 64
+"""Decode steps that a prefill in turn can cost at most while prompts wait: a target that decoding
+alone misses delays prompts by so much and no more."""
+
+
+class SchedulePolicy(str, Enum):
+    """Order of waiting requests."""
+
+    FCFS = "fcfs"
+    """First come, first served."""
+    LPM = "lpm"
+    """Longest prefix match first: what is cached is used before it is evicted. But a request that
+    `LPM_MAX_OVERTAKEN` later ones overtook goes before all that are not overdue."""
+
+
+class Arrival(Protocol):
+    """What ordering needs to know of a request."""
+
+    @property
+    def arrival_number(self) -> int:
+        """Place in the order of arrival. A request keeps it when it is retracted."""
+
+    @property
+    def turn(self) -> int:
+        """How many requests will have been admitted since the start when all that were ahead of it
+        on arrival are."""
+
+
+R = TypeVar("R", bound=Arrival)
+
+
+def order_waiting(
+    policy: SchedulePolicy,
+    waiting: Collection[R],
+    matched_tokens: Callable[[R], int],
+    num_admitted: int,
+) -> list[R]:
+    """The waiting requests, next first.
+
+    Args:
+        policy: The order asked for; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
+        waiting: Requests.
+        matched_tokens: Tokens of a request that are cached; only called for `lpm`.
+        num_admitted: Requests admitted since the start. With `lpm` one that waits sees at most
+            `LPM_MAX_OVERTAKEN` later ones go first, and one for each that was ahead of it, besides
+            those of the batch that is being made. Counts and not clocks, so that ranks agree.
+    """
+    if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
+        return sorted(waiting, key=lambda req: req.arrival_number)
+
+    def rank(req: R) -> tuple[bool, int, int]:
+        if num_admitted - req.turn >= LPM_MAX_OVERTAKEN:
+            return False, 0, req.arrival_number
+        return True, -matched_tokens(req), req.arrival_number
+
+    return sorted(waiting, key=rank)
+
+
+def ceil_to_page(tokens: int, page_size: int) -> int:
+    """`tokens` rounded up to whole pages."""
+    return -(-tokens // page_size) * page_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """What a batch may not exceed."""
+
+    page_size: int
+    max_running_requests: int
+    max_queued_requests: int
+    max_prefill_tokens: int
+    """Prompt tokens computed in one prefill batch."""
+    chunk_tokens: int | None
+    """Prompt tokens of one pass, whole pages; None: prompts are not cut."""
+    pool_tokens: int
+    """Slots of the device pool."""
+    context_len: int
+    """Tokens of one request, prompt and output together."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and output of the longest request that can run alone."""
+        return min(self.context_len, self.pool_tokens)
+
+    @property
+    def max_input_tokens(self) -> int:
+        """The longest prompt that leaves room for one new token."""
+        return self.max_request_tokens - 1
+
+
+class AddOutcome(Enum):
+    """What `PrefillAdder.plan` says to one request."""
+
+    ADDED = "added"
+    """The whole rest of the prompt is computed now."""
+    CHUNKED = "chunked"
+    """A first part of it is computed now; nothing can be added after it."""
+    NO_MEMORY = "no memory"
+    """The pool cannot hold it beside what runs."""
+    NO_BUDGET = "no budget"
+    """This batch is full; the next one has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddPlan:
+    """An answer, and with ADDED or CHUNKED the prompt tokens to compute now."""
+
+    outcome: AddOutcome
+    extend_tokens: int = 0
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the request joins the batch."""
+        return self.outcome in (AddOutcome.ADDED, AddOutcome.CHUNKED)
+
+
+class PrefillAdder:
+    """Budgets of one prefill batch. `plan` asks, `commit` takes.
+
+    Args:
+        limits: Of any batch.
+        num_running: Requests that decode, or whose prompt is being computed.
+        reserved_tokens: Slots that those are expected to need yet.
+    """
+
+    def __init__(self, limits: BatchLimits, num_running: int, reserved_tokens: int) -> None:
+        self._limits = limits
+        self._num_running = num_running
+        self._reserved = reserved_tokens
+        self._budget = limits.max_prefill_tokens
+        if limits.chunk_tokens is not None:
+            self._budget = min(self._budget, limits.chunk_tokens)
+        self._num_added = 0
+
+    def plan_next_chunk(self, rest: int) -> AddPlan:
+        """The next part of a prompt that was cut: its memory was granted when it was added."""
+        return self._plan_extend(rest)
+
+    def plan(self, rest: int, load: int, new_tokens: int, free_tokens: int) -> AddPlan:
+        """Whether a waiting request may join.
+
+        Args:
+            rest: Prompt tokens to compute, after what is cached.
+            load: Cached tokens that need device slots first.
+            new_tokens: Slots to expect for its output.
+            free_tokens: Slots that are free or can be evicted, after locking what it reuses.
+        """
+        if self._num_running + self._num_added >= self._limits.max_running_requests:
+            return AddPlan(AddOutcome.NO_BUDGET)
+        need = load + ceil_to_page(rest + new_tokens, self._limits.page_size)
+        if need > free_tokens - self._reserved:
+            return AddPlan(AddOutcome.NO_MEMORY)
+        return self._plan_extend(rest)
+
+    def commit(self, plan: AddPlan, reserve: int) -> None:
+        """Take what `plan` granted; `reserve`: slots that the request will need after this step."""
+        assert plan.is_admitted
+        self._num_added += 1
+        self._budget -= plan.extend_tokens
+        self._reserved += reserve
+        if plan.outcome is AddOutcome.CHUNKED:
+            self._budget = 0
+
+    def _plan_extend(self, rest: int) -> AddPlan:
+        if rest <= self._budget:
+            return AddPlan(AddOutcome.ADDED, rest)
+        if self._limits.chunk_tokens is None:
+            # A prompt beyond the budget of a batch has a batch to itself.
+            alone = self._num_added == 0
+            return AddPlan(AddOutcome.ADDED, rest) if alone else AddPlan(AddOutcome.NO_BUDGET)
+        # A cut at a page boundary lets the tree take over all that was computed.
+        part = self._budget // self._limits.page_size * self._limits.page_size
+        if part == 0:
+            return AddPlan(AddOutcome.NO_BUDGET)
+        return AddPlan(AddOutcome.CHUNKED, part)
+
+
+class Turns:
+    """Whether prompts or requests that decode get the next step, where both want it.
+
+    Without a target they alternate, so that neither starves. With one, prompts that wait are
+    computed in a row, and decode steps follow until the mean time between tokens since that row
+    began is down to the target: of `p` seconds of prefills and steps of `d` seconds that takes
+    `p / (target - d)` steps. Tokens come faster and first tokens later. In a row, since requests
+    that are prefilled together decode together: fuller steps, and fewer of them.
+
+    Args:
+        target: Seconds between two tokens of a request, on the average; None: alternate.
+    """
+
+    def __init__(self, target: float | None) -> None:
+        self._target = target
+        self._row_began = 0.0
+        self._prefills = 0
+        self._decode_steps = 1
+
+    def is_prefills(self, now: float) -> bool:
+        """Whether a prefill may come next; `now`: seconds of the tick, the same on every rank."""
+        steps = self._decode_steps
+        if self._target is None:
+            return steps > 0
+        if steps == 0:
+            return self._prefills < MAX_PREFILLS_IN_TURN
+        if steps >= self._prefills * MAX_DECODE_STEPS_A_PREFILL:
+            return True
+        return now - self._row_began <= self._target * steps
+
+    def on_prefill(self, now: float) -> None:
+        """A prefill was launched."""
+        if self._decode_steps:
+            self._row_began, self._prefills, self._decode_steps = now, 0, 0
+        self._prefills += 1
+
+    def on_decode(self) -> None:
+        """A decode step was launched."""
+        self._decode_steps += 1
+
+
+class NewTokenEstimate:
+    """Which share of the output they asked for requests are expected to use.
+
+    Starts cautious, relaxes while decoding goes well, and jumps back up when requests had to be
+    retracted. Only counts of steps go in, so that all ranks agree.
+
+    Source: SGLang, whose start (0.7, SGLANG_INIT_NEW_TOKEN_RATIO), linear decay (600 steps,
+    SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS) and scaling by --schedule-conservativeness these are. It
+    goes down to 0.14 of the start, this to 0.2.
+    """
+
+    _START = 0.7
+    _FLOOR_SHARE = 0.2
+    _STEPS_TO_FLOOR = 600
+
+    def __init__(self, conservativeness: float) -> None:
+        """Args:
+        conservativeness: Above 1 admits fewer requests; below 1 more.
+        """
+        self._ceiling = min(1.0, self._START * conservativeness)
+        self._floor = self._ceiling * self._FLOOR_SHARE
+        self._decay = (self._ceiling - self._floor) / self._STEPS_TO_FLOOR
+        self.ratio = self._ceiling
+
+    def on_decode_step(self) -> None:
+        """A step went by without shortage."""
+        self.ratio = max(self._floor, self.ratio - self._decay)
+
+    def on_retraction(self, generated: int, wanted: int) -> None:
+        """Slots ran out while the running requests had `generated` of `wanted` tokens."""
+        observed = generated / wanted if wanted else 1.0
+        self.ratio = min(1.0, max(self._ceiling, observed))
+
+    def reserve(self, new_tokens: int) -> int:
+        """Slots to keep for a request that may generate `new_tokens` more; at least one."""
+        return max(1, round(min(new_tokens, MAX_RESERVED_NEW_TOKENS) * self.ratio))
+
+
+def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
+    """New pages that one more token of each request takes; `seq_lens`: lengths before it."""
+    return sum(1 for length in seq_lens if length % page_size == 0)
+
+
+def newest(requests: Sequence[R]) -> R:
+    """The request that gives way first when slots run out: the one that waited least."""
+    return max(requests, key=lambda req: req.arrival_number)

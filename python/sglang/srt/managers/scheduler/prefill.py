@@ -1,0 +1,258 @@
+"""Picks the requests whose prompts are computed next, and gives them rows and slots."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FinishReason
+from sglang.srt.managers.scheduler.batch import PrefillWork
+from sglang.srt.managers.scheduler.policy import (
+    AddOutcome,
+    AddPlan,
+    PrefillAdder,
+    ceil_to_page,
+    order_waiting,
+)
+from sglang.srt.managers.scheduler.req import Req
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prefix:
+    """What of a prompt is cached, locked for the request until it is used or let go."""
+
+    slots: torch.Tensor
+    """int64: device slots of the prefix."""
+    node: TreeNode
+    """Carries the lock."""
+    from_device: int
+    from_host: int
+
+
+class PrefillScheduler:
+    """Admission. Every decision about numbers is `PrefillAdder`'s."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._blocked_by: tuple[int, int] | None = None
+        self._blocked_ticks = 0
+        self._unawaited_load = -1
+        self._shares_prompts = isinstance(state.tree, RadixCache) and not state.tree.disable
+
+    def schedule(self) -> tuple[list[PrefillWork], int] | None:
+        """The next prefill batch, and the load from L2 that it must wait for (-1: none).
+
+        A request of the batch is in none of the queues, but for the one that was cut, which is
+        `state.chunked`.
+        """
+        state = self._state
+        if state.chunked is None:
+            is_full = state.num_running >= state.limits.max_running_requests
+            if not state.waiting or is_full or self._is_blocked():
+                return None
+        decoding = state.decoding_or_about_to()
+        reserved = sum(state.reserve_for(req) for req in decoding)
+        adder = PrefillAdder(state.limits, len(decoding), reserved)
+        works: list[PrefillWork] = []
+        if state.chunked is not None:
+            work = self._next_chunk(state.chunked, adder)
+            if work is None:
+                return None
+            works.append(work)
+        if state.chunked is None:
+            self._add_waiting(adder, works)
+        load = state.tree.ready_to_load_host_cache()
+        # A load whose request was refused after all still fills slots that the tree shows.
+        load = self._unawaited_load if load == -1 else load
+        self._unawaited_load = -1 if works else load
+        return (works, load) if works else None
+
+    def on_launched(self, works: list[PrefillWork]) -> None:
+        """The device has been given the step: whatever reads its keys and values from now on is
+        queued behind it, so the tree may have them, and their copies may be queued too."""
+        state = self._state
+        for work in works:
+            req = work.req
+            req.kv_committed_len += work.extend_len
+            if not req.is_probe:
+                state.tree.cache_unfinished_req(req, chunked=not work.is_last_chunk)
+
+    def _is_blocked(self) -> bool:
+        """Whether trying again is pointless: nothing has changed since memory did not suffice."""
+        state = self._state
+        if not state.num_running or self._blocked_by != (state.num_running, len(state.waiting)):
+            return False
+        # Copies that end unlock pages without anybody leaving: look again once in a while.
+        self._blocked_ticks += 1
+        return self._blocked_ticks % 16 != 0
+
+    def _next_chunk(self, req: Req, adder: PrefillAdder) -> PrefillWork | None:
+        """The next part of the prompt that was cut; None where slots are short at the moment."""
+        state = self._state
+        plan = adder.plan_next_chunk(req.num_tokens - req.kv_committed_len)
+        assert plan.is_admitted, "the cut prompt comes first, so there is budget"
+        slots = self._alloc(req, plan.extend_tokens)
+        if slots is None:
+            return None
+        rest = req.num_tokens - req.kv_committed_len - plan.extend_tokens
+        adder.commit(plan, rest + state.reserve_for(req))
+        state.chunked = req if plan.outcome is AddOutcome.CHUNKED else None
+        return PrefillWork(req, plan.extend_tokens, slots)
+
+    def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
+        state = self._state
+        self._blocked_by = None
+        ahead = self._prompts_ahead()
+        queues = state.queues
+        for req in order_waiting(
+            state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
+        ):
+            if req.grammar_ticket is not None or req.sample_of in ahead:
+                continue
+            if not state.tree.check_prefetch_progress(req.rid):
+                continue
+            outcome, work = self._try_add(req, adder)
+            if work is not None:
+                works.append(work)
+                queues.admit(req)
+                if outcome is AddOutcome.ADDED:
+                    continue
+                state.chunked = req
+            elif outcome is AddOutcome.NO_MEMORY:
+                if not works and state.num_running == 0 and not state.tree.is_busy():
+                    self._give_up(req)
+                    continue
+                self._blocked_by = (state.num_running + len(works), len(state.waiting))
+                self._blocked_ticks = 0
+            break
+
+    def _prompts_ahead(self) -> set[str]:
+        """Requests whose prompts are not computed yet and whose samples had better wait for that:
+        then they find them in the cache."""
+        state = self._state
+        if not self._shares_prompts or all(req.sample_of is None for req in state.waiting):
+            return set()
+        ahead = state.queues.waiting_ids()
+        return ahead if state.chunked is None else ahead | {state.chunked.rid}
+
+    def _matched_tokens(self, req: Req) -> int:
+        match = self._state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req))
+        return len(match.device_indices) + match.host_hit_length
+
+    def _try_add(self, req: Req, adder: PrefillAdder) -> tuple[AddOutcome, PrefillWork | None]:
+        """Lock what is cached of the prompt, load it, and allocate the rest; or change nothing."""
+        prefix, plan = self._reuse(req, adder)
+        if plan.is_admitted:
+            req.kv_committed_len = len(prefix.slots)
+            slots = self._alloc(req, plan.extend_tokens, prefix.slots)
+            if slots is not None:
+                self._commit(req, prefix)
+                rest = req.num_tokens - len(prefix.slots) - plan.extend_tokens
+                adder.commit(plan, rest + self._state.reserve_for(req))
+                return plan.outcome, PrefillWork(req, plan.extend_tokens, slots)
+            req.kv_committed_len = 0
+            plan = AddPlan(AddOutcome.NO_MEMORY)
+        self._state.tree.dec_lock_ref(prefix.node)
+        return plan.outcome, None
+
+    def _reuse(self, req: Req, adder: PrefillAdder) -> tuple[_Prefix, AddPlan]:
+        """Match and lock the prompt, plan, and queue the load of its host part if admitted."""
+        state = self._state
+        match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req))
+        prefix = _Prefix(
+            slots=match.device_indices,
+            node=match.last_device_node,
+            from_device=len(match.device_indices),
+            from_host=0,
+        )
+        state.tree.inc_lock_ref(prefix.node)
+        new_tokens = state.estimate.reserve(req.rest_new_tokens)
+        host = match.host_hit_length
+        rest = req.num_tokens - prefix.from_device - host
+        free = state.free_tokens()
+        plan = adder.plan(rest, host, new_tokens, free)
+        if not host or not plan.is_admitted:
+            return prefix, plan
+        quota = free - ceil_to_page(rest, state.limits.page_size)
+        loaded, node = state.tree.init_load_back(
+            InitLoadBackParams(match.best_match_node, host, quota, req)
+        )
+        if len(loaded):
+            state.tree.inc_lock_ref(node)
+            state.tree.dec_lock_ref(prefix.node)
+            prefix.node = node
+            prefix.from_host = len(loaded)
+            prefix.slots = torch.cat([prefix.slots, loaded])
+        rest = req.num_tokens - len(prefix.slots)
+        return prefix, adder.plan(rest, 0, new_tokens, state.free_tokens())
+
+    def _alloc(
+        self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Slots for the next tokens, written to the request's row; None where too few are free.
+
+        Args:
+            prefix: Slots of the first tokens, for a request that has no row yet.
+        """
+        state, pools = self._state, self._state.pools
+        begin, end = req.kv_committed_len, req.kv_committed_len + extend_tokens
+        page_size = state.limits.page_size
+        assert begin % page_size == 0, "what is cached or was computed before is whole pages"
+        state.make_room(extend_tokens)
+        pages = pools.allocator.alloc(ceil_to_page(end, page_size) - begin)
+        if pages is None:
+            return None
+        slots = pages[: end - begin]
+        rows = pools.req_to_token_pool.alloc([req])
+        assert rows is not None, "as many rows as running requests"
+        if prefix is not None:
+            pools.req_to_token_pool.write((rows[0], slice(0, begin)), prefix)
+        pools.req_to_token_pool.write((rows[0], slice(begin, end)), slots)
+        return slots
+
+    def _commit(self, req: Req, prefix: _Prefix) -> None:
+        """The request is scheduled: it takes over the lock."""
+        state, tree = self._state, self._state.tree
+        req.prefix_indices = prefix.slots
+        req.last_node = prefix.node
+        req.cache_protected_len = len(prefix.slots)
+        tree.note_scheduled(req.rid)
+        from_storage = min(tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
+        if req.was_scheduled:
+            return
+        req.was_scheduled = True
+        req.queue_time = max(0.0, state.now - req.arrival_time)
+        details = CachedTokensDetails(
+            device=prefix.from_device,
+            host=prefix.from_host - from_storage,
+            storage=from_storage,
+            storage_backend=tree.storage_backend_name if isinstance(tree, HiRadixCache) else None,
+        )
+        req.cached_tokens_details = details
+        if not req.is_probe:
+            state.metrics.on_scheduled(len(req.origin_input_ids), details, req.queue_time)
+            if isinstance(tree, HiRadixCache):
+                found = {"device": details.device, "host": details.host}
+                if details.storage_backend is not None:
+                    found["storage"] = details.storage
+                tree.metrics.count_lookup(len(req.origin_input_ids), found)
+
+    def _give_up(self, req: Req) -> None:
+        """Nothing runs, nothing is in flight, and still no room: slots have been lost."""
+        free = self._state.free_tokens()
+        logger.error("no room for request %s though nothing runs: %d slots free", req.rid, free)
+        message = f"the engine has {free} token slots left, too few for this request"
+        reason = FinishReason(type="abort", message=message, status_code=503)
+        self._state.queues.abort(req, reason)

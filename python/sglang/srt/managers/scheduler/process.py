@@ -1,0 +1,275 @@
+"""The scheduler's process: builds model, pools, tree and sockets, says ready, runs the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.messages.ready_message import send_error, send_ready
+from sglang.srt.managers.scheduler.channel import ZmqChannel
+from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerParts
+from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
+from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
+from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
+from sglang.srt.model_loader.weights_identity import weights_identity
+from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.utils.device import detect_device, device_memory
+from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.srt.utils.listeners import log_exposed_ports
+from sglang.srt.utils.logging_utils import configure_logger
+from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from sglang.srt.managers.messages.ipc import IpcAddresses
+    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltScheduler:
+    """A scheduler that can serve, and what there is to say about it."""
+
+    scheduler: Scheduler
+    server_args: ServerArgs
+    """With what depends on the machine filled in."""
+    tiers: list[str]
+    """One line per tier: its size, and why that size."""
+
+    def ready_details(self) -> dict[str, Any]:
+        """For the ready message."""
+        limits = self.scheduler.state.limits
+        return {
+            "max_total_num_tokens": limits.pool_tokens,
+            "max_req_input_len": limits.max_input_tokens,
+            "max_running_requests": limits.max_running_requests,
+            "context_len": limits.context_len,
+            "device": self.server_args.device,
+            "attention_backend": self.server_args.attention_backend,
+            "chunked_prefill_size": self.server_args.chunked_prefill_size,
+            "tiers": self.tiers,
+        }
+
+
+def build_scheduler(
+    server_args: ServerArgs, tp_rank: int = 0, watchdog: ForwardWatchdog | None = None
+) -> BuiltScheduler:
+    """Load the model, size and make the tiers, and put a scheduler on them.
+
+    Args:
+        server_args: Resolved.
+        tp_rank: This rank.
+        watchdog: Guards forwards.
+
+    Raises:
+        ValueError: One line that names the setting and the remedy.
+        StorageUnavailable: L3 cannot be reached, and the settings say not to go on without it.
+    """
+    server_args = on_this_machine(server_args, detect_device())
+    assert server_args.model_path is not None and server_args.page_size is not None, "resolved"
+    model_config = ModelConfig.from_path(
+        server_args.model_path,
+        dtype=server_args.dtype,
+        context_length=server_args.context_length,
+    )
+    tokenizer = _load_tokenizer(server_args)
+    runner = ModelRunner(
+        ModelRunnerConfig(
+            model_config=model_config,
+            device=server_args.device,
+            kv_cache_dtype=server_args.kv_cache_dtype,
+            page_size=server_args.page_size,
+            attention_backend=server_args.attention_backend,
+            disable_cuda_graph=server_args.disable_cuda_graph,
+            cuda_graph_max_bs=server_args.cuda_graph_max_bs,
+            load_format=server_args.load_format,
+            random_seed=server_args.random_seed,
+            tp_rank=tp_rank,
+            tp_size=server_args.tp_size,
+        )
+    )
+    tiers = [init_pools(runner, server_args)]
+    metrics = SchedulerMetrics()
+    tree = _make_tree(server_args, runner, metrics)
+    tiers += tree.tiers() if isinstance(tree, HiRadixCache) else []
+    parts = SchedulerParts(
+        worker=TpModelWorker(runner),
+        tree=tree,
+        metrics=metrics,
+        new_decoder=make_decoder_factory(tokenizer),
+        grammar_backend=lambda: create_grammar_backend(
+            server_args.grammar_backend,
+            tokenizer,
+            model_config.vocab_size,
+            model_config.eos_token_ids,
+            any_whitespace=not server_args.constrained_json_disable_any_whitespace,
+        ),
+        # A CPU computes while a forward is launched: nothing would overlap.
+        overlap=server_args.device != "cpu" and not server_args.disable_overlap_schedule,
+    )
+    if watchdog is not None:
+        parts = dataclasses.replace(parts, forward_guard=watchdog.guard)
+    return BuiltScheduler(Scheduler(server_args, parts), server_args, tiers)
+
+
+def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
+    """Settle what depends on the device.
+
+    Args:
+        server_args: Resolved.
+        detected: The best device of this machine, which `auto` means.
+
+    Raises:
+        ValueError: The device named is not there, or cannot do what was asked for.
+    """
+    device = detected if server_args.device == "auto" else server_args.device
+    if device == "cuda" and detected != "cuda":
+        raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return server_args.on_device(device)
+
+
+def run_scheduler_process(
+    server_args: ServerArgs,
+    ipc: IpcAddresses,
+    tp_rank: int,
+    ready_pipe: Connection,
+    parent_pid: int | None = None,
+) -> None:
+    """Entry point of the process. Returns after a `ShutdownReq`, with exit status 0.
+
+    Signals for the process group are the parent's to handle: it drains this process with a
+    message. The process ends with its parent, and with status 1 and the cause in the log when
+    anything here fails.
+
+    Args:
+        server_args: Resolved.
+        ipc: Socket addresses of this server.
+        tp_rank: This rank.
+        ready_pipe: Gets one JSON message, `ready_message`.
+        parent_pid: Process that this one ends with; by default the one that started it.
+    """
+    leave_signals_to_parent()
+    configure_logger(server_args.log_level, f"scheduler {tp_rank}")
+    # Bars share a lock between processes unless told otherwise: a semaphore that a killed process
+    # leaves behind, with a warning as the last line of the log.
+    tqdm.set_lock(threading.RLock())
+    start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)
+    watchdog = ForwardWatchdog(server_args.watchdog_timeout)
+    try:
+        built = build_scheduler(server_args, tp_rank, watchdog)
+    except (ValueError, StorageUnavailable) as error:
+        send_error(ready_pipe, str(error))
+        raise SystemExit(1) from None
+    except Exception as error:
+        logger.critical("the scheduler cannot start", exc_info=True)
+        send_error(ready_pipe, f"the scheduler cannot start: {type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    for line in built.tiers:
+        logger.info("%s", line)
+    log_exposed_ports(logger, "the store of L3")
+    channel = ZmqChannel(ipc)
+    settle_heap()
+    send_ready(ready_pipe, built.ready_details())
+    try:
+        built.scheduler.run(channel)
+    except Exception:
+        logger.critical("scheduler rank %d failed", tp_rank, exc_info=True)
+        logging.shutdown()
+        # Not SystemExit: threads of the cache may be in calls that block for minutes.
+        os._exit(1)
+    channel.close()
+    built.scheduler.close()
+    watchdog.close()
+    logger.info("shut down")
+
+
+def init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
+    """Make L1 as large as the flags, the device and the model say; the line that tells why.
+
+    Raises:
+        ValueError: No size fits; names the flag.
+    """
+    available, total = device_memory(server_args.device)
+    page_size = runner.config.page_size
+    size = size_kv_pool(
+        device=server_args.device,
+        kv_bytes_per_token=runner.kv_bytes_per_token(),
+        page_size=page_size,
+        total_bytes=total,
+        available_bytes=available,
+        mem_fraction_static=server_args.mem_fraction_static,
+        max_total_tokens=server_args.max_total_tokens,
+        weight_bytes=runner.weight_bytes(),
+        graph_bytes=runner.graph_bytes(),
+        context_len=runner.model_config.context_len,
+    )
+    rows = size_running_requests(
+        pool_tokens=size.amount,
+        context_len=runner.model_config.context_len,
+        max_running_requests=server_args.max_running_requests,
+    )
+    runner.init_memory_pool(size.amount, rows.amount, _longest_pass(server_args))
+    gigabytes = (size.amount + page_size) * runner.kv_bytes_per_token() / 1e9
+    return (
+        f"L1: {size.amount} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
+        f"{server_args.device} ({size.reason}); {rows.amount} requests at once ({rows.reason})"
+    )
+
+
+def _longest_pass(server_args: ServerArgs) -> int:
+    """New tokens that a prefill usually has at most; prompts that are not cut may have more."""
+    chunk = server_args.chunked_prefill_size
+    return server_args.max_prefill_tokens if chunk is None or chunk == -1 else chunk
+
+
+def _make_tree(
+    server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics
+) -> RadixCache:
+    identity = ""
+    if server_args.enable_hierarchical_cache:
+        assert server_args.model_path is not None
+        identity = weights_identity(
+            server_args.model_path,
+            load_format=server_args.load_format,
+            random_seed=server_args.random_seed,
+        )
+    params = CacheInitParams(
+        disable=server_args.disable_radix_cache,
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        page_size=runner.config.page_size,
+        eviction_policy=server_args.radix_eviction_policy,
+        weights_identity=identity,
+        metrics_registry=metrics.registry,
+    )
+    return create_tree_cache(
+        TreeCacheBuildContext(
+            server_args=server_args,
+            params=params,
+            enable_hierarchical_cache=server_args.enable_hierarchical_cache,
+        )
+    )
+
+
+def _load_tokenizer(server_args: ServerArgs) -> PreTrainedTokenizerBase:
+    path = server_args.tokenizer_path or server_args.model_path
+    assert path is not None, "resolved arguments name the model"
+    return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)

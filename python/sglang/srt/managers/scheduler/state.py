@@ -1,0 +1,158 @@
+"""What the parts of a scheduler share: the queues, the pools, the tree, the counts.
+
+Every rank has the same state at every tick. `now` is rank 0's clock on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.grammar_mask import GrammarRow
+from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.managers.scheduler.policy import ceil_to_page
+from sglang.srt.managers.scheduler.request_queues import RequestQueues
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.batch import DecodeBatch
+    from sglang.srt.managers.scheduler.batch_pools import BatchPools
+    from sglang.srt.managers.scheduler.launched_step import LaunchedStep
+    from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate, SchedulePolicy
+    from sglang.srt.managers.scheduler.req import Req
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Since the start, for the internal state."""
+
+    ticks: int = 0
+    prefill_batches: int = 0
+    prefill_tokens: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    retractions: int = 0
+    decode_stalls: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerState:
+    """Requests are in exactly one of `waiting`, `chunked` and `decoding` until they end, but for
+    those whose whole prompt the step in flight computes."""
+
+    tree: BasePrefixCache
+    pools: BatchPools
+    limits: BatchLimits
+    policy: SchedulePolicy
+    estimate: NewTokenEstimate
+    decoding: DecodeBatch
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    metrics: SchedulerMetrics
+    queues: RequestQueues = field(default_factory=RequestQueues)
+    chunked: Req | None = None
+    """The request whose prompt is computed in parts, between two parts."""
+    in_flight: LaunchedStep | None = None
+    """The step whose end has not been taken in."""
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    now: float = 0.0
+    """`time.monotonic()` of rank 0 at the begin of this tick."""
+
+    @property
+    def waiting(self) -> Collection[Req]:
+        """Requests that wait to be scheduled."""
+        return self.queues.waiting
+
+    def running(self) -> Iterator[Req]:
+        """Requests that hold slots."""
+        yield from self.decoding_or_about_to()
+        if self.chunked is not None:
+            yield self.chunked
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold slots."""
+        return len(self.decoding_or_about_to()) + (self.chunked is not None)
+
+    def decoding_or_about_to(self) -> list[Req]:
+        """Requests that decode, and those whose last part of the prompt is being computed."""
+        works = [] if self.in_flight is None else self.in_flight.works
+        return self.decoding.reqs + [work.req for work in works if work.is_last_chunk]
+
+    def workload(self) -> Workload:
+        """What of prompts is yet to be computed."""
+        computing = 0
+        if self.in_flight is not None:
+            computing = sum(work.extend_len for work in self.in_flight.works)
+        if self.chunked is not None:
+            computing += self.chunked.num_tokens - self.chunked.kv_committed_len
+        waiting = {
+            req.rid: req.num_tokens - req.cached_on_arrival
+            for req in self.waiting
+            if req.sample_of is None  # Samples of one prompt compute it once.
+        }
+        return Workload(computing, waiting)
+
+    def free_tokens(self) -> int:
+        """Slots that are free or can be evicted."""
+        return self.pools.allocator.available_size() + self.tree.evictable_size()
+
+    def has_device_copies(self) -> bool:
+        """Whether copies are in flight that keep device pages from being evicted."""
+        busy = self.tree.is_busy()
+        return "writes" in busy or "loads" in busy
+
+    def used_tokens(self) -> int:
+        """Slots that requests or copies hold, or the tree under a lock."""
+        return self.limits.pool_tokens - self.free_tokens()
+
+    def make_room(self, tokens: int) -> None:
+        """Evict until `tokens` (rounded up to pages) are free, as far as it can."""
+        tokens = ceil_to_page(tokens, self.limits.page_size)
+        short = tokens - self.pools.allocator.available_size()
+        if short > 0:
+            self.tree.evict(EvictParams(num_tokens=short))
+
+    def reserve_for(self, req: Req) -> int:
+        """Slots that a request which decodes is expected to need yet."""
+        tokens = self.estimate.reserve(req.rest_new_tokens)
+        return ceil_to_page(tokens, self.limits.page_size)
+
+    def sampling_info(
+        self, reqs: Sequence[Req], samples: Sequence[bool] | None = None
+    ) -> SamplingBatchInfo:
+        """Sampling parameters of a batch, its requests' history included.
+
+        Args:
+            reqs: Row by row.
+            samples: Whether the row's token is used; None: all are.
+        """
+        grammars = [
+            self._grammar_row(row, req)
+            for row, req in enumerate(reqs)
+            if req.matcher is not None and (samples is None or samples[row])
+        ]
+        return SamplingBatchInfo.from_reqs(
+            [req.sampling_params for req in reqs],
+            self.vocab_size,
+            self.pools.device,
+            eos_token_ids=self.eos_token_ids,
+            histories=[req.history for req in reqs],
+            grammars=grammars,
+        )
+
+    def _grammar_row(self, row: int, req: Req) -> GrammarRow:
+        assert req.matcher is not None
+        params = req.sampling_params
+        return GrammarRow(
+            row,
+            req.matcher,
+            req.output_ids,
+            params.min_new_tokens,
+            (*self.eos_token_ids, *(params.stop_token_ids or ())),
+        )

@@ -1,0 +1,70 @@
+"""Decides whether a request's newest token ends it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.managers.scheduler.stop_finder import MATCH_COST, StopFinder, StopRegexTooSlow
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
+    from sglang.srt.managers.scheduler.req import Req
+
+_TOO_SLOW: Final = FinishReason(
+    type="abort",
+    message=f"stop_regex: matching it takes more than {MATCH_COST * 1e3:g} ms for each token: "
+    "simplify it",
+    status_code=400,
+)
+
+
+class StopChecker:
+    """Stop tokens and lengths for all requests, stop strings and patterns for those that have some.
+
+    Args:
+        new_decoder: Makes the decoder of a request with stop strings or patterns; None where there
+            is no tokenizer, and then no request may have any.
+    """
+
+    def __init__(self, new_decoder: DecoderFactory | None) -> None:
+        self._new_decoder = new_decoder
+
+    def check(self, req: Req) -> FinishReason | None:
+        """Why `req` ends with its last output token, or None."""
+        num_output = len(req.output_ids)
+        params = req.sampling_params
+        if params.max_new_tokens == 0:
+            return FinishReason(type="length", length=0)
+        if req.matcher is not None:
+            failure = req.matcher.failure
+            if failure is not None:
+                return FinishReason(type="abort", message=failure, status_code=400)
+            if req.matcher.is_terminated():
+                return FinishReason(type="stop", matched=req.output_ids[-1])
+        counts = num_output >= params.min_new_tokens
+        token = req.output_ids[-1]
+        if counts and token in req.stop_token_ids:
+            return FinishReason(type="stop", matched=token)
+        if params.has_text_stops:
+            reason = self._check_text(req, counts=counts)
+            if reason is not None:
+                return reason
+        if num_output >= req.max_new_tokens:
+            return FinishReason(type="length", length=num_output)
+        return None
+
+    def _check_text(self, req: Req, *, counts: bool) -> FinishReason | None:
+        finder = req.stop_finder
+        if finder is None:
+            finder = req.stop_finder = self._new_finder(req)
+        try:
+            match = finder.advance(req.output_ids, counts=counts)
+        except StopRegexTooSlow:
+            return _TOO_SLOW
+        return None if match is None else FinishReason(type="stop", matched=match.stop)
+
+    def _new_finder(self, req: Req) -> StopFinder:
+        assert self._new_decoder is not None, "stop strings are refused without a tokenizer"
+        params = req.sampling_params
+        return StopFinder(params, self._new_decoder(params.skip_special_tokens))

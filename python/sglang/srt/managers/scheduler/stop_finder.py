@@ -1,0 +1,190 @@
+"""Stop strings and stop patterns in one request's output, found while it grows.
+
+Work for each token depends on the stops alone: the token is decoded once, and what is searched is
+the end of the text. Positions are characters of the whole output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.sampling.stop_regex import MAX_MATCH_CHARS, compile_stop_regex
+
+if TYPE_CHECKING:
+    import regex
+
+    from sglang.srt.managers.detokenizer.incremental_detokenizer import TextDecoder
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+MATCH_BURST: Final = 0.002
+"""CPU seconds that a request's patterns may use beyond `MATCH_COST`."""
+MATCH_COST: Final = 0.0002
+"""CPU seconds for each token. A search over text that a pattern does not like takes microseconds;
+catastrophic backtracking takes for ever."""
+_TAIL_CHARS: Final = 2 * MAX_MATCH_CHARS
+"""Characters kept for patterns: what is searched, and what lookbehinds and `^` see before it."""
+
+
+class StopRegexTooSlow(Exception):
+    """Matching a request's patterns took more CPU time than they may use."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StopMatch:
+    """What ended an output."""
+
+    begin: int
+    """Characters of the output before it."""
+    stop: str
+    """The string or the pattern, as the client gave it."""
+
+
+class StopFinder:
+    """Decodes one request's output and looks for its stops.
+
+    Args:
+        params: Normalised.
+        decoder: A fresh one, for this request alone.
+    """
+
+    def __init__(self, params: SamplingParams, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._stops = params.stop_strings
+        self._scans = [_PatternScan(pattern) for pattern in params.stop_patterns]
+        self._credit = _MatchCredit()
+        longest = max(map(len, self._stops), default=1)
+        self._keep = max(longest - 1, _TAIL_CHARS if self._scans else 0)
+        self._text = ""
+        """The end of the text, `_keep` characters of it between two calls."""
+        self._offset = 0
+        """Characters before `_text`."""
+        self._num_fed = 0
+        self.match: StopMatch | None = None
+        """What ended the output, once `advance` has found it."""
+
+    def shown_chars(self, *, ended: bool) -> int | None:
+        """Characters of the output that may be shown, as `RequestOutput.shown_chars`: up to the
+        stop that was found, or while more may come to where a pattern may still match."""
+        if self.match is not None:
+            return self.match.begin
+        return None if ended else min((scan.begin for scan in self._scans), default=None)
+
+    def advance(self, output_ids: Sequence[int], *, counts: bool) -> StopMatch | None:
+        """Take in the tokens that are new in `output_ids`.
+
+        Args:
+            output_ids: All of the output.
+            counts: Whether a stop may end the output yet. One that was complete before it could
+                does not end it later.
+
+        Returns:
+            The stop that the new tokens complete; the first in the text, if several.
+
+        Raises:
+            StopRegexTooSlow: The patterns have used up their time.
+        """
+        self._credit.add(len(output_ids) - self._num_fed)
+        fresh = self._decoder.feed(output_ids[self._num_fed :])
+        self._num_fed = len(output_ids)
+        if not fresh:
+            return None
+        old = len(self._text)
+        self._text += fresh
+        found = self._find_strings(old) if counts else []
+        for scan in self._scans:
+            begin = scan.search(self._text, self._offset, self._credit, counts=counts)
+            if begin is not None:
+                found.append(StopMatch(begin, scan.source))
+        if found:
+            self.match = min(found)
+        self._forget(len(self._text) - self._keep)
+        return self.match
+
+    def _find_strings(self, old: int) -> list[StopMatch]:
+        """Stop strings that end behind the first `old` characters of the text."""
+        found = []
+        for stop in self._stops:
+            position = self._text.find(stop, max(0, old - len(stop) + 1))
+            if position >= 0:
+                found.append(StopMatch(self._offset + position, stop))
+        return found
+
+    def _forget(self, count: int) -> None:
+        if count > 0:
+            self._text = self._text[count:]
+            self._offset += count
+
+
+class _MatchCredit:
+    """The CPU time that a request's patterns may still use."""
+
+    def __init__(self) -> None:
+        self._seconds = MATCH_BURST
+
+    def add(self, num_tokens: int) -> None:
+        """The time that comes with `num_tokens` tokens."""
+        self._seconds = min(self._seconds + num_tokens * MATCH_COST, MATCH_BURST)
+
+    def search(self, pattern: regex.Pattern[str], text: str, begin: int) -> regex.Match[str] | None:
+        """The first match that begins at `begin` or behind; where there is none, the first
+        beginning of one that the end of the text cuts off."""
+        while self._seconds > 0:
+            limit = self._seconds
+            started = time.thread_time()
+            try:
+                match = pattern.search(text, begin, partial=True, timeout=limit)
+            except TimeoutError:
+                # The library's limit is wall time: a thread that had to wait may try again.
+                if time.thread_time() - started >= limit / 2:
+                    self._seconds = 0.0
+                continue
+            used = time.thread_time() - started
+            if used < limit:  # else a garbage collection came in between, for the search ended
+                self._seconds -= used
+            return match
+        raise StopRegexTooSlow
+
+
+class _PatternScan:
+    """Where one pattern may match, as the text grows.
+
+    A search says from where on the end of the text cut a match off: before that place nothing can
+    begin any more. Unless an assertion failed there only because the text ended, as `\\B` does; so
+    the place of the search before is used, when that end was inside the text already.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.begin = 0
+        """No match begins before this place."""
+        self._next_begin = 0
+        self._pattern = compile_stop_regex(source)
+
+    def search(self, text: str, offset: int, credit: _MatchCredit, *, counts: bool) -> int | None:
+        """Where the first match begins, None where there is none.
+
+        Args:
+            text: The end of the output.
+            offset: Characters before `text`.
+            credit: Pays for it.
+            counts: False passes over all matches that there are.
+        """
+        position = self.begin - offset
+        match = credit.search(self._pattern, text, position)
+        begin = self._next_begin
+        while match is not None and not match.partial:
+            if counts:
+                return offset + int(match.start())
+            position = max(match.end(), position + 1)
+            begin = offset + position
+            if position > len(text):
+                break
+            match = credit.search(self._pattern, text, position)
+        end = offset + len(text)
+        self.begin = max(begin, end - MAX_MATCH_CHARS)
+        cut_off = offset + match.start() if match is not None else end
+        self._next_begin = max(cut_off, self.begin)
+        return None

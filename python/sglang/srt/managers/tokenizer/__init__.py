@@ -1,0 +1,1 @@
+"""The side of the server process: bodies to tokens, and answers to those who wait."""

@@ -1,0 +1,183 @@
+"""One request's output as it grows in the server process. Event loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
+from sglang.srt.managers.messages.io_struct import (
+    ABORTED_BY_CLIENT,
+    CLIENT_ABORT_STATUS,
+    CachedTokensDetails,
+    FinishReason,
+    TextOutput,
+    TopLogprobs,
+)
+from sglang.srt.managers.tokenizer.generate_request import (
+    EngineUnavailable,
+    GenerateRequest,
+    RequestFailed,
+)
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Everything known of one request. Lists only grow; readers keep their own positions."""
+
+    rid: str
+    created_time: float
+    """`time.monotonic()` on arrival."""
+    trimmer: StopTrimmer
+    stream: bool
+    no_stop_trim: bool
+    sample_of: str | None = None
+    is_sent: bool = False
+    """Whether the scheduler knows of it: not while its prompt is tokenized."""
+    prompt_tokens: int = 0
+    """0 until then."""
+    logprob_ids: list[int] = field(default_factory=list)
+    """Prompt tokens from `logprob_start_len` on; empty where their logprobs are not wanted."""
+    input_logprobs: list[float] = field(default_factory=list)
+    """Of all `logprob_ids` but the first, from the first output on."""
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    text_parts: list[str] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cached_tokens_details: CachedTokensDetails = field(default_factory=CachedTokensDetails)
+    queue_time: float = 0.0
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    failure: Exception | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _joined: str = ""
+    _joined_parts: int = 0
+
+    @classmethod
+    def start(cls, request: GenerateRequest, now: float) -> RequestState:
+        """State of a request that was just taken."""
+        return cls(
+            rid=request.rid,
+            created_time=now,
+            trimmer=StopTrimmer(
+                request.sampling_params.stop_strings, keep_match=request.no_stop_trim
+            ),
+            stream=request.stream,
+            no_stop_trim=request.no_stop_trim,
+            sample_of=request.sample_of,
+        )
+
+    def note_sent(self, input_ids: TokenArray, logprob_start_len: int) -> None:
+        """It went to the scheduler with these tokens, and wants logprobs of those from
+        `logprob_start_len` on (-1: of none)."""
+        self.is_sent = True
+        self.prompt_tokens = len(input_ids)
+        if logprob_start_len >= 0:
+            self.logprob_ids = input_ids[logprob_start_len:].tolist()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will be added."""
+        return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        if self._joined_parts < len(self.text_parts):
+            self._joined += "".join(self.text_parts[self._joined_parts :])
+            self._joined_parts = len(self.text_parts)
+        return self._joined
+
+    def apply(self, update: TextOutput, stop_text: str = "") -> int:
+        """Add one message's news.
+
+        Args:
+            update: From the detokenizer.
+            stop_text: Text of the token that stopped the request, where it is to be shown.
+
+        Returns:
+            New tokens.
+        """
+        output = update.output
+        reason = output.finish_reason
+        if reason is None:
+            text = self.trimmer.feed(update.text, output.shown_chars)
+        else:
+            text = self.trimmer.finish(update.text + stop_text, output.shown_chars)
+        if text:
+            self.text_parts.append(text)
+        self.output_ids.extend(output.output_ids)
+        self.output_logprobs.extend(output.output_logprobs or ())
+        self.output_top_logprobs.extend(output.output_top_logprobs or ())
+        self.input_logprobs.extend(output.input_logprobs or ())
+        self.input_top_logprobs.extend(output.input_top_logprobs or ())
+        self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
+        self.cached_tokens_details = output.cached_tokens_details
+        self.queue_time = output.queue_time
+        if reason is not None:
+            self._finish(reason)
+        self._changed.set()
+        return len(output.output_ids)
+
+    def abort_unsent(self) -> None:
+        """End the request on demand, before the scheduler knows of it."""
+        assert not self.is_sent, "the scheduler ends what it knows of"
+        if not self.ended:
+            self._finish(ABORTED_BY_CLIENT)
+            self._changed.set()
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.finished_time = time.monotonic()
+
+    def fail(self, error: Exception) -> None:
+        """End the request with `error`."""
+        if not self.ended:
+            self.failure = error
+            self.finished_time = time.monotonic()
+            self._changed.set()
+
+    async def grown(self) -> bool:
+        """Wait for news since the last call. Whether the request has ended, regularly.
+
+        For one reader.
+
+        Raises:
+            EngineUnavailable: The engine died.
+            RequestFailed: The scheduler refused the request or failed on it.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        if self.failure is not None:
+            raise EngineUnavailable(str(self.failure)) from self.failure
+        reason = self.finish_reason
+        if reason is None:
+            return False
+        if reason.status_code not in (None, CLIENT_ABORT_STATUS):
+            raise RequestFailed(reason.message or "the engine aborted it", reason.status_code)
+        return True
+
+
+class OutputCursor:
+    """One reader's position in a `RequestState`: what is new since it last looked."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.state = state
+        self.first_new_token = 0
+        """Index of the first token that `advance` found."""
+        self._seen_tokens = 0
+        self._seen_parts = 0
+
+    def advance(self) -> str:
+        """The text since the last call; sets `first_new_token`."""
+        state = self.state
+        fresh = "".join(state.text_parts[self._seen_parts :])
+        self._seen_parts = len(state.text_parts)
+        self.first_new_token = self._seen_tokens
+        self._seen_tokens = len(state.output_ids)
+        return fresh

@@ -1,0 +1,54 @@
+"""Several outputs of one prompt (`n`): one request each, the first ahead of the others."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
+from sglang.srt.sampling.sampling_params import MAX_SAMPLES, MAX_SEED
+
+MAX_OUTPUTS: Final = 1024
+"""Prompts times samples in one body."""
+
+_SEED_STEP: Final = 0x9E3779B97F4A7C15
+"""Odd, so that all samples of a seed have seeds of their own."""
+
+
+def expand_samples(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+    """The requests with each replaced by its `n` samples, in order.
+
+    The first sample is the request itself, and gives what it gives alone; the others wait for it,
+    so that they find its prompt in the cache. Where the client named a seed, theirs follow from it.
+
+    Raises:
+        InvalidRequest: `n` is out of range, or the samples are too many.
+    """
+    counts = [request.sampling_params.n for request in requests]
+    for n in counts:
+        if not 1 <= n <= MAX_SAMPLES:
+            raise InvalidRequest(f"n={n} must be from 1 to {MAX_SAMPLES}", field="n")
+    if sum(counts) > MAX_OUTPUTS:
+        raise InvalidRequest(
+            f"n: {len(requests)} prompts ask for {sum(counts)} outputs, at most {MAX_OUTPUTS} are "
+            "allowed in one body: split it",
+            field="n",
+        )
+    for request in requests:
+        request.num_outputs = sum(counts)
+    return [
+        request if index == 0 else _sample(request, index)
+        for request, n in zip(requests, counts, strict=True)
+        for index in range(n)
+    ]
+
+
+def _sample(request: GenerateRequest, index: int) -> GenerateRequest:
+    params = copy.copy(request.sampling_params)
+    if params.sampling_seed is not None:
+        params.sampling_seed = (params.sampling_seed + index * _SEED_STEP) & MAX_SEED
+    return dataclasses.replace(
+        request, rid=f"{request.rid}-{index}", sample_of=request.rid, sampling_params=params
+    )

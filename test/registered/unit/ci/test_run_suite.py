@@ -1,0 +1,171 @@
+"""run_suite: collecting without importing, partitions, counts, timeouts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from sglang.srt.utils.process import is_alive
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+
+SCRIPT = Path(__file__).resolve().parents[3] / "run_suite.py"
+MAIN = 'if __name__ == "__main__":\n    raise SystemExit(pytest.main([__file__, "-q"]))\n'
+HEAD = "import pytest\nfrom sglang.test.ci.ci_register import register_cpu_ci\n"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_suite", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_suite"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+run_suite = load()
+
+
+def write(root: Path, name: str, register: str, body: str = "", main: str = MAIN) -> None:
+    (root / name).write_text(f"{HEAD}{register}\n{textwrap.dedent(body)}\n{main}")
+
+
+def run(root: Path, *argv: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--hw", "cpu", "--root", str(root), *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_collect_reads_literals_and_imports_nothing(tmp_path: Path) -> None:
+    body = "raise RuntimeError('imported')"
+    write(tmp_path, "test_a.py", "register_cpu_ci(3, 's')", body)
+    write(tmp_path, "test_b.py", "register_cpu_ci(est_time=1.5, stage='x', runner_config='cpu')")
+    write(tmp_path, "test_c.py", "register_cpu_ci(1, 's', True, 'broken')")
+    a, b, c = run_suite.collect(tmp_path)
+    assert (a.est_time, a.suite, a.hw, a.nightly, a.disabled) == (3.0, "s", "cpu", False, None)
+    assert (b.est_time, b.suite) == (1.5, "x-test-cpu")
+    assert (c.nightly, c.disabled) == (True, "broken")
+
+
+@pytest.mark.parametrize(
+    ("register", "main", "message"),
+    [
+        ("", MAIN, "not registered"),
+        ("def f():\n    register_cpu_ci(1, 's')", MAIN, "not registered"),
+        ("register_cpu_ci(1, 's')", "", "cannot be run by itself"),
+        ("register_cpu_ci(1)", MAIN, "give `suite`, or `stage`"),
+        ("register_cpu_ci(1, 's', stage='x', runner_config='y')", MAIN, "give `suite`"),
+        ("register_cpu_ci(suite='s')", MAIN, "`est_time` is missing"),
+        ("register_cpu_ci(T, 's')", MAIN, "must be literals"),
+        ("register_cpu_ci(1, 's', gpus=2)", MAIN, "unknown arguments"),
+    ],
+)
+def test_files_that_fail_the_collection(
+    tmp_path: Path, register: str, main: str, message: str
+) -> None:
+    write(tmp_path, "test_bad.py", register, main=main)
+    with pytest.raises(run_suite.CollectionError, match=f"test_bad.py: .*{message}"):
+        run_suite.collect(tmp_path)
+
+
+def test_partitions_are_disjoint_complete_and_even(tmp_path: Path) -> None:
+    for index, seconds in enumerate([9, 1, 5, 5, 4, 4, 2]):
+        write(tmp_path, f"test_{index}.py", f"register_cpu_ci({seconds}, 's')")
+    files = run_suite.collect(tmp_path)
+    parts = [run_suite.partition(files, index, 3) for index in range(3)]
+    assert sorted(f.path for part in parts for f in part) == [f.path for f in files]
+    assert [sum(f.est_time for f in part) for part in parts] == [11, 10, 9]
+    with pytest.raises(ValueError, match="count from 0"):
+        run_suite.partition(files, 3, 3)
+
+
+def test_counts_and_the_last_line(tmp_path: Path) -> None:
+    two = "def test_x(): pass\ndef test_y(): pass"
+    write(tmp_path, "test_good.py", "register_cpu_ci(1, 's')", two)
+    write(tmp_path, "test_bad.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
+    write(tmp_path, "test_dies.py", "register_cpu_ci(1, 's')", "raise SystemExit(3)")
+    write(tmp_path, "test_empty.py", "register_cpu_ci(1, 's')")
+    write(tmp_path, "test_off.py", "register_cpu_ci(1, 's', disabled='because')", "1 / 0")
+    write(tmp_path, "test_other.py", "register_cpu_ci(1, 'other')", "1 / 0")
+    status, lines = run(tmp_path, "--suite", "s", "--continue-on-error")
+    assert status == 1
+    assert lines[-1] == "2 passed, 3 failed"
+    assert "disabled: test_off.py: because" in lines
+    assert any("exit status 3" in line for line in lines)
+
+
+def test_it_stops_at_the_first_failure_unless_told(tmp_path: Path) -> None:
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
+    write(tmp_path, "test_2.py", "register_cpu_ci(1, 's')", "def test_z(): pass")
+    status, lines = run(tmp_path, "--suite", "s")
+    assert (status, lines[-1]) == (1, "0 passed, 2 failed")
+    assert any("not run" in line for line in lines)
+
+
+def test_a_unit_suite_is_one_process(tmp_path: Path) -> None:
+    for name in ("test_1.py", "test_2.py"):
+        body = "import os\ndef test_z(): print('pid', os.getpid()); assert 0"
+        write(tmp_path, name, "register_cpu_ci(1, 'base-a-test-cpu')", body)
+    status, lines = run(tmp_path, "--suite", "base-a-test-cpu")
+    assert (status, lines[-1]) == (1, "0 passed, 2 failed")
+    assert len({line for line in lines if line.startswith("pid ")}) == 1
+
+
+def test_suites_run_in_the_order_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): pass")
+    write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", "def test_z(): pass")
+    status, lines = run(tmp_path, "--suite", "t", "--suite", "s")
+    assert (status, lines[-1]) == (0, "2 passed, 0 failed")
+    started = [Path(line).name for line in lines if line.startswith("--- ")]
+    assert started == ["test_2.py", "test_1.py"]
+
+
+def test_a_hanging_file_ends_with_everything_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    body = f"""
+        import subprocess, time, pathlib
+        def test_hang():
+            child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+            pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))
+            time.sleep(300)
+    """
+    write(tmp_path, "test_hang.py", "register_cpu_ci(1, 's')", body)
+    status, lines = run(tmp_path, "--suite", "s", "--timeout-per-file", "4")
+    assert (status, lines[-1]) == (1, "0 passed, 1 failed")
+    assert any("killed after 4 s" in line for line in lines)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert not is_alive(psutil.Process(int(pid_file.read_text())))
+
+
+def test_collect_only_names_the_files_and_runs_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
+    write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", "def test_z(): assert 0")
+    assert run(tmp_path, "--suite", "s", "--collect-only") == (0, ["s: test_1.py"])
+    write(tmp_path, "test_3.py", "register_cpu_ci(1, 't')", main="")
+    assert run(tmp_path, "--suite", "s", "--collect-only")[0] == 2
+
+
+def test_an_unknown_suite_names_those_there_are(tmp_path: Path) -> None:
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')")
+    status, lines = run(tmp_path, "--suite", "t")
+    assert status == 2
+    assert "there are ['s']" in lines[-1]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,233 @@
+"""Constrained requests in the scheduler: waiting, masking, ending, giving way; and `n` samples."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
+from sglang.srt.managers.tokenizer.samples import expand_samples
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.grammar_rig import EOS_ID, HandBackend, text_of
+from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cuda_ci(est_time=25, suite="base-b-test-1-gpu-large")
+
+
+@pytest.fixture(scope="module", name="model")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("model")
+
+
+def constrained(**params: Any) -> SamplingParams:
+    """Parameters of random sampling under a constraint."""
+    made = SamplingParams(**{"max_new_tokens": 64, **params})
+    made.normalize(tokenizer=object())
+    return made
+
+
+def make_rig(model: Path, backend: HandBackend, **args: Any) -> SchedulerRig:
+    return SchedulerRig(model, grammar_backend=lambda: backend, **args)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_random_sampling_stays_inside_the_grammar(model: Path, ignore_eos: bool) -> None:
+    pattern = r"[a-c]{2,6}-[0-9]{3}"
+    rig = make_rig(model, HandBackend(), chunked_prefill_size=16)
+    params = constrained(regex=pattern, ignore_eos=ignore_eos)
+    messages = [
+        rig.request(f"r{seed}", prompt(seed, 5 + 7 * seed), params, seed=seed) for seed in range(6)
+    ]
+    free = rig.request("free", prompt(9, 12), greedy(20))
+    rig.run(*messages, free)
+    texts = set()
+    for seed in range(6):
+        got = rig.results[f"r{seed}"]
+        assert re.fullmatch(pattern, text_of(got.output_ids)), text_of(got.output_ids)
+        assert got.finish_reason is not None
+        assert (got.finish_reason.type, got.finish_reason.matched) == ("stop", EOS_ID)
+        texts.add(text_of(got.output_ids))
+    assert len(texts) > 1, "it is random"
+    alone = make_rig(model, HandBackend()).generate([prompt(9, 12)], 20)[0]
+    assert rig.results["free"].output_ids == alone, "the others are left alone"
+
+
+def test_min_new_tokens_gives_way_to_a_complete_grammar(model: Path) -> None:
+    rig = make_rig(model, HandBackend())
+    rig.run(
+        rig.request("fixed", prompt(1, 8), constrained(regex="ab", min_new_tokens=20)),
+        rig.request(
+            "open",
+            prompt(2, 8),
+            constrained(regex="a*", min_new_tokens=20, stop_token_ids=[EOS_ID]),
+        ),
+    )
+    assert text_of(rig.results["fixed"].output_ids) == "ab"
+    opened = rig.results["open"].output_ids
+    assert opened[:20] == [opened[0]] * 20
+    assert text_of(opened) == "a" * len(text_of(opened))
+
+
+def test_others_overtake_while_a_grammar_compiles(model: Path) -> None:
+    backend = HandBackend(hold=True)
+    rig = make_rig(model, backend)
+    rig.step(rig.request("waits", prompt(1, 8), constrained(regex="[0-9]{4}")))
+    rig.step(rig.request("free", prompt(2, 8), greedy(3)))
+    for _ in range(6):
+        rig.step()
+    assert rig.results["free"].finish_reason is not None
+    assert "waits" not in rig.results
+    assert not rig.scheduler.is_idle()
+    backend.release()
+    rig.run()
+    assert re.fullmatch("[0-9]{4}", text_of(rig.results["waits"].output_ids))
+
+
+def test_a_request_may_be_aborted_while_its_grammar_compiles(model: Path) -> None:
+    backend = HandBackend(hold=True)
+    rig = make_rig(model, backend)
+    rig.step(rig.request("waits", prompt(1, 8), constrained(regex="a")))
+    rig.run(rig.abort("waits"))
+    reason = rig.results["waits"].finish_reason
+    assert reason is not None
+    assert (reason.type, reason.status_code) == ("abort", 499)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [({"regex": "["}, "regex"), ({"ebnf": "x"}, "ebnf"), ({"json_schema": "{"}, "json_schema")],
+)
+def test_a_failed_grammar_ends_the_request_with_its_field(
+    model: Path, params: dict[str, str], field: str
+) -> None:
+    rig = make_rig(model, HandBackend())
+    rig.run(rig.request("bad", prompt(1, 8), constrained(**params)))
+    reason = rig.results["bad"].finish_reason
+    assert reason is not None
+    assert (reason.type, reason.status_code) == ("abort", 400)
+    assert str(reason.message).startswith(f"{field}: ")
+
+
+def test_without_a_backend_a_constraint_is_refused(model: Path) -> None:
+    rig = SchedulerRig(model)
+    rig.run(rig.request("bad", prompt(1, 8), constrained(regex="a")))
+    reason = rig.results["bad"].finish_reason
+    assert reason is not None
+    assert reason.status_code == 400
+    assert "regex" in str(reason.message)
+
+
+def test_a_grammar_that_costs_too_much_ends_its_request(model: Path) -> None:
+    rig = make_rig(model, HandBackend(limits=GrammarLimits(step_burst=0.0, step_cost=0.0)))
+    rig.run(rig.request("slow", prompt(1, 8), constrained(regex="[0-9]{40}")))
+    got = rig.results["slow"]
+    assert got.finish_reason is not None
+    assert (got.finish_reason.type, got.finish_reason.status_code) == ("abort", 400)
+    assert len(got.output_ids) == 1
+
+
+def test_a_vocabulary_that_cannot_say_it_ends_the_request(model: Path) -> None:
+    rig = make_rig(model, HandBackend())
+    rig.run(rig.request("kanji", prompt(1, 8), constrained(ebnf='root ::= "ab" "\\u6f22"')))
+    got = rig.results["kanji"]
+    assert got.finish_reason is not None
+    assert got.finish_reason.status_code == 400
+    assert "vocabulary" in str(got.finish_reason.message)
+    assert len(got.output_ids) <= 3
+
+
+def test_a_retracted_request_keeps_its_place_in_the_grammar(model: Path) -> None:
+    pattern = "([0-9]{5}-){8}"
+    texts = {}
+    for pool in (1024, 150):
+        rig = make_rig(model, HandBackend(), pool_tokens=pool, schedule_conservativeness=0.1)
+        rig.run(
+            *(
+                rig.request(f"r{i}", prompt(i, 24), constrained(regex=pattern), seed=i)
+                for i in range(3)
+            ),
+            check_each_step=True,
+        )
+        texts[pool] = [text_of(rig.results[f"r{i}"].output_ids) for i in range(3)]
+        assert all(re.fullmatch(pattern, text) for text in texts[pool]), texts[pool]
+    assert rig.scheduler.state.counters.retractions > 0
+    assert texts[150] == texts[1024]
+
+
+def test_the_backend_is_made_for_the_first_constraint_and_closed(model: Path) -> None:
+    made: list[HandBackend] = []
+
+    def make() -> HandBackend:
+        made.append(HandBackend())
+        return made[-1]
+
+    rig = SchedulerRig(model, grammar_backend=make)
+    rig.run(rig.request("free", prompt(1, 8)))
+    assert made == []
+    for i in range(2):
+        rig.run(rig.request(f"r{i}", prompt(i, 8), constrained(regex="a")))
+    [backend] = made
+    assert backend.num_asked == 2
+    rig.close()
+    assert backend.is_closed
+
+
+def test_samples_find_their_prompt_in_the_cache(model: Path) -> None:
+    ids = prompt(3, 64)
+    rig = SchedulerRig(model)
+    others = [rig.request(f"s-{i}", ids, seed=i, sample_of="s") for i in range(1, 4)]
+    rig.run(rig.request("s", ids), *others)
+    assert rig.scheduler.state.counters.prefill_tokens == 64 + 3
+    outputs = [rig.results[rid].output_ids for rid in ("s", "s-1", "s-2", "s-3")]
+    assert outputs == [outputs[0]] * 4, "greedy"
+    assert {rig.results[f"s-{i}"].last.cached_tokens_details.total for i in range(1, 4)} == {63}  # type: ignore[union-attr]
+
+
+def test_samples_go_on_when_the_first_is_aborted_or_nothing_is_cached(model: Path) -> None:
+    rig = SchedulerRig(model)
+    rig.step(rig.request("s", prompt(4, 64)), rig.request("s-1", prompt(4, 64), sample_of="s"))
+    rig.run(rig.abort("s"))
+    assert rig.results["s-1"].finish_reason is not None
+    rig = SchedulerRig(model, disable_radix_cache=True)
+    rig.run(rig.request("s", prompt(4, 64)), rig.request("s-1", prompt(4, 64), sample_of="s"))
+    assert rig.scheduler.state.counters.prefill_batches == 1
+
+
+def test_samples_of_a_seed_have_seeds_of_their_own() -> None:
+    base = GenerateRequest(
+        rid="x", text="a", sampling_params=SamplingParams(n=3, sampling_seed=MAX_SEED)
+    )
+    other = GenerateRequest(rid="y", text="b")
+    samples = expand_samples([base, other])
+    assert [one.rid for one in samples] == ["x", "x-1", "x-2", "y"]
+    assert [one.sample_of for one in samples] == [None, "x", "x", None]
+    seeds = [one.sampling_params.sampling_seed for one in samples[:3]]
+    assert seeds[0] == MAX_SEED
+    assert len(set(seeds)) == 3
+    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in seeds)
+    with pytest.raises(InvalidRequest, match="n: 9 prompts ask for 1152 outputs, at most 1024"):
+        expand_samples([GenerateRequest(sampling_params=SamplingParams(n=128))] * 9)
+
+
+def test_a_full_queue_refuses_by_the_limits_name(model: Path) -> None:
+    rig = SchedulerRig(model, max_queued_requests=2, max_requests=1)
+    rig.step(rig.request("runs", prompt(1, 8), greedy(30)))
+    rig.step(*(rig.request(f"w{i}", prompt(i, 8)) for i in range(3)))
+    reason = rig.results["w2"].finish_reason
+    assert reason is not None
+    assert reason.status_code == 503
+    assert "--max-queued-requests 2" in str(reason.message)
+    rig.run()
+    assert all(rig.results[f"w{i}"].output_ids for i in range(2))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

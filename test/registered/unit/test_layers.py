@@ -1,0 +1,292 @@
+"""The layers of docs/structures.md: a file imports its own layer or a lower one, in no cycle.
+
+The map below is the whole rule. Every import statement counts, those inside functions too; what
+stands under `if TYPE_CHECKING:` does not. A file that the map does not place fails: who adds it
+decides where it belongs.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3] / "python"
+
+# Modules below `sglang.srt`, lowest layer first. A name places the module and what is in it;
+# where several match, the longest decides. Folders of mixed layers are listed file by file.
+LAYERS: Final[tuple[tuple[str, ...], ...]] = (
+    ("constants", "environ", "utils", "disaggregation.kv_events"),
+    ("server_args", "arg_groups", "configs", "sampling", "constrained", "function_call", "parser"),
+    ("distributed", "disaggregation.mooncake.utils"),
+    ("managers.messages",),
+    ("mem_cache.device", "mem_cache.allocator"),
+    ("mem_cache.host",),
+    ("mem_cache.storage",),
+    ("mem_cache.tree",),
+    ("mem_cache.l3",),
+    ("mem_cache.hybrid_cache",),
+    ("mem_cache.tiers",),
+    # Faces: names of bodies in the rooms above, under the paths where readers look for them.
+    ("mem_cache", "managers.cache_controller"),
+    ("model_executor.pool_sizing",),
+    ("layers",),
+    ("model_executor.forward_batch_info",),
+    ("models", "model_loader"),
+    (
+        "model_executor.model_runner",
+        "model_executor.cuda_graph_runner",
+        "model_executor.extend_graph_runner",
+        "model_executor.graph_capture",
+        "model_executor.warm_up",
+    ),
+    (
+        "managers.scheduler.req",
+        "managers.scheduler.request_queues",
+        "managers.scheduler.batch_pools",
+        "managers.scheduler.batch",
+        "managers.scheduler.launched_step",
+        "managers.scheduler.policy",
+        "managers.scheduler.tp_worker",
+    ),
+    ("managers.scheduler", "managers.tokenizer", "managers.detokenizer", "observability"),
+    # Faces.
+    ("managers",),
+    ("entrypoints",),
+)
+OUTSIDE: Final = len(LAYERS)
+"""Layer of everything outside `sglang.srt`: entry points, tests, benchmarks."""
+
+
+MAX_FILES: Final = 21
+_PARTS: Final = {"entrypoints.openai": "entrypoints"}
+"""Folders that count as a part of another."""
+
+
+def layer_of(module: str) -> int | None:
+    """Layer of a dotted module name; None where the map does not place it."""
+    if not module.startswith("sglang.srt."):
+        return OUTSIDE
+    name = module.removeprefix("sglang.srt.")
+    places = [
+        (len(pattern), layer)
+        for layer, patterns in enumerate(LAYERS)
+        for pattern in patterns
+        if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+    ]
+    return max(places)[1] if places else None
+
+
+def read_modules(root: Path) -> dict[str, ast.Module]:
+    """Dotted name to syntax tree of every Python file under `root`; a package by its own name."""
+    modules = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        modules[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return modules
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _import_nodes(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and _is_type_checking(child.test):
+            for other in child.orelse:
+                yield from _import_nodes(ast.Module(body=[other], type_ignores=[]))
+        else:
+            yield from _import_nodes(child)
+
+
+def imports_of(module: str, modules: Mapping[str, ast.Module]) -> set[str]:
+    """Modules of ours that `module` imports: the file that a name comes from, not its package."""
+    found = set()
+    for node in _import_nodes(modules[module]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in modules}
+            continue
+        assert node.level == 0, f"{module}, line {node.lineno}: write the whole module name"
+        base = node.module or ""
+        for alias in node.names:
+            inner = f"{base}.{alias.name}"
+            found |= {name for name in (inner if inner in modules else base,) if name in modules}
+    return found
+
+
+def find_violations(modules: Mapping[str, ast.Module]) -> list[str]:
+    """One line for each file without a place and each import that goes upwards."""
+    lines = []
+    for module, tree in modules.items():
+        layer = layer_of(module)
+        if layer is None:
+            if not all(isinstance(node, ast.Expr) for node in tree.body):
+                lines.append(f"{module} is in no layer: place it in LAYERS")
+            continue
+        for target in sorted(imports_of(module, modules)):
+            above = layer_of(target)
+            if above is not None and above > layer:
+                lines.append(f"{module} (layer {layer}) imports {target} (layer {above})")
+    return lines
+
+
+def find_cycle(modules: Mapping[str, ast.Module]) -> list[str]:
+    """The modules of one import cycle, in order, or nothing."""
+    graph = {module: imports_of(module, modules) for module in modules}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, ast.Module]:
+    found = read_modules(PACKAGE_ROOT)
+    assert len(found) > 100
+    return found
+
+
+def test_every_file_imports_its_layer_or_a_lower_one(modules: dict[str, ast.Module]) -> None:
+    violations = find_violations(modules)
+    assert not violations, "\n".join(violations)
+
+
+def test_there_is_no_import_cycle(modules: dict[str, ast.Module]) -> None:
+    cycle = find_cycle(modules)
+    assert not cycle, " -> ".join(cycle)
+
+
+def test_the_controller_knows_no_other_manager_and_no_tree(
+    modules: dict[str, ast.Module],
+) -> None:
+    imported = imports_of("sglang.srt.mem_cache.hybrid_cache.cache_controller", modules)
+    assert not [m for m in imported if m.startswith("sglang.srt.managers.")]
+    assert not [m for m in imported if m.endswith(("radix_cache", "host_tier_cache"))]
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module of `sglang.srt`; files that lie flat in it count by themselves."""
+    name = module.removeprefix("sglang.srt.")
+    if (PACKAGE_ROOT / module.replace(".", "/")).is_dir():
+        folder = name
+    else:
+        folder = name.rsplit(".", 1)[0]
+    return _PARTS.get(folder, folder)
+
+
+def find_folder_cycle(modules: Mapping[str, ast.Module]) -> list[str]:
+    """The folders of `sglang.srt` in one cycle of imports, in order, or nothing."""
+    graph: dict[str, set[str]] = {}
+    for module in modules:
+        if module.startswith("sglang.srt."):
+            targets = {
+                folder_of(target)
+                for target in imports_of(module, modules)
+                if target.startswith("sglang.srt.")
+            }
+            graph.setdefault(folder_of(module), set()).update(targets - {folder_of(module)})
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_there_is_no_cycle_between_folders(modules: dict[str, ast.Module]) -> None:
+    cycle = find_folder_cycle(modules)
+    assert not cycle, " -> ".join(cycle)
+
+
+def test_a_folder_has_about_twenty_files_at_most() -> None:
+    folders = [path for path in (PACKAGE_ROOT / "sglang/srt").rglob("*") if path.is_dir()]
+    counts = {
+        str(folder.relative_to(PACKAGE_ROOT)): len(
+            [f for f in folder.glob("*.py") if f.stem != "__init__"]
+        )
+        for folder in folders
+    }
+    full = {folder: count for folder, count in counts.items() if count > MAX_FILES}
+    assert not full, f"more than {MAX_FILES} files: {full}"
+    assert len(list((PACKAGE_ROOT / "sglang/srt/mem_cache").glob("*.py"))) <= 20
+
+
+def test_a_cycle_between_folders_is_found() -> None:
+    sources = tree(layers__linear="import sglang.srt.utils.a", utils__a="", utils__b="")
+    assert not find_folder_cycle(sources)
+    sources |= tree(utils__b="import sglang.srt.layers.norm", layers__norm="")
+    assert set(find_folder_cycle(sources)) == {"layers", "utils"}
+
+
+def tree(**sources: str) -> dict[str, ast.Module]:
+    """Modules of `sglang.srt`, named with `__` for a dot."""
+    return {f"sglang.srt.{k.replace('__', '.')}": ast.parse(v) for k, v in sources.items()}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sglang.srt.layers.linear",
+        "from sglang.srt.layers import linear",
+        "from sglang.srt.layers.linear import Linear",
+        "def f():\n    if x:\n        from sglang.srt.layers import linear",
+        "try:\n    pass\nfinally:\n    import sglang.srt.layers.linear",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import sglang.srt.layers.linear",
+    ],
+)
+def test_an_upward_import_is_found_wherever_it_stands(source: str) -> None:
+    (line,) = find_violations(tree(mem_cache__pool=source, layers__linear=""))
+    low, high = (layer_of(f"sglang.srt.{name}") for name in ("mem_cache.pool", "layers.linear"))
+    assert line == (
+        f"sglang.srt.mem_cache.pool (layer {low}) imports sglang.srt.layers.linear (layer {high})"
+    )
+
+
+def test_imports_for_the_type_checker_do_not_count() -> None:
+    source = "if TYPE_CHECKING:\n    from sglang.srt.layers.linear import Linear"
+    assert not find_violations(tree(mem_cache__pool=source, layers__linear=""))
+
+
+def test_a_file_without_a_place_is_found_but_an_empty_package_is_not() -> None:
+    assert find_violations(tree(new__thing="x = 1", new="'''New.'''")) == [
+        "sglang.srt.new.thing is in no layer: place it in LAYERS"
+    ]
+
+
+def test_the_longest_name_decides() -> None:
+    names = (
+        "mem_cache.tree.tree_node",
+        "managers.cache_controller",
+        "managers.scheduler.scheduler",
+    )
+    layers = [layer_of(f"sglang.srt.{name}") or 0 for name in names]
+    assert layers == sorted(set(layers))
+    assert layer_of("sglang.srt.mem_cachex") is None
+    assert layer_of("sglang.launch_server") == OUTSIDE
+
+
+def test_a_cycle_is_found() -> None:
+    cycle = find_cycle(
+        tree(
+            utils__a="from sglang.srt.utils.b import x",
+            utils__b="def f():\n    from sglang.srt.utils import a",
+        )
+    )
+    assert set(cycle) == {"sglang.srt.utils.a", "sglang.srt.utils.b"}
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
