@@ -45,7 +45,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
+from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.test import checkable_model
 from sglang.test.checkable_model import CheckableWorker
 from sglang.test.object_store import IN_PLACE, MOODS, ObjectStore
@@ -198,8 +198,8 @@ class RandomScheduler:
         self.outcome.steps += 1
         self._working_steps += state.counters.prefill_batches + state.counters.decode_steps - before
         tree = rig.tree
-        if isinstance(tree, HiRadixCache) and tree._storage_epoch != self._epoch:
-            self._epoch, self._epoch_began = tree._storage_epoch, began
+        if isinstance(tree, HiRadixCache) and tree.storage_link.epoch != self._epoch:
+            self._epoch, self._epoch_began = tree.storage_link.epoch, began
         self._take_answers()
         for rid in list(self._sent):
             self._look_at(rid)
@@ -270,7 +270,7 @@ class RandomScheduler:
         for node in tree.nodes():
             pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
             keys = storage.object_keys(pages, PoolName.KV)
-            if node.storage_epoch == tree._storage_epoch:
+            if node.storage_epoch == tree.storage_link.epoch:
                 missing = [k for k in keys if not self.store.has_had_since(k, self._epoch_began)]
                 assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
             if self.setup.backend == IN_PLACE and node.parent not in (None, tree.root_node):

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.l3 import (
     recent_timeouts,
     storage_io,
 )
-from sglang.srt.mem_cache.tiers import hiradix_cache
+from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
+from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 
 _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
@@ -138,7 +138,7 @@ def impatient() -> Iterator[None]:
             (circuit_breaker, "_FIRST_PAUSE_S", 0.004),
             (circuit_breaker, "_LONGEST_PAUSE_S", 0.05),
             (recent_timeouts, "PERIOD_S", 0.05),
-            (hiradix_cache, "_CHECK_EVERY", 5),
+            (storage_check, "_CHECK_EVERY", 5),
             (fetch_choice, "_PROBE_EVERY", 4),
         ):
             stack.enter_context(patch.object(module, name, value))

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.tiers.storage_backup import NoWrite
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.cache_rig import CacheRig, Reused
@@ -107,9 +108,9 @@ class Losses:
         self._tree = tree = rig.hi
         self._dropped: set[str] = set()
         self._refused: set[str] = set()
-        self._drop, self._write = tree._drop, tree.write_backup_storage
-        tree._drop = self._on_drop  # type: ignore[method-assign]
-        tree.write_backup_storage = self._on_write  # type: ignore[method-assign]
+        self._drop, self._write = tree.host_backup._drop, tree.storage_backup.write
+        tree.host_backup._drop = self._on_drop  # type: ignore[method-assign]
+        tree.storage_backup.write = self._on_write  # type: ignore[method-assign]
 
     def _on_drop(self, node: TreeNode) -> int:
         below = [node]
@@ -123,7 +124,7 @@ class Losses:
             self._dropped |= pages
         return freed
 
-    def _on_write(self, node: TreeNode) -> str | None:
+    def _on_write(self, node: TreeNode) -> NoWrite | None:
         reason = self._write(node)
         if reason is not None:
             self._refused.update(node.page_hashes(PAGE))

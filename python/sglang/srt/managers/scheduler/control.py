@@ -20,7 +20,6 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
 )
 from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.output import OutputCollector
@@ -140,7 +139,6 @@ class ControlHandler:
     def _internal_state(self, message: GetInternalStateReq) -> None:
         state = self._state
         tree = state.tree
-        is_hierarchical = isinstance(tree, HiRadixCache)
         data: dict[str, Any] = {
             "server_args": self._public_args,
             "num_running_reqs": state.num_running,
@@ -154,18 +152,14 @@ class ControlHandler:
             "new_token_ratio": state.estimate.ratio,
             "busy": self.busy(),
             "counters": dataclasses.asdict(state.counters),
-            "tiers": [],
-            "hicache": {"enabled": is_hierarchical},
+            "tiers": tree.tiers(),
+            "hicache": {"enabled": tree.administration is not None, **tree.storage_state()},
         }
-        if isinstance(tree, HiRadixCache):
-            data["tiers"] = tree.tiers()
-            data["hicache"].update(tree.storage_state())
         self._answer(message.req_id, True, data=data)
 
     def _metrics(self, message: GetMetricsReq) -> None:
         state = self._state
-        if isinstance(state.tree, HiRadixCache):
-            state.tree.read_metrics()
+        state.tree.read_metrics()
         text = state.metrics.render(
             num_running=state.num_running,
             num_queued=len(state.waiting),
@@ -193,22 +187,22 @@ class ControlHandler:
 
     def _get_storage(self, message: GetHiCacheStorageReqInput) -> None:
         tree = self._state.tree
-        if not isinstance(tree, HiRadixCache):
+        if tree.administration is None:
             self._answer(message.req_id, False, _NO_HIERARCHY)
             return
         self._answer(message.req_id, True, data=tree.storage_state())
 
     def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
         """Begin a change of L3 on an idle hierarchical cache, or say why not."""
-        tree = self._state.tree
-        if not isinstance(tree, HiRadixCache):
+        administration = self._state.tree.administration
+        if administration is None:
             self._answer(req_id, False, _NO_HIERARCHY)
             return
         if busy := self.busy():
             self._answer(req_id, False, _busy_text(busy))
             return
         try:
-            begin(tree.administration)
+            begin(administration)
         except ValueError as error:
             self._answer(req_id, False, str(error))
         else:
@@ -216,20 +210,18 @@ class ControlHandler:
 
     def _end_change(self) -> None:
         """Answer for the change of L3 under way where it has ended, or has taken too long."""
-        tree, change = self._state.tree, self._change
-        if change is None or not isinstance(tree, HiRadixCache):
+        administration, change = self._state.tree.administration, self._change
+        if change is None or administration is None:
             return
         if self.is_draining:
-            tree.administration.give_up("the server is shutting down")
+            administration.give_up("the server is shutting down")
         elif self._state.now >= change.deadline:
-            tree.administration.give_up(
-                f"it has taken {LONGEST_STORAGE_CHANGE_S:.0f} s; see the log"
-            )
-        if (result := tree.administration.take_result()) is None:
+            administration.give_up(f"it has taken {LONGEST_STORAGE_CHANGE_S:.0f} s; see the log")
+        if (result := administration.take_result()) is None:
             return
         self._change = None
         logger.info("administration of L3: %s", result.message)
-        data = tree.storage_state() if result.done else None
+        data = self._state.tree.storage_state() if result.done else None
         self._answer(change.req_id, result.done, result.message, data)
 
     def _shutdown(self, message: ShutdownReq) -> None:

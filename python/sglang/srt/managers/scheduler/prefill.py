@@ -18,9 +18,7 @@ from sglang.srt.managers.scheduler.policy import (
     order_waiting,
 )
 from sglang.srt.managers.scheduler.req import Req
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.state import SchedulerState
@@ -49,7 +47,7 @@ class PrefillScheduler:
         self._blocked_by: tuple[int, int] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
-        self._shares_prompts = isinstance(state.tree, RadixCache) and not state.tree.disable
+        self._shares_prompts = not state.tree.disable
 
     def schedule(self) -> tuple[list[PrefillWork], int] | None:
         """The next prefill batch, and the load from L2 that it must wait for (-1: none).
@@ -238,16 +236,17 @@ class PrefillScheduler:
             device=prefix.from_device,
             host=prefix.from_host - from_storage,
             storage=from_storage,
-            storage_backend=tree.storage_backend_name if isinstance(tree, HiRadixCache) else None,
+            storage_backend=tree.storage_backend_name,
         )
         req.cached_tokens_details = details
         if not req.is_probe:
             state.metrics.on_scheduled(len(req.origin_input_ids), details, req.queue_time)
-            if isinstance(tree, HiRadixCache):
-                found = {"device": details.device, "host": details.host}
-                if details.storage_backend is not None:
-                    found["storage"] = details.storage
-                tree.metrics.count_lookup(len(req.origin_input_ids), found)
+            tree.count_lookup(
+                len(req.origin_input_ids),
+                device=details.device,
+                host=details.host,
+                storage=details.storage,
+            )
 
     def _give_up(self, req: Req) -> None:
         """Nothing runs, nothing is in flight, and still no room: slots have been lost."""

@@ -22,7 +22,6 @@ from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sglang.srt.managers.messages.ipc import IpcAddresses
-    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ def build_scheduler(
     tiers = [init_pools(runner, server_args)]
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics)
-    tiers += tree.tiers() if isinstance(tree, HiRadixCache) else []
+    tiers += tree.tiers()
     parts = SchedulerParts(
         worker=TpModelWorker(runner),
         tree=tree,
@@ -242,7 +241,7 @@ def _longest_pass(server_args: ServerArgs) -> int:
 
 def _make_tree(
     server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics
-) -> RadixCache:
+) -> BasePrefixCache:
     identity = ""
     if server_args.enable_hierarchical_cache:
         assert server_args.model_path is not None

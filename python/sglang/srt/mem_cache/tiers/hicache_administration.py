@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tiers.hicache_attachment import PreparedChange, StorageAttachment
-from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
-from sglang.srt.mem_cache.tree.ballot import Verdict
+from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
+from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.listeners import log_exposed_ports
 
@@ -57,7 +58,7 @@ class AdministeredCache(Protocol):
     def forget_stored(self) -> None: ...
 
 
-class StorageAdministration:
+class StorageAdministration(TierFlow):
     """The change under way, and the result of the last one. Scheduler thread only.
 
     Requests may run during a change; they use no L3. Owns one thread, `hicache-administration`,
@@ -193,18 +194,21 @@ class StorageAdministration:
             tick()
         return result
 
-    def progress(self) -> Verdict:
-        """What this rank sees of the change."""
-        if self._change is None or not self._change.call.ended:
-            return Verdict.UNDER_WAY
-        return Verdict.on(is_good=self._change.call.error is None)
+    def busy(self) -> dict[str, int]:
+        return {"administration": 1} if self.is_under_way else {}
 
-    def settle(self, agreed: Verdict) -> None:
-        """Take the tick's agreement on `progress`."""
-        if self._change is None or agreed is Verdict.UNDER_WAY:
+    def shutdown(self) -> None:
+        self.give_up("the server is shutting down")
+
+    def report(self, progress: Progress) -> None:
+        if self._change is not None and self._change.call.ended:
+            progress.administration = Verdict.on(is_good=self._change.call.error is None)
+
+    def act_on(self, agreed: Progress) -> None:
+        if self._change is None or agreed.administration is Verdict.UNDER_WAY:
             return
         change, self._change = self._change, None
-        if agreed is Verdict.LANDED:
+        if agreed.administration is Verdict.LANDED:
             self._result = ChangeResult(True, change.accept(change.call.result))
             return
         error = change.call.error

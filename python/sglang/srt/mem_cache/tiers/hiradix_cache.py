@@ -1,41 +1,36 @@
-"""The radix tree over three tiers, built from the server's arguments.
+"""The prefix cache of up to three tiers: the tree, and the flows between its tiers.
 
-`prefetch_cache.py` says what is read from L3, this file what is written to it; `storage_io.py` has
-the threads that do it. L3 never fails a request: whatever it does shortens a prefix, and is counted
-with its reason.
+`docs/hicache.md` has the way of a page down and up. L3 never fails a request: whatever it does
+shortens a prefix, and is counted with its reason.
 
 Threads: the scheduler's only.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
 
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
-from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, StorageOperation
-from sglang.srt.mem_cache.storage.types import CacheOutcome
-from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
+from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, host_allocator_type
-from sglang.srt.mem_cache.tiers.host_tier_cache import parts_of
-from sglang.srt.mem_cache.tiers.prefetch_cache import PrefetchCache
-from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Rates, Reduce, Verdict
+from sglang.srt.mem_cache.tiers.host_backup import HostBackup
+from sglang.srt.mem_cache.tiers.host_load import HostLoad
+from sglang.srt.mem_cache.tiers.host_pages import HostPages
+from sglang.srt.mem_cache.tiers.storage_backup import StorageBackup
+from sglang.srt.mem_cache.tiers.storage_check import StorageCheck
+from sglang.srt.mem_cache.tiers.storage_link import StorageLink
+from sglang.srt.mem_cache.tiers.storage_prefetch import StoragePrefetch
+from sglang.srt.mem_cache.tree.ballot import Progress, Reduce, agree
+from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Workload
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
-from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
+from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-
-logger = logging.getLogger(__name__)
-
-_BACKUP_SHARE: Final = 0.5
-"""Of L2: writes to L3 under way may hold this much, so that they do not starve it."""
-_CHECK_EVERY: Final = 61
-"""Of the uses of prompts that L3 has, every so many may ask whether it still has them. A prime
-number: of prompts that come in turn it takes each in time."""
 
 
 class HiCacheArgs(Protocol):
@@ -61,57 +56,65 @@ class HiCacheArgs(Protocol):
     def served_model_name(self) -> str | None: ...
 
 
-class HiRadixCache(PrefetchCache):
+class HiRadixCache(RadixCache):
     """Prefix cache of up to three tiers, built from the server's arguments.
 
     Raises:
         ValueError: A layout, size or policy that cannot work.
         StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
+
+    Attributes:
+        administration: Changes of L3 at run time.
+        cache_controller: Moves the bytes.
+        host_pool: L2.
+        host_pages: L2's books.
+        storage_link: The way to L3.
+        host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
+        metrics: Counts what happened.
     """
+
+    administration: StorageAdministration
 
     def __init__(
         self, params: CacheInitParams, server_args: HiCacheArgs, reduce: Reduce | None = None
     ) -> None:
-        metrics = HiCacheMetrics(params.metrics_registry)
-        allocator = params.token_to_kv_pool_allocator
-        io_backend, host_pool = build_kv_host_stack(
-            allocator.get_kvcache(),
-            ratio=server_args.hicache_ratio,
-            size_gb=server_args.hicache_size,
-            io_backend=server_args.hicache_io_backend,
-            layout=server_args.hicache_mem_layout,
-            has_storage=server_args.hicache_storage_backend is not None,
-            allocator_type=host_allocator_type(
-                server_args.hicache_storage_backend,
-                server_args.hicache_storage_backend_extra_config,
-            ),
-        )
-        controller = HiCacheController(
-            allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics
-        )
-        attachment = StorageAttachment(
+        tree = make_tree(params)
+        metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
+        controller = self.cache_controller = _make_controller(params, server_args, metrics)
+        self.host_pool = controller.mem_pool_host
+        self._reduce = reduce
+        self._attachment = StorageAttachment(
             controller,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
         )
-        super().__init__(
-            params,
+        self.administration = StorageAdministration(self, self._attachment)
+        host = self.host_pages = HostPages(tree, self.host_pool, metrics)
+        link = self.storage_link = StorageLink(self._attachment, self.administration)
+        self.storage_prefetch = StoragePrefetch(tree, host, link, metrics)
+        self.storage_backup = StorageBackup(params.page_size, host, link, metrics)
+        self.host_backup = HostBackup(
+            tree,
+            host,
             controller,
-            attachment,
             write_policy=server_args.hicache_write_policy,
             metrics=metrics,
-            reduce=reduce,
+            below=[self.storage_backup],
         )
-        self._backups: deque[StorageOperation] = deque()
-        self._backup_tokens = 0
-        self._postponed: dict[int, TreeNode] = {}
-        """Nodes whose write to L3 waits for room among the writes under way, parents first."""
-        self._check: CheckOperation | None = None
-        self._uses_of_stored = 0
-        self._reconnects = 0
-        self.administration = StorageAdministration(self, self._attachment)
-        """Changes of L3 at run time."""
+        evict = self.host_backup.evict
+        self.host_load = HostLoad(tree, host, controller, evict=evict, metrics=metrics)
+        flows = (
+            self.administration,
+            link,
+            self.storage_prefetch,
+            self.host_backup,
+            self.host_load,
+            StorageCheck(params.page_size, link),
+            self.storage_backup,
+        )
+        super().__init__(params, tree, flows, evict)
+        metrics.host_total.set(self.host_pool.size)
         if server_args.hicache_storage_backend is not None:
             try:
                 self._attachment.attach(
@@ -122,206 +125,104 @@ class HiRadixCache(PrefetchCache):
                 controller.shutdown()
                 raise
 
-    def is_busy(self) -> dict[str, int]:
-        counts = super().is_busy()
-        if self._backups or self._postponed:
-            counts["backups"] = len(self._backups) + len(self._postponed)
-        if self._check is not None:
-            counts["checks"] = 1
-        if self.administration.is_under_way:
-            counts["administration"] = 1
-        return counts
+    # ---- life ------------------------------------------------------------------------------
 
-    @property
-    def _available(self) -> bool:
-        """Whether L3 may be asked for anything."""
-        return super()._available and not self.administration.is_under_way
-
-    def _has_operations(self) -> bool:
-        return bool(
-            self._backups
-            or self._postponed
-            or self._check is not None
-            or self.administration.is_under_way
-            or super()._has_operations()
-        )
+    def reset(self) -> None:
+        """Empty L1 and L2. Raises AssertionError while anything is under way."""
+        assert not self.is_busy(), f"cannot reset while busy: {self.is_busy()}"
+        super().reset()
+        for flow in self._flows:
+            flow.reset()
+        self.cache_controller.reset()
 
     def shutdown(self) -> None:
-        self.administration.give_up("the server is shutting down")
-        super().shutdown()
+        for flow in self._flows:
+            flow.shutdown()
+        self.cache_controller.shutdown()
 
-    # ---- L2 to L3 --------------------------------------------------------------------------
-
-    def _after_insert(self, path: list[TreeNode]) -> None:
-        super()._after_insert(path)
-        if self.cache_controller.storage_io is not None:
-            self._check_now_and_then(path)
-            # What an L3 that was attached, came back or lost pages since does not have.
-            self._back_up([node for node in path if node.backuped])
-
-    def _check_now_and_then(self, path: list[TreeNode]) -> None:
-        """Ask L3 whether it still has what is used here, once in a while.
-
-        A page that it has is not written again, and while it is in L1 or L2 it is not asked for
-        either: nothing else would tell that the store was restarted, or has evicted it. Counted
-        and not timed, so that all ranks ask at the same tick.
-        """
-        if not path or not self._is_stored(path[0]):
-            return
-        self._uses_of_stored += 1
-        if self._uses_of_stored % _CHECK_EVERY or self._check is not None or not self._available:
-            return
-        storage_io = self.cache_controller.storage_io
-        assert storage_io is not None
-        stored = itertools.takewhile(self._is_stored, path)
-        hashes = [page for node in stored for page in node.page_hashes(self.page_size)]
-        self._check = CheckOperation(hashes, self._storage_epoch)
-        storage_io.submit_check(self._check)
-
-    def _on_host_landed(self, nodes: list[TreeNode]) -> None:
-        if self.cache_controller.storage_io is None:
-            return
-        self._back_up(nodes)
-        # Under write_back whole branches may have landed before what they hang on.
-        below = deque(child for node in nodes for child in node.children.values())
-        while below:
-            node = below.popleft()
-            if node.backuped and not self._is_stored(node) and node.backup_op is None:
-                self._back_up([node])
-                if node.backup_op is not None or node.id in self._postponed:
-                    below.extend(node.children.values())
-
-    def _back_up(self, nodes: list[TreeNode]) -> None:
-        for node in nodes:
-            if self._is_stored(node) or node.backup_op is not None or node.id in self._postponed:
-                continue
-            reason = self.write_backup_storage(node)
-            if reason == "queue_full":
-                self._postponed[node.id] = node
-            elif reason is not None:
-                self.metrics.backup_outcomes.labels(reason).inc()
-
-    def _is_stored(self, node: TreeNode) -> bool:
-        return node.parent is None or node.storage_epoch == self._storage_epoch
-
-    def _resume_postponed(self) -> None:
-        """Queue the writes for which there was no room, in their order, as far as there is now."""
-        while self._postponed:
-            node = next(iter(self._postponed.values()))
-            if node.parent is None:
-                # It left the tree while it waited.
-                self.metrics.backup_outcomes.labels("evicted").inc()
-            for part in self._unsaved_path(node):
-                reason = self.write_backup_storage(part) if part.backuped else "evicted"
-                if reason == "queue_full":
-                    return
-                if reason is not None:
-                    self.metrics.backup_outcomes.labels(reason).inc()
-                    break
-            del self._postponed[node.id]
-
-    def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
-        """`node` and what was split off above it since it was postponed, top first."""
-        path: list[TreeNode] = []
-        while node.parent is not None and not self._is_stored(node) and node.backup_op is None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
-
-    def write_backup_storage(self, node: TreeNode) -> str | None:
-        """Queue the write of a node's host pages to L3; None, or the reason why not.
-
-        `queue_full` means not now; every other reason is final until the node is used again.
-        """
-        storage_io = self.cache_controller.storage_io
-        assert storage_io is not None and node.host_value is not None
-        assert node.parent is not None
-        above = node.parent
-        if not self._is_stored(above) and above.backup_op is None:
-            return "queue_full" if above.id in self._postponed else "orphan"
-        if not above.backuped_from_root:
-            # A page above that could only be dropped could not leave L1 while this write hangs.
-            # When it reaches the host it brings these along.
-            return "orphan"
-        if not self._available:
-            return CacheOutcome.UNAVAILABLE.value
-        share = _BACKUP_SHARE * self.host_pool.size
-        # A node larger than the share goes alone: waiting would not make it smaller.
-        if self._backup_tokens and self._backup_tokens + len(node.key) > share:
-            return "queue_full"
-        prefix: list[PageHash] = []
-        if self._attachment.settings.pass_prefix_keys:
-            prefix = node.get_prefix_hash_values(self.page_size)
-        operation = StorageOperation(
-            node=node,
-            host_indices=node.host_value,
-            hashes=node.page_hashes(self.page_size),
-            prefix_hashes=prefix,
-            after=above.backup_op,
-            epoch=self._storage_epoch,
-        )
-        node.protect_host()
-        node.backup_op = operation
-        self._backups.append(operation)
-        self._backup_tokens += len(node.key)
-        storage_io.submit_backup(operation)
-        return None
-
-    def _settle_backup(self, operation: StorageOperation, *, success: bool) -> None:
-        length = len(operation.host_indices)
-        self._backup_tokens -= length
-        for node, _, _ in parts_of(operation.node, length):
-            node.backup_op = None
-            if success:
-                # Of its start: a store that was lost meanwhile may have lost this as well.
-                node.storage_epoch = operation.epoch
-            self._unpin(node)
-
-    def _give_up_below(self, refused: set[TreeNode]) -> None:
-        """Nothing that follows a page that was refused is written, also where it waits for room."""
-        for node in list(self._postponed.values()):
-            above: TreeNode | None = node
-            while above is not None and above not in refused:
-                above = above.parent
-            if above is not None:
-                del self._postponed[node.id]
-                self.metrics.backup_outcomes.labels(CacheOutcome.SHORT.value).inc()
+    def is_busy(self) -> dict[str, int]:
+        return {kind: count for flow in self._flows for kind, count in flow.busy().items()}
 
     # ---- one tick --------------------------------------------------------------------------
 
-    def _progress(self) -> Progress:
-        progress = super()._progress()
-        ended = itertools.takewhile(lambda one: one.ended, self._backups)
-        progress.backups = [
-            Verdict.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
-        ]
-        if self._check is not None and self._check.outcome is not None:
-            progress.check = Verdict.on(is_good=bool(self._check.outcome))
-        storage_io = self.cache_controller.storage_io
-        if storage_io is not None:
-            progress.reconnects = storage_io.reconnects
-        progress.administration = self.administration.progress()
-        return progress
+    def check_hicache_events(self) -> None:
+        for flow in self._flows:
+            flow.begin_tick()
+        if not any(flow.is_active() for flow in self._flows):
+            return
+        progress = Progress()
+        for flow in self._flows:
+            flow.report(progress)
+        agreed = agree(progress, self._reduce)
+        for flow in self._flows:
+            flow.act_on(agreed)
 
-    def _act_on(self, agreed: Progress) -> None:
-        super()._act_on(agreed)
-        self.administration.settle(agreed.administration)
-        refused: set[TreeNode] = set()
-        for verdict in agreed.backups:
-            operation = self._backups.popleft()
-            self._settle_backup(operation, success=verdict is Verdict.LANDED)
-            if verdict is Verdict.FAILED:
-                refused.add(operation.node)
-        if refused:
-            self._give_up_below(refused)
-        self._resume_postponed()
-        if agreed.reconnects != self._reconnects:
-            self._reconnects = agreed.reconnects
-            self._storage_epoch += 1
-        if (check := self._check) is not None and agreed.check is not Verdict.UNDER_WAY:
-            self._check = None
-            if agreed.check is Verdict.FAILED and check.epoch == self._storage_epoch:
-                self._storage_epoch += 1
+    def start_writing_host_cache(self) -> None:
+        self.cache_controller.start_writing()
+
+    # ---- L2 --------------------------------------------------------------------------------
+
+    @property
+    def write_policy(self) -> str:
+        """When pages are copied to L2: one of `WRITE_POLICIES`."""
+        return self.host_backup.write_policy
+
+    @write_policy.setter
+    def write_policy(self, policy: str) -> None:
+        self.host_backup.write_policy = policy
+
+    def write_backup(self, node: TreeNode) -> bool:
+        """Queue the copy of a node to the host; False where L2 has no room for it."""
+        return self.host_backup.write(node)
+
+    def evict_host(self, num_tokens: int) -> int:
+        """Free host pages that nothing pins, at least `num_tokens` if there are; tokens freed."""
+        return self.host_pages.evict(num_tokens)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        return self.host_load.init_load_back(params)
+
+    def ready_to_load_host_cache(self) -> int:
+        return self.cache_controller.start_loading()
+
+    # ---- L3 --------------------------------------------------------------------------------
+
+    def prefetch_from_storage(
+        self,
+        req_id: str,
+        last_host_node: TreeNode,
+        new_input_tokens: Sequence[int] | TokenArray,
+        last_hash: PageHash | None = None,
+        prefix_keys: list[PageHash] | None = None,
+        *,
+        extra_key: str | None = None,
+        only_join: bool = False,
+    ) -> None:
+        self.storage_prefetch.prefetch_from_storage(
+            req_id,
+            last_host_node,
+            new_input_tokens,
+            last_hash,
+            prefix_keys,
+            extra_key=extra_key,
+            only_join=only_join,
+        )
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        return self.storage_prefetch.check_prefetch_progress(req_id)
+
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        return self.storage_prefetch.pop_prefetch_loaded_tokens(req_id)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        self.storage_prefetch.note_prefill(tokens, seconds)
+
+    def watch_workload(self, workload: Callable[[], Workload]) -> None:
+        self.storage_prefetch.watch_workload(workload)
+
+    def write_backup_storage(self, node: TreeNode) -> str | None:
+        """Queue the write of a node's host pages to L3; None, or the reason why not."""
+        return self.storage_backup.write(node)
 
     # ---- administration --------------------------------------------------------------------
 
@@ -332,10 +233,10 @@ class HiRadixCache(PrefetchCache):
         served_model_name: str | None = None,
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
-    ) -> tuple[bool, str]:
+    ) -> ChangeResult:
         """Attach L3, or change the policies of the one that is attached, and wait for the end.
 
-        Returns whether it was done, and what or why not.
+        Returns whether it was done, and what or why not; unpacks to these two.
         """
         return self._change_storage(
             lambda: self.administration.begin_attaching(
@@ -346,25 +247,25 @@ class HiRadixCache(PrefetchCache):
             )
         )
 
-    def detach_storage_backend(self) -> tuple[bool, str]:
+    def detach_storage_backend(self) -> ChangeResult:
         """Let go of L3, and wait for the end; its objects and the policies stay. Idempotent."""
         return self._change_storage(self.administration.begin_detaching)
 
-    def clear_storage_backend(self) -> tuple[bool, str]:
+    def clear_storage_backend(self) -> ChangeResult:
         """Remove this namespace's objects from L3, and wait for the end."""
         return self._change_storage(self.administration.begin_clearing)
 
-    def _change_storage(self, begin: Callable[[], None]) -> tuple[bool, str]:
+    def _change_storage(self, begin: Callable[[], None]) -> ChangeResult:
         try:
             begin()
         except ValueError as error:
-            return False, str(error)
+            return ChangeResult(False, str(error))
         return self.administration.wait(self.check_hicache_events)
 
     def forget_stored(self) -> None:
         """L3 is another one, or has been cleared: nothing counts as stored any more."""
-        self._storage_epoch += 1
-        self._choice.rates = Rates()
+        self.storage_link.forget_stored()
+        self.storage_prefetch.forget_rates()
 
     def storage_state(self) -> dict[str, Any]:
         """For `GET /hicache/storage-backend`: backend, its config without secrets, policies."""
@@ -373,8 +274,7 @@ class HiRadixCache(PrefetchCache):
     @property
     def storage_backend_name(self) -> str | None:
         """Class name of the backend, as `cached_tokens_details` shows it."""
-        storage_io = self.cache_controller.storage_io
-        return storage_io.backend_name if storage_io is not None else None
+        return None if self.storage_link.io is None else self.storage_link.io.backend_name
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and why that size."""
@@ -384,3 +284,42 @@ class HiRadixCache(PrefetchCache):
             f"memory in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
         )
         return [host, self._attachment.describe()]
+
+    # ---- books -----------------------------------------------------------------------------
+
+    def count_lookup(self, prompt_tokens: int, *, device: int, host: int, storage: int) -> None:
+        found = {"device": device, "host": host}
+        if self.storage_backend_name is not None:
+            found["storage"] = storage
+        self.metrics.count_lookup(prompt_tokens, found)
+
+    def read_metrics(self) -> None:
+        used = self.host_pool.size - self.host_pool.available_size()
+        self.metrics.set_state(used, self.is_busy())
+        self.metrics.host_stuck.set(self.storage_prefetch.stuck_tokens())
+
+    def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
+        super().check_integrity(request_slots)
+        self.host_pages.check([pages for flow in self._flows for pages in flow.owned_host_pages()])
+
+
+def _make_controller(
+    params: CacheInitParams, server_args: HiCacheArgs, metrics: HiCacheMetrics
+) -> HiCacheController:
+    """L2, and what moves bytes to and from it."""
+    allocator = params.token_to_kv_pool_allocator
+    io_backend, host_pool = build_kv_host_stack(
+        allocator.get_kvcache(),
+        ratio=server_args.hicache_ratio,
+        size_gb=server_args.hicache_size,
+        io_backend=server_args.hicache_io_backend,
+        layout=server_args.hicache_mem_layout,
+        has_storage=server_args.hicache_storage_backend is not None,
+        allocator_type=host_allocator_type(
+            server_args.hicache_storage_backend,
+            server_args.hicache_storage_backend_extra_config,
+        ),
+    )
+    return HiCacheController(
+        allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics
+    )

@@ -15,8 +15,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+def not_supported(params: object, *names: str) -> ValueError:
+    """The error for a field of `params` that belongs to a kind of state that a cache lacks."""
+    given = ", ".join(f"{name}={getattr(params, name)!r}" for name in names)
+    return ValueError(f"{type(params).__name__}: this cache keeps no state for {given}; leave out")
 
 
 class CacheableRequest(Protocol):
@@ -139,6 +146,10 @@ class BasePrefixCache(ABC):
     """
 
     page_size: int
+    disable: bool
+    """Nothing is kept across requests."""
+    administration: StorageAdministration | None = None
+    """Changes of L3 at run time; None: this cache has no tiers below L1."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -253,6 +264,26 @@ class BasePrefixCache(ABC):
 
     def release_aborted_request(self, rid: str) -> None:
         """Forget that a request waits that will not run, and its prefetch."""
+
+    @property
+    def storage_backend_name(self) -> str | None:
+        """Class name of the L3 backend, as `cached_tokens_details` shows it; None without one."""
+        return None
+
+    def tiers(self) -> list[str]:
+        """One line per tier below L1: its size, and why that size."""
+        return []
+
+    def storage_state(self) -> dict[str, Any]:
+        """L3's backend, its configuration without secrets, policies; empty without such a tier."""
+        return {}
+
+    def count_lookup(self, prompt_tokens: int, *, device: int, host: int, storage: int) -> None:
+        """Count for the metrics that a prompt was looked up, and how many of its tokens each tier
+        had that no tier above it had."""
+
+    def read_metrics(self) -> None:
+        """Bring up to date the metrics that are set when they are read."""
 
     def is_busy(self) -> dict[str, int]:
         """Operations in flight by kind; empty when idle."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -12,6 +13,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
 
 ROOT_ID: Final = 0
+_COPIED_BY_SPLIT: Final = (
+    "lock_ref",
+    "host_ref_counter",
+    "write_id",
+    "backup_op",
+    "storage_epoch",
+    "hit_count",
+    "priority",
+    "last_access_time",
+    "creation_time",
+)
 
 
 class TreeNode:
@@ -124,6 +136,33 @@ class TreeNode:
         self.parent.host_children -= self.host_value is not None
         self.parent = None
 
+    def split_off_front(self, length: int, new_id: int, page_size: int) -> TreeNode:
+        """Move the first `length` tokens (whole pages) into a new parent, which is returned.
+
+        This node keeps its identity. Locks, pins and marks are copied, so that an operation that
+        knows (node, length) releases both parts by walking upwards (`parts_of`).
+        """
+        assert 0 < length < len(self.key) and length % page_size == 0
+        parent = self.parent
+        assert parent is not None, "the root is not split"
+        upper = TreeNode(new_id, self.key[:length])
+        self.detach(page_size)
+        if self.value is not None:
+            upper.value, self.value = self.value[:length].clone(), self.value[length:].clone()
+        if self.host_value is not None:
+            upper.host_value = self.host_value[:length].clone()
+            self.host_value = self.host_value[length:].clone()
+        if self.hash_value is not None:
+            pages = length // page_size
+            upper.hash_value, self.hash_value = self.hash_value[:pages], self.hash_value[pages:]
+        for mark in _COPIED_BY_SPLIT:
+            setattr(upper, mark, getattr(self, mark))
+        upper.wanted_by = self.wanted_by.copy()
+        self.key = self.key[length:]
+        upper.attach(parent, page_size)
+        self.attach(upper, page_size)
+        return upper
+
     def protect_host(self) -> None:
         """Keep the host pages (and the node) until the matching `release_host`."""
         self.host_ref_counter += 1
@@ -165,3 +204,17 @@ class TreeNode:
             f"TreeNode({self.id}: {len(self.key)} tokens, {tiers.strip() or 'nowhere'}, "
             f"locks {self.lock_ref}/{self.host_ref_counter})"
         )
+
+
+def parts_of(node: TreeNode, length: int) -> Iterator[tuple[TreeNode, int, int]]:
+    """The nodes that cover the `length` tokens up to the end of `node`, lowest first.
+
+    Each comes with the range of those tokens that it holds. There are several where splits came
+    between.
+    """
+    end = length
+    while end > 0:
+        begin = end - len(node.key)
+        assert begin >= 0 and node.parent is not None, "an operation starts inside a node"
+        yield node, begin, end
+        node, end = node.parent, begin

@@ -279,7 +279,7 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
         for rig in ranks.rigs:
             rig.hi.watch_workload(lambda: Workload(computing, {}))
             rig.arrive("a", prompts["a"])
-        operation = second.hi._board.operations()[0]
+        operation = second.hi.storage_prefetch.board.operations()[0]
         ranks.until(lambda rig: rig is first or operation.ended)
         for _ in range(3):
             ranks.tick()
@@ -290,8 +290,12 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
         computing = 120
         for _ in range(3):
             ranks.tick()
-            assert [rig.hi._board.may_schedule("b", TIMEOUT) for rig in ranks.rigs] == [True] * 2
-            assert [rig.hi._board.may_schedule("a", TIMEOUT) for rig in ranks.rigs] == [False] * 2
+            assert [
+                rig.hi.storage_prefetch.board.may_schedule("b", TIMEOUT) for rig in ranks.rigs
+            ] == [True] * 2
+            assert [
+                rig.hi.storage_prefetch.board.may_schedule("a", TIMEOUT) for rig in ranks.rigs
+            ] == [False] * 2
         computing = 0
         ranks.tick()
         # One has read all of both; as the other has not, nobody uses any of it.
@@ -328,7 +332,7 @@ def test_ranks_of_which_one_reads_faster_let_those_who_joined_go_at_the_same_tic
         for rig in ranks.rigs:
             for rid, ids in prompts.items():
                 rig.arrive(rid, ids)
-        fast = ranks.rigs[1].hi._board.operations()
+        fast = ranks.rigs[1].hi.storage_prefetch.board.operations()
         ranks.until(lambda rig: rig is ranks.rigs[0] or all(one.ended for one in fast))
         for _ in range(3):
             ranks.tick()

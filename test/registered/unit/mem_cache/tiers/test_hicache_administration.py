@@ -19,8 +19,11 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
-from sglang.srt.mem_cache.tiers.hicache_administration import _MAX_LEFT_BEHIND
-from sglang.srt.mem_cache.tree.ballot import Verdict
+from sglang.srt.mem_cache.tiers.hicache_administration import (
+    _MAX_LEFT_BEHIND,
+    StorageAdministration,
+)
+from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
 from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -194,17 +197,24 @@ def test_attachments_that_hang_for_ever_are_bounded(rig: CacheRig) -> None:
     wait_for(lambda: attach(rig, EXTRA, "file")[0])
 
 
+def seen(administration: StorageAdministration) -> Verdict:
+    """What this rank's ballot says of the change."""
+    progress = Progress()
+    administration.report(progress)
+    return progress.administration
+
+
 def test_what_failed_on_one_rank_is_made_on_none(rig: CacheRig) -> None:
     administration = rig.hi.administration
     administration.begin_attaching("dynamic", json.dumps(ERRATIC), None, None)
-    wait_for(lambda: administration.progress() is Verdict.LANDED)
-    administration.settle(Verdict.UNDER_WAY)
+    wait_for(lambda: seen(administration) is Verdict.LANDED)
+    administration.act_on(Progress())
     assert administration.is_under_way, "another rank is not so far"
-    administration.settle(Verdict.FAILED)
+    administration.act_on(Progress(administration=Verdict.FAILED))
     done, why = administration.take_result() or (True, "")
     assert (done, why) == (False, "the attaching of L3 failed on another rank; see its log")
     wait_for(lambda: Erratic.closed)
-    assert administration.progress() is Verdict.UNDER_WAY
+    assert seen(administration) is Verdict.UNDER_WAY
     assert rig.hi.storage_state()["hicache_storage_backend"] is None
 
 
@@ -253,12 +263,14 @@ def test_a_clear_that_hangs_is_given_up_and_its_store_can_be_detached(
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
     rig.hi.administration.begin_clearing()
-    rig.until(lambda: not rig.hi._answers)
+    rig.until(lambda: not rig.hi.storage_link._answers)
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     rig.run(range(16))
     rig.settle()
-    assert rig.hi._board.operations() == [] and not rig.hi._available, "it is left alone"
+    assert rig.hi.storage_prefetch.board.operations() == [] and not rig.hi.storage_link.available, (
+        "it is left alone"
+    )
     done, text = rig.hi.detach_storage_backend()
     assert done
     assert text == "detached dynamic; its client could not be closed and is left behind"
@@ -272,11 +284,11 @@ def test_a_store_that_was_slow_to_clear_is_used_again_when_it_is_done(rig: Cache
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
     rig.hi.administration.begin_clearing()
-    rig.until(lambda: not rig.hi._answers)
+    rig.until(lambda: not rig.hi.storage_link._answers)
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     gate.set()
-    rig.until(lambda: rig.hi._available)
+    rig.until(lambda: rig.hi.storage_link.available)
     assert serves_from_storage(rig)
 
 

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, StorageUnavailable
 from sglang.srt.mem_cache.l3 import hicache_prefetch
-from sglang.srt.mem_cache.tiers import hiradix_cache
+from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
@@ -214,7 +214,7 @@ def test_a_node_split_under_a_backup_settles_all_its_parts() -> None:
     rig.until(lambda: "backups" in rig.tree.is_busy())
     rig.tree.match_prefix(MatchPrefixParams(RadixKey([*range(8), *[99] * 8])))
     rig.settle()
-    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
 
 
 def test_a_load_takes_what_fits_the_quota() -> None:
@@ -291,7 +291,7 @@ def test_writes_that_find_no_room_wait_for_it_and_are_made() -> None:
     rig.run(range(24))
     rig.run(range(48))
     rig.settle()
-    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
     rig.flush()
     assert rig.run(range(48)).storage == 32, "reads have a share of L2 as well"
     rig.settle()
@@ -302,7 +302,7 @@ def test_a_node_larger_than_the_share_of_writes_is_written_and_leaves_nobody_bus
     rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
     rig.run(range(48))
     rig.settle()
-    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
 
 
 def test_write_back_stores_a_whole_branch_once_what_it_hangs_on_has_landed() -> None:
@@ -314,15 +314,15 @@ def test_write_back_stores_a_whole_branch_once_what_it_hangs_on_has_landed() -> 
         # Leaves leave first; L3 takes no page whose ancestors it does not have.
         rig.tree.evict(EvictParams(num_tokens=1))
         rig.settle()
-    assert [node.storage_epoch for node in rig.hi.nodes()] == [rig.hi._storage_epoch] * 3
+    assert [node.storage_epoch for node in rig.hi.nodes()] == [rig.hi.storage_link.epoch] * 3
 
 
 def test_a_postponed_write_whose_pages_leave_is_counted() -> None:
     rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
-    node = rig.hi._new_node(RadixKey(list(range(4))), rig.hi.root_node)
-    rig.hi._postponed[node.id] = node
-    rig.hi._delete_node(node)
-    rig.hi._resume_postponed()
+    node = rig.hi.tree.add_leaf(RadixKey(list(range(4))), rig.hi.root_node)
+    rig.hi.storage_backup._postponed[node.id] = node
+    rig.hi.tree.delete(node)
+    rig.hi.storage_backup._resume_postponed()
     assert not rig.hi.is_busy()
     assert rig.hi.metrics.backup_outcomes.labels("evicted")._value.get() == 1
 
@@ -332,7 +332,7 @@ def test_what_was_read_or_written_before_the_store_came_back_counts_as_lost() ->
     rig = three_tiers()
     rig.run(range(16))
     rig.until(lambda: "backups" in rig.tree.is_busy())
-    rig.hi._storage_epoch += 1
+    rig.hi.storage_link.epoch += 1
     rig.settle()
     assert [node.storage_epoch for node in rig.hi.nodes()] == [0]
     rig.run(range(16))
@@ -351,7 +351,7 @@ def test_pages_that_l3_has_lost_are_written_again_while_they_are_used(storage_di
     lost = sorted(files)[2]
     lost.unlink()
     asked = len(flaky.calls)
-    for _ in range(hiradix_cache._CHECK_EVERY - 1):
+    for _ in range(storage_check._CHECK_EVERY - 1):
         assert rig.run(range(16)) == Reused(device=12)
     assert len(flaky.calls) == asked, "uses cost no question"
     rig.run(range(16))
@@ -361,7 +361,7 @@ def test_pages_that_l3_has_lost_are_written_again_while_they_are_used(storage_di
     rig.run(range(16))
     rig.settle()
     assert lost.exists()
-    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
     rig.close()
 
 
@@ -542,7 +542,7 @@ def test_what_follows_a_page_that_was_not_written_is_not_written() -> None:
     rig.run([*range(16), *range(50, 58)])
     rig.settle()
     # The first node failed, was written again at its second use, and then its child went.
-    assert all(node.storage_epoch == rig.hi._storage_epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
     rig.flush()
     assert rig.run([*range(16), *range(50, 59)]).storage == 24
 
@@ -556,7 +556,7 @@ def test_all_writes_that_have_ended_are_settled_in_one_tick_though_they_failed()
     for number in range(5):
         rig.run(range(100 * number, 100 * number + 16))
     rig.until(lambda: rig.tree.is_busy() == {"backups": 5})
-    operations = list(rig.hi._backups)
+    operations = list(rig.hi.storage_backup._under_way)
     flaky.mode = "full"
     flaky.goes_on.set()
     wait_for(lambda: all(one.ended for one in operations))
@@ -577,12 +577,12 @@ def test_pages_of_a_write_that_failed_are_not_stored_and_go_with_their_next_use(
     rig.run(range(16))
     rig.settle()
     (node,) = rig.hi.nodes()
-    assert node.backuped and not rig.hi._is_stored(node)
+    assert node.backuped and not rig.hi.storage_link.has_stored(node)
     assert not [path for path in storage_dir.rglob("*") if path.is_file()]
     flaky.mode = "ok"
     rig.run(range(16))
     rig.settle()
-    assert rig.hi._is_stored(node)
+    assert rig.hi.storage_link.has_stored(node)
     assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
     rig.close()
 
@@ -594,18 +594,18 @@ def test_what_was_read_before_the_store_came_back_is_written_again(storage_dir: 
     rig.flush()
     rig.arrive("reads", list(range(17)))
     rig.tick()
-    begun_in = rig.hi._storage_epoch
-    (operation,) = rig.hi._board.operations()
+    begun_in = rig.hi.storage_link.epoch
+    (operation,) = rig.hi.storage_prefetch.board.operations()
     wait_for(lambda: operation.ended)
-    rig.hi._storage_epoch += 1  # It came back, empty.
+    rig.hi.storage_link.epoch += 1  # It came back, empty.
     for path in storage_dir.rglob("*"):
         path.unlink() if path.is_file() else None
     rig.until(lambda: rig.tree.check_prefetch_progress("reads"))
     (node,) = rig.hi.nodes()
-    assert (node.storage_epoch, rig.hi._is_stored(node)) == (begun_in, False)
+    assert (node.storage_epoch, rig.hi.storage_link.has_stored(node)) == (begun_in, False)
     assert rig.run(range(17)) == Reused(host=16)
     rig.settle()
-    assert rig.hi._is_stored(node)
+    assert rig.hi.storage_link.has_stored(node)
     assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
     rig.close()
 

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
-from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
+from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -112,7 +112,7 @@ class SteppedRig(CacheRig):
     def prefetches(self, count: int | None) -> None:
         """Do the first `count` reads from L3."""
         if (storage_io := self.hi.cache_controller.storage_io) is not None:
-            self.hi._submit_prefetches()
+            self.hi.storage_prefetch._submit()
             if count is not None:
                 _ungroup(storage_io._prefetches)
             _serve(storage_io._prefetches, storage_io._prefetch_thread, count)
@@ -378,7 +378,7 @@ class Tiers(RuleBasedStateMachine):
         """What the tree believes to be in L3 is there, and so is all above it."""
         assert storage_io.storage is not None
         for node in rig.hi.nodes():
-            if node.storage_epoch == rig.hi._storage_epoch:
+            if node.storage_epoch == rig.hi.storage_link.epoch:
                 above = node.get_prefix_hash_values(self.page)
                 keys = storage_io._keys([*above, *node.page_hashes(self.page)])
                 assert storage_io.storage.batch_exists_v2(keys).kv_hit_pages == len(keys)

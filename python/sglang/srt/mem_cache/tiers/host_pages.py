@@ -1,0 +1,95 @@
+"""The books of L2: which nodes have host pages, and in which order they lose them.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.mem_cache.tree.integrity import PageBooks
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+    from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+class HostPages:
+    """Host pages of the nodes of one tree. Counts are tokens.
+
+    Args:
+        tree: Whose nodes.
+        pool: L2.
+        metrics: Counts evictions.
+    """
+
+    def __init__(self, tree: PrefixTree, pool: HostPoolGroup, metrics: HiCacheMetrics) -> None:
+        self.pool = pool
+        self._tree = tree
+        self._metrics = metrics
+        self._heap = tree.add_heap(_may_leave_host)
+
+    def offer(self, nodes: Iterable[TreeNode]) -> None:
+        """Each of `nodes` may have become one that can leave the host."""
+        for node in nodes:
+            self._heap.offer(node)
+
+    def unpin(self, node: TreeNode) -> None:
+        """Undo one `node.protect_host()`."""
+        node.release_host()
+        self._heap.offer(node)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Evict until `num_tokens` are free, as far as nothing pins them."""
+        missing = num_tokens - self.pool.available_size()
+        if missing > 0:
+            self.evict(missing)
+
+    def evict(self, num_tokens: int) -> int:
+        """Free host pages that nothing pins, at least `num_tokens` if there are; tokens freed."""
+        slots: list[torch.Tensor] = []
+        freed = 0
+        while freed < num_tokens and (node := self._heap.pop()) is not None:
+            assert node.host_value is not None and node.parent is not None
+            parent = node.parent
+            slots.append(node.host_value)
+            freed += len(node.key)
+            node.set_host_value(None)
+            if node.value is None:
+                self._tree.delete(node)
+            self._heap.offer(parent)
+        if slots:
+            self.pool.free(torch.cat(slots))
+            self._metrics.evicted.labels("host").inc(freed)
+        return freed
+
+    def check(self, owned: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Assert that each host page has one owner.
+
+        Args:
+            owned: Pages of operations: owner and int64 slots.
+        """
+        self.pool.check_integrity()
+        books = PageBooks("host", self.pool.size, self._tree.page_size)
+        books.own_pages("the free list", self.pool.free_page_ids())
+        for node in self._tree.nodes():
+            books.own(repr(node), node.host_value)
+            if _may_leave_host(node):
+                assert node in self._heap, f"{node} could leave the host but is not offered"
+        for owner, pages in owned:
+            books.own(owner, pages)
+        books.check()
+
+
+def _may_leave_host(node: TreeNode) -> bool:
+    return (
+        node.parent is not None
+        and node.host_value is not None
+        and node.host_ref_counter == 0
+        and node.host_children == 0
+    )

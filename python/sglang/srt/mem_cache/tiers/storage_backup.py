@@ -1,0 +1,210 @@
+"""L2 to L3: pages that have reached the host are written to the store, parents before children.
+
+`storage_io.py` has the thread that writes. Where a page is refused, nothing that follows it is
+written: a reader finds a prefix or nothing.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
+from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Verdict
+from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.srt.mem_cache.tree.tier_flow import TierFlow
+from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tiers.host_pages import HostPages
+    from sglang.srt.mem_cache.tiers.storage_link import StorageLink
+    from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+
+_BACKUP_SHARE: Final = 0.5
+"""Of L2: writes to L3 under way may hold this much, so that they do not starve it."""
+
+
+class NoWrite(StrEnum):
+    """Why a node is not written. Label values of `sglang:hicache_backup_total`."""
+
+    QUEUE_FULL = "queue_full"
+    """Not now: writes under way hold as much of L2 as they may. The only one that is not final
+    until the node is used again."""
+    ORPHAN = "orphan"
+    """L3 lacks what comes before it."""
+    UNAVAILABLE = "unavailable"
+    """L3 may not be asked now."""
+    EVICTED = "evicted"
+    """It left the host while it waited."""
+    SHORT = "short"
+    """A page before it was refused."""
+
+
+class StorageBackup(TierFlow):
+    """Writes to L3 for one tree.
+
+    Args:
+        page_size: Tokens.
+        host: L2's books: pages are pinned while they are written.
+        link: The way to L3.
+        metrics: Counts what happened.
+    """
+
+    def __init__(
+        self, page_size: int, host: HostPages, link: StorageLink, metrics: HiCacheMetrics
+    ) -> None:
+        self._page_size = page_size
+        self._host = host
+        self._link = link
+        self._metrics = metrics
+        self._under_way: deque[StorageOperation] = deque()
+        self._tokens = 0
+        """Of the writes under way."""
+        self._postponed: dict[int, TreeNode] = {}
+        """Nodes that wait for room among the writes under way, by id, parents first."""
+
+    def busy(self) -> dict[str, int]:
+        count = len(self._under_way) + len(self._postponed)
+        return {"backups": count} if count else {}
+
+    # ---- what is written -------------------------------------------------------------------
+
+    def on_insert(self, path: list[TreeNode]) -> None:
+        if self._link.io is not None:
+            # What an L3 that was attached, came back or lost pages since does not have.
+            self._write_all([node for node in path if node.backuped])
+
+    def on_host_landed(self, nodes: list[TreeNode]) -> None:
+        if self._link.io is None:
+            return
+        self._write_all(nodes)
+        # Under write_back whole branches may have landed before what they hang on.
+        below = deque(child for node in nodes for child in node.children.values())
+        while below:
+            node = below.popleft()
+            if node.backuped and not self._link.has_stored(node) and node.backup_op is None:
+                self._write_all([node])
+                if node.backup_op is not None or node.id in self._postponed:
+                    below.extend(node.children.values())
+
+    def _write_all(self, nodes: list[TreeNode]) -> None:
+        for node in nodes:
+            is_known = node.backup_op is not None or node.id in self._postponed
+            if is_known or self._link.has_stored(node):
+                continue
+            refusal = self.write(node)
+            if refusal is NoWrite.QUEUE_FULL:
+                self._postponed[node.id] = node
+            elif refusal is not None:
+                self._count(refusal)
+
+    def write(self, node: TreeNode) -> NoWrite | None:
+        """Queue the write of a node's host pages to L3; None, or why not."""
+        assert self._link.io is not None and node.host_value is not None
+        assert node.parent is not None
+        refusal = self._refusal(node, node.parent)
+        if refusal is not None:
+            return refusal
+        prefix: list[PageHash] = []
+        if self._link.attachment.settings.pass_prefix_keys:
+            prefix = node.get_prefix_hash_values(self._page_size)
+        operation = StorageOperation(
+            node=node,
+            host_indices=node.host_value,
+            hashes=node.page_hashes(self._page_size),
+            prefix_hashes=prefix,
+            after=node.parent.backup_op,
+            epoch=self._link.epoch,
+        )
+        node.protect_host()
+        node.backup_op = operation
+        self._under_way.append(operation)
+        self._tokens += len(node.key)
+        self._link.io.submit_backup(operation)
+        return None
+
+    def _refusal(self, node: TreeNode, above: TreeNode) -> NoWrite | None:
+        if not self._link.has_stored(above) and above.backup_op is None:
+            return NoWrite.QUEUE_FULL if above.id in self._postponed else NoWrite.ORPHAN
+        if not above.backuped_from_root:
+            # A page above that could only be dropped could not leave L1 while this write hangs.
+            # When it reaches the host it brings these along.
+            return NoWrite.ORPHAN
+        if not self._link.available:
+            return NoWrite.UNAVAILABLE
+        share = _BACKUP_SHARE * self._host.pool.size
+        # A node larger than the share goes alone: waiting would not make it smaller.
+        if self._tokens and self._tokens + len(node.key) > share:
+            return NoWrite.QUEUE_FULL
+        return None
+
+    def _count(self, refusal: NoWrite) -> None:
+        self._metrics.backup_outcomes.labels(refusal.value).inc()
+
+    # ---- one tick --------------------------------------------------------------------------
+
+    def report(self, progress: Progress) -> None:
+        ended = itertools.takewhile(lambda one: one.ended, self._under_way)
+        progress.backups = [
+            Verdict.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
+        ]
+
+    def act_on(self, agreed: Progress) -> None:
+        refused: set[TreeNode] = set()
+        for verdict in agreed.backups:
+            operation = self._under_way.popleft()
+            self._settle(operation, success=verdict is Verdict.LANDED)
+            if verdict is Verdict.FAILED:
+                refused.add(operation.node)
+        if refused:
+            self._give_up_below(refused)
+        self._resume_postponed()
+
+    def _settle(self, operation: StorageOperation, *, success: bool) -> None:
+        length = len(operation.host_indices)
+        self._tokens -= length
+        for node, _, _ in parts_of(operation.node, length):
+            node.backup_op = None
+            if success:
+                # The epoch of its start: a store that was lost meanwhile may have lost this too.
+                node.storage_epoch = operation.epoch
+            self._host.unpin(node)
+
+    def _give_up_below(self, refused: set[TreeNode]) -> None:
+        """Write nothing that follows a page that was refused, also where it waits for room."""
+        for node in list(self._postponed.values()):
+            above: TreeNode | None = node
+            while above is not None and above not in refused:
+                above = above.parent
+            if above is not None:
+                del self._postponed[node.id]
+                self._count(NoWrite.SHORT)
+
+    def _resume_postponed(self) -> None:
+        """Queue the writes for which there was no room, in their order, as far as there is now."""
+        while self._postponed:
+            node = next(iter(self._postponed.values()))
+            if node.parent is None:
+                # It left the tree while it waited.
+                self._count(NoWrite.EVICTED)
+            for part in self._unsaved_path(node):
+                refusal = self.write(part) if part.backuped else NoWrite.EVICTED
+                if refusal is NoWrite.QUEUE_FULL:
+                    return
+                if refusal is not None:
+                    self._count(refusal)
+                    break
+            del self._postponed[node.id]
+
+    def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
+        """`node` and what was split off above it since it was postponed, top first."""
+        path: list[TreeNode] = []
+        at = node
+        while at.parent is not None and not self._link.has_stored(at) and at.backup_op is None:
+            path.append(at)
+            at = at.parent
+        return path[::-1]

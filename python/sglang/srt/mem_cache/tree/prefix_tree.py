@@ -1,0 +1,267 @@
+"""The radix tree: structure, locks, and the books of the device tier (L1).
+
+A node holds whole pages. Sources: SGLang's RadixAttention (Zheng et al., "SGLang: Efficient
+Execution of Structured Language Model Programs", 2024) for the idea; radix trees are Morrison's
+(1968). The tree also walks and splits nodes that are on the host alone, so that tiers below L1
+need no second copy of any of it.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
+from sglang.srt.mem_cache.tree.integrity import PageBooks, check_nodes
+from sglang.srt.mem_cache.tree.look_ahead import LookAhead
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+
+class PrefixTree:
+    """Nodes, who locks them, and which device slots they hold. Counts are tokens.
+
+    Args:
+        allocator: Takes device slots back.
+        page_size: Tokens.
+        eviction_policy: Name of the order in which nodes leave a tier.
+    """
+
+    def __init__(
+        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, eviction_policy: str
+    ) -> None:
+        self.page_size = page_size
+        self.allocator = allocator
+        self.look_ahead = LookAhead()
+        self._strategy = get_eviction_strategy(eviction_policy)
+        self._heaps: list[EvictionHeap] = []
+        self.device_heap = self.add_heap(_may_leave_device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every node. The caller clears the pools."""
+        self.root = TreeNode(ROOT_ID, RadixKey([]))
+        self._next_node_id = ROOT_ID + 1
+        self._clock = 0
+        self.evictable = 0
+        self.protected = 0
+        self.look_ahead.clear()
+        for heap in self._heaps:
+            heap.clear()
+
+    def add_heap(self, is_candidate: Callable[[TreeNode], bool]) -> EvictionHeap:
+        """An eviction order over the nodes for which `is_candidate` holds, kept up to date."""
+        heap = EvictionHeap(self._strategy, is_candidate)
+        self._heaps.append(heap)
+        return heap
+
+    # ---- structure -------------------------------------------------------------------------
+
+    def walk(self, key: RadixKey) -> list[TreeNode]:
+        """Nodes that cover the longest known front of `key`, root's child first.
+
+        Where the key leaves a node in its middle (at a page boundary), the node is split. Every
+        node on the way is touched.
+        """
+        self._clock += 1
+        node, done = self.root, 0
+        path: list[TreeNode] = []
+        while done + self.page_size <= len(key):
+            rest = key[done:]
+            child = node.children.get(rest.child_key(self.page_size))
+            if child is None:
+                break
+            common = child.key.match(rest, self.page_size)
+            if common < len(child.key):
+                child = child.split_off_front(common, self._take_id(), self.page_size)
+            child.last_access_time = self._clock
+            path.append(child)
+            done += common
+            node = child
+        return path
+
+    def path_to(self, node: TreeNode) -> list[TreeNode]:
+        """From root's child down to `node`; every node on the way is touched."""
+        self._clock += 1
+        path: list[TreeNode] = []
+        while node.parent is not None:
+            node.last_access_time = self._clock
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    def insert(
+        self, key: RadixKey, value: torch.Tensor, priority: int
+    ) -> tuple[int, list[TreeNode]]:
+        """Put `key` (whole pages) with its device slots (int64, as many) into the tree.
+
+        Returns:
+            The tokens at the front that were on the device before, whose slots stay the caller's;
+            and the path of the whole key.
+        """
+        path = self.walk(key)
+        known = done = 0
+        for node in path:
+            length = len(node.key)
+            if node.value is not None:
+                known += length
+            else:
+                self.put_on_device(node, value[done : done + length].clone())
+            node.priority = max(node.priority, priority)
+            done += length
+        if done < len(key):
+            leaf = self.add_leaf(key[done:], path[-1] if path else self.root)
+            leaf.priority = priority
+            self.put_on_device(leaf, value[done : len(key)].clone())
+            path.append(leaf)
+        return known, path
+
+    def add_leaf(self, key: RadixKey, parent: TreeNode) -> TreeNode:
+        """A new node below `parent`, on no tier yet."""
+        node = TreeNode(self._take_id(), key)
+        node.creation_time = node.last_access_time = self._clock
+        node.attach(parent, self.page_size)
+        return node
+
+    def delete(self, node: TreeNode) -> None:
+        """Take a leaf that nothing holds out of the tree."""
+        assert not node.children and node.value is None and node.lock_ref == 0
+        self.look_ahead.on_delete(node)
+        node.detach(self.page_size)
+
+    def nodes(self) -> Iterable[TreeNode]:
+        """Every node but the root, parents before children."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def refresh(self, nodes: Iterable[TreeNode]) -> None:
+        """`nodes` may leave their tiers earlier than thought."""
+        for node in nodes:
+            for heap in self._heaps:
+                heap.refresh(node)
+
+    def _take_id(self) -> int:
+        node_id = self._next_node_id
+        self._next_node_id += 1
+        return node_id
+
+    # ---- the device tier -------------------------------------------------------------------
+
+    def put_on_device(self, node: TreeNode, slots: torch.Tensor) -> None:
+        """`node` gets device slots, int64 `[len(node.key)]`, which are the tree's from now on."""
+        node.set_value(slots)
+        if node.lock_ref:
+            self.protected += len(slots)
+        else:
+            self.evictable += len(slots)
+        self.device_heap.offer(node)
+
+    def take_off_device(self, node: TreeNode) -> torch.Tensor:
+        """`node`, which nothing locks, loses its device slots; they are the caller's to free."""
+        value = node.value
+        assert value is not None and node.lock_ref == 0 and node.parent is not None
+        node.set_value(None)
+        self.evictable -= len(value)
+        self.device_heap.offer(node.parent)
+        return value
+
+    def free_slots(self, slots: torch.Tensor) -> None:
+        """Give device slots (int64) back to the allocator."""
+        if len(slots):
+            self.allocator.free_in_order(slots)
+
+    def evict_from_device(self, num_tokens: int) -> int:
+        """Free at least `num_tokens` device slots if there are candidates, and forget their nodes;
+        tokens freed. For a tree without lower tiers."""
+        freed = 0
+        while freed < num_tokens and (node := self.device_heap.pop()) is not None:
+            value = self.take_off_device(node)
+            self.free_slots(value)
+            self.delete(node)
+            freed += len(value)
+        return freed
+
+    def values_of(self, nodes: list[TreeNode]) -> torch.Tensor:
+        """int64: the device slots of `nodes` that are on the device, in their order."""
+        values = [node.value for node in nodes if node.value is not None]
+        if not values:
+            return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
+        return torch.cat(values) if len(values) > 1 else values[0]
+
+    # ---- locks -----------------------------------------------------------------------------
+
+    def lock(self, node: TreeNode) -> int:
+        """Keep `node` and its ancestors on the device; the change of what can be evicted."""
+        delta = 0
+        at: TreeNode | None = node
+        while at is not None and at.parent is not None:
+            if at.lock_ref == 0 and at.value is not None:
+                delta -= len(at.key)
+            at.lock_ref += 1
+            at = at.parent
+        self.evictable += delta
+        self.protected -= delta
+        return delta
+
+    def unlock(self, node: TreeNode) -> int:
+        """Undo one `lock`; the change of what can be evicted."""
+        delta = 0
+        at: TreeNode | None = node
+        while at is not None and at.parent is not None:
+            assert at.lock_ref > 0, f"{at} unlocked twice"
+            at.lock_ref -= 1
+            if at.lock_ref == 0 and at.value is not None:
+                delta += len(at.key)
+                self.device_heap.offer(at)
+            at = at.parent
+        self.evictable += delta
+        self.protected -= delta
+        return delta
+
+    # ---- books -----------------------------------------------------------------------------
+
+    def check(self, request_slots: Iterable[torch.Tensor]) -> None:
+        """Assert structure, locks, marks, and that each device page has one owner.
+
+        Args:
+            request_slots: For each request the int64 slots that it owns itself.
+        """
+        nodes = list(self.nodes())
+        check_nodes(self.root, nodes, self.page_size)
+        self.look_ahead.check(nodes)
+        on_device = [node for node in nodes if node.value is not None]
+        locked = sum(len(node.key) for node in on_device if node.lock_ref)
+        total = sum(len(node.key) for node in on_device)
+        assert (self.protected, self.evictable) == (locked, total - locked), (
+            f"the tree counts {self.protected} protected and {self.evictable} evictable tokens "
+            f"but holds {locked} and {total - locked}"
+        )
+        for node in on_device:
+            if _may_leave_device(node):
+                assert node in self.device_heap, f"{node} could be evicted but is not offered"
+        books = PageBooks("device", self.allocator.size, self.page_size, first_page=1)
+        books.own_pages("the free list", self.allocator.free_page_ids())
+        for node in on_device:
+            books.own(repr(node), node.value)
+        for index, slots in enumerate(request_slots):
+            books.own(f"request {index}", slots)
+        books.check()
+
+
+def _may_leave_device(node: TreeNode) -> bool:
+    return (
+        node.parent is not None
+        and node.value is not None
+        and node.lock_ref == 0
+        and node.device_children == 0
+    )
