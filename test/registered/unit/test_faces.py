@@ -39,11 +39,15 @@ NAMES: Final[Mapping[str, str]] = {
     ),
     "mem_cache.hiradix_cache": "HiRadixCache",
     "mem_cache.memory_pool": "KVCache MHATokenToKVPool ReqToTokenPool",
-    "mem_cache.memory_pool_host": "HostKVCache HostPoolGroup HostTensorAllocator MHATokenToKVPoolHost PoolEntry",
+    "mem_cache.memory_pool_host": (
+        "HostKVCache HostPoolGroup HostTensorAllocator MHATokenToKVPoolHost PoolEntry"
+    ),
     "mem_cache.radix_cache": "RadixCache RadixKey TreeNode",
     "mem_cache.registry": "TreeCacheBuildContext create_tree_cache",
     "mem_cache.storage.backend_factory": "StorageBackendFactory",
-    "mem_cache.storage.mooncake_store.mooncake_store": "MooncakeBaseStore MooncakeHostTensorAllocator MooncakeStore MooncakeStoreConfig",
+    "mem_cache.storage.mooncake_store.mooncake_store": (
+        "MooncakeBaseStore MooncakeHostTensorAllocator MooncakeStore MooncakeStoreConfig"
+    ),
     "utils.auth": (
         "AuthDecision AuthLevel add_api_key_middleware app_has_admin_force_endpoints "
         "auth_level decide_request_auth"
