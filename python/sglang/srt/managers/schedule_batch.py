@@ -29,7 +29,8 @@ class PrefillWork:
     extend_len: int
     """Tokens after `req.kv_committed_len`."""
     out_slots: torch.Tensor
-    """int64 `[extend_len]` on the device."""
+    """int64 `[extend_len]` on the device: where their keys and values are stored. Slot 0, padding,
+    for a token whose keys and values are cached."""
     is_last_chunk: bool = field(init=False)
     """Whether the step samples this request's next token."""
 
