@@ -135,6 +135,8 @@ class CheckableWorker:
         self.eos_token_ids: tuple[int, ...] = ()
         self.num_checked = 0
         """Positions that were read and found right, over all forwards."""
+        self.num_whole = 0
+        """Contexts that the pool had whole, over all forwards."""
 
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
@@ -228,6 +230,7 @@ class CheckableWorker:
                 if not np.array_equal(found, wanted):
                     raise _wrong(contexts, layer, part, found, wanted)
         self.num_checked += len(slots)
+        self.num_whole += sum(one.is_whole for one in contexts)
         return hashes
 
 
