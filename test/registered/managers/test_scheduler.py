@@ -546,6 +546,10 @@ def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
         before = [5, 6, 7, 8, *req.output_ids[:-1]]
         assert req.kv_committed_ids.tolist() == before
         assert list(req.match_key()) == [*before, output]
+        whole = [*before, output]
+        for begin in range(len(whole) + 1):
+            for end in range(begin, len(whole) + 1):
+                assert req.ids_between(begin, end).tolist() == whole[begin:end]
     req.kv_committed_len = 2
     assert req.kv_committed_ids.tolist() == [5, 6]
     req.logprob_start_len = 1

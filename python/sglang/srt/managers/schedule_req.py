@@ -192,10 +192,17 @@ class Req:
 
     def first_ids(self, length: int) -> TokenArray:
         """The first tokens of prompt and output."""
-        rest = length - len(self.origin_input_ids)
-        if rest <= 0:
-            return self.origin_input_ids[:length]
-        return np.concatenate([self.origin_input_ids, token_array(self.output_ids[:rest])])
+        return self.ids_between(0, length)
+
+    def ids_between(self, begin: int, end: int) -> TokenArray:
+        """Tokens `[begin, end)` of prompt and output. Those of the prompt alone are a view."""
+        prompt_len = len(self.origin_input_ids)
+        if end <= prompt_len:
+            return self.origin_input_ids[begin:end]
+        output = token_array(self.output_ids[max(0, begin - prompt_len) : end - prompt_len])
+        if begin >= prompt_len:
+            return output
+        return np.concatenate([self.origin_input_ids[begin:], output])
 
     def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
         """int64: the slots that it owns itself, which are those after the tree's."""

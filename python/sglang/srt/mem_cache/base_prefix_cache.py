@@ -41,8 +41,12 @@ class CacheableRequest(Protocol):
     priority: int
 
     @property
+    def kv_committed_len(self) -> int:
+        """Tokens whose KV has been computed and stored."""
+
+    @property
     def kv_committed_ids(self) -> Sequence[int] | TokenArray:
-        """Tokens whose KV has been computed and stored, in order: prompt, then output."""
+        """These tokens in order: prompt, then output. Made anew each time."""
 
 
 @dataclasses.dataclass(slots=True)
