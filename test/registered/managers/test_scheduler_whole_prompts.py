@@ -216,9 +216,7 @@ def test_prompt_logprobs_are_computed_again() -> None:
     ask(rig, "cold", PROMPT)
     for start, cached in ((0, 0), (100, 96), (190, 176), (191, 191)):
         rid = f"from-{start}"
-        message = rig.request(
-            rid, PROMPT, greedy(2), return_logprob=True, logprob_start_len=start
-        )
+        message = rig.request(rid, PROMPT, greedy(2), return_logprob=True, logprob_start_len=start)
         rig.run(message)
         got = rig.results[rid]
         assert got.last is not None and got.last.cached_tokens_details.total == cached
@@ -275,9 +273,7 @@ def test_a_model_gives_the_same_words(tmp_path: Path) -> None:
     assert ask(rig, "cold", ids).total == 0
     before = pages_of(rig, ids)
     assert ask(rig, "warm", ids).total == 63
-    rig.run(
-        rig.request("beside", ids, greedy(5)), rig.request("other", prompt(4, 20), greedy(5))
-    )
+    rig.run(rig.request("beside", ids, greedy(5)), rig.request("other", prompt(4, 20), greedy(5)))
     for rid in ("warm", "beside"):
         assert rig.results[rid].output_ids == rig.results["cold"].output_ids
     assert_equal_pages(rig, ids, before)
