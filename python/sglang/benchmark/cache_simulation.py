@@ -140,14 +140,14 @@ class SimulatedCache:
     def arrive(self, rid: str, number: int, ids: TokenArray) -> int:
         """A prompt enters the queue as the `number`-th; `serve` it later under this `rid`. The
         tokens that L1 and L2 have of it."""
-        match = self._tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1])))
+        match = self._tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
         self._tree.note_waiting(rid, number, match.last_host_node)
         return len(match.device_indices) + match.host_hit_length
 
     def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
         """Serve one prompt; the tokens that L1 and L2 had of it."""
         tree = self._tree
-        match = tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1])))
+        match = tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
         tree.note_scheduled(rid)
         held, device = match.last_device_node, len(match.device_indices)
         tree.inc_lock_ref(held)
@@ -165,9 +165,7 @@ class SimulatedCache:
         known = torch.cat([match.device_indices, loaded])
         key = RadixKey(ids).page_aligned(self._page_size)
         slots = torch.cat([known, self._compute(len(key) - len(known))])
-        result = tree.insert(InsertParams(key=key, value=slots, priority=priority))
-        # Nobody else was served meanwhile, but a key that ends on a page may be known whole.
-        self._free(slots[len(known) : result.prefix_len])
+        tree.insert(InsertParams(key=key, value=slots, priority=priority))
         tree.dec_lock_ref(held)
         self._settle()
         return device, len(loaded)
@@ -189,10 +187,6 @@ class SimulatedCache:
         slots = self._allocator.alloc(tokens)
         assert slots is not None, f"L1 has no room for {tokens} tokens"
         return slots
-
-    def _free(self, slots: torch.Tensor) -> None:
-        if len(slots):
-            self._allocator.free(slots)
 
     def _settle(self) -> None:
         tree = self._tree

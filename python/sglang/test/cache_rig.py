@@ -70,6 +70,10 @@ class RigRequest:
     cache_protected_len: int = 0
     priority: int = 0
 
+    @property
+    def kv_committed_len(self) -> int:
+        return len(self.kv_committed_ids)
+
 
 @dataclass(frozen=True)
 class Reused:

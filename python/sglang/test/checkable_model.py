@@ -102,7 +102,13 @@ class _Context:
     seed: int
     slots: npt.NDArray[np.int64]
     num_old: int
+    """Positions that the pool has before the step: all, or all but those of `new_tokens`."""
     new_tokens: list[int]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pool has its one new token too, which the step reads and does not store."""
+        return self.num_old == len(self.slots)
 
 
 class CheckableWorker:
@@ -129,6 +135,8 @@ class CheckableWorker:
         self.eos_token_ids: tuple[int, ...] = ()
         self.num_checked = 0
         """Positions that were read and found right, over all forwards."""
+        self.num_whole = 0
+        """Contexts that the pool had whole, over all forwards."""
 
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
@@ -156,19 +164,25 @@ class CheckableWorker:
         _expect(len(set(rows)) == len(rows) == len(seeds), f"rows {rows}, seeds {seeds}")
         num_new = forward.extend_seq_lens_cpu or [1] * len(rows)
         tokens = forward.input_ids.tolist()
+        page_size = self.token_to_kv_pool.page_size
+        stored = forward.out_cache_loc.tolist()
         contexts: list[_Context] = []
         positions: list[int] = []
         done = 0
         for row, length, new, seed in zip(rows, lengths, num_new, seeds, strict=True):
             slots = table[row, :length].astype(np.int64)
-            contexts.append(_Context(row, seed, slots, length - new, tokens[done : done + new]))
+            num_old = length - new
+            if stored[done : done + new] == [0]:
+                _expect(length % page_size == 0, f"row {row}, {length} tokens: cached in part")
+                num_old = length
+            contexts.append(_Context(row, seed, slots, num_old, tokens[done : done + new]))
             positions += range(length - new, length)
             done += new
         _expect(done == len(tokens), f"{len(tokens)} tokens, {done} of them somebody's")
         _expect(forward.positions.tolist() == positions, "positions are not the requests'")
         written = np.concatenate([one.slots[one.num_old :] for one in contexts])
         _expect(
-            np.array_equal(forward.out_cache_loc.numpy(), written),
+            [slot for slot in stored if slot] == written.tolist(),
             "out_cache_loc are not the slots of the new positions",
         )
         read = np.concatenate([one.slots[: one.num_old] for one in contexts])
@@ -177,7 +191,7 @@ class CheckableWorker:
             len(np.unique(both)) == len(both), "a slot is written that a context of the batch has"
         )
         smallest = int(both.min())
-        _expect(smallest >= self.token_to_kv_pool.page_size, f"slot {smallest} is padding")
+        _expect(smallest >= page_size, f"slot {smallest} is padding")
         return contexts
 
     def _attend(self, forward: ForwardBatch, contexts: list[_Context]) -> list[list[int]]:
@@ -196,6 +210,11 @@ class CheckableWorker:
                 for one in contexts:
                     old = buffers[0][one.slots[: one.num_old]] ^ _MARKS[0, 0]
                     _check_chain(one, old)
+                    if one.is_whole:
+                        _expect_last(one, old)
+                        hashes.append([int(old[-1, 0])])
+                        facts += [old, old[:0]]
+                        continue
                     at = int(old[-1, 0]) if one.num_old else _start(one.seed)
                     hashes.append(_extend(at, one.new_tokens))
                     facts += [old, _facts(hashes[-1], one.num_old, one.new_tokens)]
@@ -211,12 +230,19 @@ class CheckableWorker:
                 if not np.array_equal(found, wanted):
                     raise _wrong(contexts, layer, part, found, wanted)
         self.num_checked += len(slots)
+        self.num_whole += sum(one.is_whole for one in contexts)
         return hashes
 
 
 def _expect(holds: bool, what: str) -> None:
     if not holds:
         raise WrongContext(f"the batch: {what}")
+
+
+def _expect_last(one: _Context, old: _Words) -> None:
+    """The new token of a context that the pool has whole is the one that the pool has."""
+    token = int(old[-1, 1]) & 0xFFFFFFFF
+    _expect(one.new_tokens == [token], f"row {one.row}: {one.new_tokens} instead of {token}")
 
 
 def _facts(hashes: list[int], begin: int, tokens: list[int]) -> _Words:

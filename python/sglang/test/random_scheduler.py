@@ -433,6 +433,7 @@ class RandomScheduler:
         worker = self.rig.worker
         assert isinstance(worker, CheckableWorker)
         counts["positions checked"] = worker.num_checked
+        counts["prompts cached whole"] = worker.num_whole
         counts["retractions"] = counters.retractions
         counts["prefill batches"] = counters.prefill_batches
         counts["decode steps"] = counters.decode_steps

@@ -39,6 +39,7 @@ def test_twenty_minutes_of_random_work() -> None:
         "aborted after 0 words",
         "aborted after 1 words",
         "prompts with logprobs",
+        "prompts cached whole",
         "ended by stop",
     ):
         assert counts[what] > 10, what

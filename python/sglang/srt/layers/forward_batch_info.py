@@ -56,7 +56,8 @@ class ForwardBatch:
     """int64 `[bs]`: context lengths, the tokens of this step included."""
     seq_lens_cpu: list[int]
     out_cache_loc: torch.Tensor
-    """int64 `[num_tokens]`: slots that take the new keys and values."""
+    """int64 `[num_tokens]`: slots that take the new keys and values. Slot 0, padding, for a token
+    whose keys and values the pool has already: attention reads them by its request's row."""
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
     req_pool_indices_cpu: list[int] | None = None

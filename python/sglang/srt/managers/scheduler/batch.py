@@ -29,7 +29,8 @@ class PrefillWork:
     extend_len: int
     """Tokens after `req.kv_committed_len`."""
     out_slots: torch.Tensor
-    """int64 `[extend_len]` on the device."""
+    """int64 `[extend_len]` on the device: where their keys and values are stored. Slot 0, padding,
+    for a token whose keys and values are cached."""
     is_last_chunk: bool = field(init=False)
     """Whether the step samples this request's next token."""
 
@@ -89,11 +90,12 @@ def make_prefill_batch(
     seq_lens = [p + e for p, e in zip(prefix_lens, extend_lens, strict=True)]
     new_ids = np.concatenate(
         [
-            work.req.first_ids(end)[begin:]
+            work.req.ids_between(begin, end)
             for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True)
         ]
     )
     reqs = [work.req for work in works]
+    out_slots = [work.out_slots for work in works]
     rows = [req.row for req in reqs]
     return_logprob, top_nums = _top_logprobs_nums(reqs)
     inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
@@ -111,12 +113,16 @@ def make_prefill_batch(
         forward=ForwardBatch(
             forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
             input_ids=input_ids,
-            positions=compute_extend_positions(prefix_lens, extend_lens, pools.device),
+            positions=(
+                seq_lens_on_device - 1
+                if is_decode
+                else compute_extend_positions(prefix_lens, extend_lens, pools.device)
+            ),
             req_pool_indices=rows_on_device,
             req_pool_indices_cpu=rows,
             seq_lens=seq_lens_on_device,
             seq_lens_cpu=seq_lens,
-            out_cache_loc=torch.cat([work.out_slots for work in works]),
+            out_cache_loc=out_slots[0] if len(works) == 1 else torch.cat(out_slots),
             req_to_token_pool=pools.req_to_token_pool,
             token_to_kv_pool=pools.token_to_kv_pool,
             extend_prefix_lens_cpu=prefix_lens,

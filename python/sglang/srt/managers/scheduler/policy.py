@@ -166,7 +166,8 @@ class PrefillAdder:
         """Whether a waiting request may join.
 
         Args:
-            rest: Prompt tokens to compute, after what is cached.
+            rest: Prompt tokens after what is cached. 0: the last one is computed all the same, and
+                takes no slot.
             load: Cached tokens that need device slots first.
             new_tokens: Slots to expect for its output.
             free_tokens: Slots that are free or can be evicted, after locking what it reuses.
@@ -176,7 +177,7 @@ class PrefillAdder:
         need = load + ceil_to_page(rest + new_tokens, self._limits.page_size)
         if need > free_tokens - self._reserved:
             return AddPlan(AddOutcome.NO_MEMORY)
-        return self._plan_extend(rest)
+        return self._plan_extend(max(rest, 1))
 
     def commit(self, plan: AddPlan, reserve: int) -> None:
         """Take what `plan` granted; `reserve`: slots that the request will need after this step."""

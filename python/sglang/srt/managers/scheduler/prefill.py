@@ -47,6 +47,7 @@ class PrefillScheduler:
         self._blocked_by: tuple[int, int] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
+        self._padding_slot = torch.zeros(1, dtype=torch.int64, device=state.pools.device)
         self._shares_prompts = not state.tree.disable
 
     def schedule(self) -> tuple[list[PrefillWork], int] | None:
@@ -153,11 +154,11 @@ class PrefillScheduler:
         """Lock what is cached of the prompt, load it, and allocate the rest; or change nothing."""
         prefix, plan = self._reuse(req, adder)
         if plan.is_admitted:
-            req.kv_committed_len = len(prefix.slots)
+            req.kv_committed_len = min(len(prefix.slots), req.num_tokens - 1)
             slots = self._alloc(req, plan.extend_tokens, prefix.slots)
             if slots is not None:
                 self._commit(req, prefix)
-                rest = req.num_tokens - len(prefix.slots) - plan.extend_tokens
+                rest = req.num_tokens - req.kv_committed_len - plan.extend_tokens
                 adder.commit(plan, rest + self._state.reserve_for(req))
                 return plan.outcome, PrefillWork(req, plan.extend_tokens, slots)
             req.kv_committed_len = 0
@@ -199,25 +200,32 @@ class PrefillScheduler:
     def _alloc(
         self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Slots for the next tokens, written to the request's row; None where too few are free.
+        """Where the next tokens' keys and values are stored; None where too few slots are free.
+
+        The request's row has them then, unless they are cached: the step stores the last token of
+        a prompt that is cached whole as padding, and reads it from the cached page.
 
         Args:
             prefix: Slots of the first tokens, for a request that has no row yet.
         """
         state, pools = self._state, self._state.pools
-        begin, end = req.kv_committed_len, req.kv_committed_len + extend_tokens
+        end = req.kv_committed_len + extend_tokens
+        begin = req.kv_committed_len if prefix is None else len(prefix)
         page_size = state.limits.page_size
         assert begin % page_size == 0, "what is cached or was computed before is whole pages"
-        state.make_room(extend_tokens)
-        pages = pools.allocator.alloc(ceil_to_page(end, page_size) - begin)
-        if pages is None:
-            return None
-        slots = pages[: end - begin]
+        slots = self._padding_slot
+        if begin < end:
+            state.make_room(end - begin)
+            pages = pools.allocator.alloc(ceil_to_page(end, page_size) - begin)
+            if pages is None:
+                return None
+            slots = pages[: end - begin]
         rows = pools.req_to_token_pool.alloc([req])
         assert rows is not None, "as many rows as running requests"
         if prefix is not None:
             pools.req_to_token_pool.write((rows[0], slice(0, begin)), prefix)
-        pools.req_to_token_pool.write((rows[0], slice(begin, end)), slots)
+        if begin < end:
+            pools.req_to_token_pool.write((rows[0], slice(begin, end)), slots)
         return slots
 
     def _commit(self, req: Req, prefix: _Prefix) -> None:
@@ -228,14 +236,15 @@ class PrefillScheduler:
         req.cache_protected_len = len(prefix.slots)
         tree.note_scheduled(req.rid)
         from_storage = min(tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
+        device, host, storage = _reused_tokens(prefix, from_storage, req.num_tokens)
         if req.was_scheduled:
             return
         req.was_scheduled = True
         req.queue_time = max(0.0, state.now - req.arrival_time)
         details = CachedTokensDetails(
-            device=prefix.from_device,
-            host=prefix.from_host - from_storage,
-            storage=from_storage,
+            device=device,
+            host=host,
+            storage=storage,
             storage_backend=tree.storage_backend_name,
         )
         req.cached_tokens_details = details
@@ -255,3 +264,23 @@ class PrefillScheduler:
         message = f"the engine has {free} token slots left, too few for this request"
         reason = FinishReason(type="abort", message=message, status_code=503)
         self._state.queues.abort(req, reason)
+
+
+def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple[int, int, int]:
+    """Tokens that are not computed, by the tier they come from: device, host, storage.
+
+    The last token is computed also where all are cached. The lowest tier that contributed then
+    counts one less.
+
+    Args:
+        from_storage: Tokens of `prefix.from_host` that were read from L3.
+        num_tokens: Of the request.
+    """
+    device, host, storage = prefix.from_device, prefix.from_host - from_storage, from_storage
+    if device + host + storage < num_tokens:
+        return device, host, storage
+    if storage:
+        return device, host, storage - 1
+    if host:
+        return device, host - 1, storage
+    return device - 1, host, storage

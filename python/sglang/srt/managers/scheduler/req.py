@@ -3,6 +3,10 @@
 Invariant between two steps: columns `[0, kv_committed_len)` of a request's row hold slots with the
 keys and values of `kv_committed_ids`; the `num_in_flight` columns after them hold those that a step
 in flight fills; and it has no others.
+
+The last token of a prompt is always computed, because the next one comes of its logits. Where the
+cache has the whole prompt, the keys and values of that token are read like those of the others and
+not written: its column holds the slot of the cached page, which is shared.
 """
 
 from __future__ import annotations
@@ -180,19 +184,25 @@ class Req:
         return position if position < len(self.origin_input_ids) - 1 else None
 
     def match_key(self) -> RadixKey:
-        """What may be looked up in the cache: the last token is always computed, and so is what
-        gives logprobs."""
-        length, wanted = self.num_tokens - 1, self.next_input_logprob
+        """What may be looked up in the cache: all, but for what gives prompt logprobs."""
+        wanted = self.next_input_logprob
         return RadixKey(
-            self.first_ids(length if wanted is None else min(length, wanted)), self.extra_key
+            self.first_ids(self.num_tokens if wanted is None else wanted), self.extra_key
         )
 
     def first_ids(self, length: int) -> TokenArray:
         """The first tokens of prompt and output."""
-        rest = length - len(self.origin_input_ids)
-        if rest <= 0:
-            return self.origin_input_ids[:length]
-        return np.concatenate([self.origin_input_ids, token_array(self.output_ids[:rest])])
+        return self.ids_between(0, length)
+
+    def ids_between(self, begin: int, end: int) -> TokenArray:
+        """Tokens `[begin, end)` of prompt and output. Those of the prompt alone are a view."""
+        prompt_len = len(self.origin_input_ids)
+        if end <= prompt_len:
+            return self.origin_input_ids[begin:end]
+        output = token_array(self.output_ids[max(0, begin - prompt_len) : end - prompt_len])
+        if begin >= prompt_len:
+            return output
+        return np.concatenate([self.origin_input_ids[begin:], output])
 
     def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
         """int64: the slots that it owns itself, which are those after the tree's."""

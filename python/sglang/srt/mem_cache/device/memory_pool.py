@@ -100,7 +100,9 @@ class ReqToTokenPool:
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
         """`req_to_token[indices] = values`; `indices` is (row or rows, column or columns)."""
-        self.req_to_token[indices] = values.to(torch.int32)
+        if not isinstance(indices[1], slice):
+            values = values.to(torch.int32)  # Slices convert while they are copied to.
+        self.req_to_token[indices] = values
 
     def clear(self) -> None:
         """Take back every row."""

@@ -48,8 +48,12 @@ class CacheableRequest(Protocol):
     priority: int
 
     @property
+    def kv_committed_len(self) -> int:
+        """Tokens whose KV has been computed and stored."""
+
+    @property
     def kv_committed_ids(self) -> Sequence[int] | TokenArray:
-        """Tokens whose KV has been computed and stored, in order: prompt, then output."""
+        """These tokens in order: prompt, then output. Made anew each time."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -158,7 +162,12 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix of `params.key`, in whole pages. The one match function:
-        scheduling, prefetch and load-back all use it."""
+        scheduling, prefetch and load-back all use it.
+
+        Where it is the whole key, the scheduler computes the key's last token again without
+        storing anything. A cache of state that this would spoil, such as a recurrent one, leaves
+        out the last page here.
+        """
 
     @abstractmethod
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:

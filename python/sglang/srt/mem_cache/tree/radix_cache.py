@@ -117,30 +117,40 @@ class RadixCache(BasePrefixCache):
     # ---- requests --------------------------------------------------------------------------
 
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
-        key, slots = self._committed(req)
         kept = req.cache_protected_len
         if is_insert and not self.disable:
-            aligned = key.page_aligned(self.page_size)
-            if len(aligned) > kept:
-                known, path = self.tree.insert(aligned, slots, req.priority)
+            whole = req.kv_committed_len // self.page_size * self.page_size
+            if whole > kept:
+                key, slots = self._committed(req)
+                known, path = self.tree.insert(
+                    key.page_aligned(self.page_size), slots, req.priority
+                )
                 # Pages that another request inserted meanwhile: these are doubles.
                 self.tree.free_slots(slots[kept:known])
-                kept = len(aligned)
+                kept = whole
             else:
                 path = self.tree.path_to(req.last_node)
             _count_hit(path)
             self._on_insert(path)
-        self.tree.free_slots(slots[kept:])
+        self.tree.free_slots(self._slots_of(req, kept))
         self.dec_lock_ref(req.last_node)
         req.last_node = self.root_node
         req.cache_protected_len = 0
 
     def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
-        key, slots = self._committed(req)
         if self.disable:
-            req.prefix_indices = slots
+            req.prefix_indices = self._slots_of(req, 0)
             return
-        begin, aligned = req.cache_protected_len, key.page_aligned(self.page_size)
+        begin = req.cache_protected_len
+        if req.kv_committed_len // self.page_size * self.page_size == begin:
+            # It has no page that the tree lacks: what it locked is what it used.
+            path = self.tree.path_to(req.last_node)
+            for node in path:
+                node.priority = max(node.priority, req.priority)
+            self._on_insert(path)
+            return
+        key, slots = self._committed(req)
+        aligned = key.page_aligned(self.page_size)
         known, path = self.tree.insert(aligned, slots, req.priority)
         self._on_insert(path)
         if known > begin:
@@ -157,10 +167,13 @@ class RadixCache(BasePrefixCache):
         req.prefix_indices = slots
 
     def _committed(self, req: CacheableRequest) -> tuple[RadixKey, torch.Tensor]:
-        ids = req.kv_committed_ids
+        return RadixKey(req.kv_committed_ids, req.extra_key), self._slots_of(req, 0)
+
+    def _slots_of(self, req: CacheableRequest, begin: int) -> torch.Tensor:
+        """int64: slots of the tokens whose KV has been computed, from token `begin` on."""
         assert req.req_pool_idx is not None, f"request {req.rid} has no row of slots"
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(ids)]
-        return RadixKey(ids, req.extra_key), row.to(torch.int64)
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, begin : req.kv_committed_len]
+        return row.to(torch.int64)
 
     # ---- requests that wait ----------------------------------------------------------------
 

@@ -132,6 +132,26 @@ def test_decode(name: str, shape: tuple[int, int, int], page_size: int) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "extend"])
+def test_a_cached_token_is_read_from_its_page(name: str, page_size: int, is_decode: bool) -> None:
+    """The last token of a prompt that is cached whole is stored as padding."""
+    shape, lens = (8, 2, 128), [64, 640, 4096]
+    made = contexts(lens, shape, page_size)
+    prefixes = [length - 1 for length in lens]
+    batch = made.decode_batch() if is_decode else made.extend_batch(prefixes)
+    batch.out_cache_loc = torch.zeros_like(batch.out_cache_loc)
+    backend = make(name, shape, page_size)
+    backend.init_forward_metadata(batch)
+    q = queries(len(lens), shape[0], shape[2], BF16, "cuda")
+    other = q[:, : shape[1]].contiguous()
+    got = backend.forward(q, other, other, attention_layer(*shape), batch)
+    check_decode(made, got, q, lens)
+    stored, _ = batch.token_to_kv_pool.get_kv_buffer(0)
+    assert torch.equal(stored[page_size:], made.k[page_size:])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 64])
 def test_a_graph_replays_whatever_the_lengths_become(name: str, page_size: int) -> None:
     """Captured with contexts of one token, replayed with short ones, long ones, short ones."""
     shape, count = (8, 2, 128), 6

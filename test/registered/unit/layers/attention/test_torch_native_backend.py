@@ -24,6 +24,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.test.attention_cases import PagedContexts, assert_close, attention_layer, queries
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -135,6 +136,41 @@ def test_one_request_alone() -> None:
     for view_tokens in (1, 1000):
         Bench([torch.arange(5, 60)]).run(ForwardMode.DECODE, [1], view_tokens)
         Bench([torch.arange(5, 60)]).run(ForwardMode.EXTEND, [55], view_tokens)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("view_tokens", [1, 1000])
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "extend"])
+def test_a_token_that_is_cached_is_stored_as_padding(
+    is_decode: bool, view_tokens: int, page_size: int
+) -> None:
+    """Decoding reads it from its page, extending takes it as it is computed."""
+    lens = [16, 64, 320]
+    made = PagedContexts(
+        lens, KV_HEADS, DIM, page_size=page_size, dtype=torch.float32, device="cpu"
+    )
+    prefixes = [length - 1 for length in lens]
+    batch = made.decode_batch() if is_decode else made.extend_batch(prefixes)
+    last, batch.out_cache_loc = batch.out_cache_loc, torch.zeros_like(batch.out_cache_loc)
+    config = dataclasses.replace(CONFIG, page_size=page_size)
+    backend = TorchNativeAttnBackend(config, view_bytes=view_tokens * CONFIG.kv_bytes)
+    backend.init_forward_metadata(batch)
+    q = queries(len(lens), HEADS, DIM, torch.float32, "cpu")
+    k, v = made.k[last], made.v[last]
+    if is_decode:
+        k, v = torch.zeros_like(k), torch.zeros_like(v)
+    got = backend.forward(q, k, v, attention_layer(HEADS, KV_HEADS, DIM), batch)
+    want = [attend_by_definition(q, made, i, length) for i, length in enumerate(lens)]
+    assert_close(got, torch.cat(want), torch.float32)
+    stored, _ = batch.token_to_kv_pool.get_kv_buffer(0)
+    assert torch.equal(stored[page_size:], made.k[page_size:])
+
+
+def attend_by_definition(
+    q: torch.Tensor, made: PagedContexts, request: int, length: int
+) -> torch.Tensor:
+    """From the last of `length` tokens."""
+    return definition(q[request : request + 1], *made.context(request, length)).double()
 
 
 def random_qkv(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -121,6 +121,18 @@ def test_what_runs_keeps_its_reserve_and_each_addition_adds_to_it() -> None:
     assert adder.plan(4, 0, 4, 20).outcome is AddOutcome.ADDED
 
 
+def test_the_last_token_of_a_cached_prompt_is_computed_and_takes_no_slot() -> None:
+    adder = PrefillAdder(limits(), num_running=0, reserved_tokens=0)
+    assert adder.plan(0, 0, 4, 3).outcome is AddOutcome.NO_MEMORY
+    assert adder.plan(0, 0, 4, 4) == AddPlan(AddOutcome.ADDED, 1)
+    assert adder.plan(0, 8, 4, 11).outcome is AddOutcome.NO_MEMORY
+    plan = adder.plan(0, 8, 4, 12)
+    assert plan == AddPlan(AddOutcome.ADDED, 1)
+    adder.commit(plan, reserve=4)
+    # The batch has room for one token less.
+    assert adder.plan(30, 0, 2, 100).extend_tokens == limits().chunk_tokens - 4  # type: ignore[operator]
+
+
 def test_no_more_requests_than_rows() -> None:
     adder = PrefillAdder(limits(rows=2), num_running=1, reserved_tokens=0)
     adder.commit(adder.plan(1, 0, 1, 100), reserve=1)

@@ -127,17 +127,17 @@ def test_lpm_serves_a_cold_request_while_hot_ones_keep_coming(model: Path) -> No
     rig.run()
 
 
-def test_the_second_time_all_but_the_last_page_is_cached(model: Path) -> None:
+def test_the_second_time_all_but_the_last_token_is_cached(model: Path) -> None:
     rig = SchedulerRig(model, page_size=16)
     ids = prompt(1, 64)
     rig.run(rig.request("cold", ids))
     rig.run(rig.request("warm", ids), rig.request("other", ids, extra_key="x"))
     lasts = {rid: got.last for rid, got in rig.results.items() if got.last}
     cached = {rid: last.cached_tokens_details.total for rid, last in lasts.items()}
-    assert cached == {"cold": 0, "warm": 48, "other": 0}
+    assert cached == {"cold": 0, "warm": 63, "other": 0}
     warm = rig.results["warm"].last
     assert warm is not None
-    assert warm.cached_tokens_details.device == 48
+    assert warm.cached_tokens_details.device == 63
     assert warm.cached_tokens_details.storage_backend is None
     assert rig.results["warm"].output_ids == rig.results["cold"].output_ids
 
@@ -539,13 +539,17 @@ def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
         extra_key="k",
     )
     req = Req.from_message(message, arrival_number=0, max_request_tokens=64, eos_token_ids=[])
-    assert (list(req.match_key()), req.match_key().extra_key) == ([5, 6, 7], "k")
+    assert (list(req.match_key()), req.match_key().extra_key) == ([5, 6, 7, 8], "k")
     for output in (9, 10):
         req.output_ids.append(output)
         req.kv_committed_len = req.num_tokens - 1
         before = [5, 6, 7, 8, *req.output_ids[:-1]]
         assert req.kv_committed_ids.tolist() == before
-        assert list(req.match_key()) == before
+        assert list(req.match_key()) == [*before, output]
+        whole = [*before, output]
+        for begin in range(len(whole) + 1):
+            for end in range(begin, len(whole) + 1):
+                assert req.ids_between(begin, end).tolist() == whole[begin:end]
     req.kv_committed_len = 2
     assert req.kv_committed_ids.tolist() == [5, 6]
     req.logprob_start_len = 1

@@ -205,7 +205,7 @@ def test_what_a_step_in_flight_computes_is_in_the_cache(
     assert rig.results["b"].output_ids == rig.results["a"].output_ids
     last = rig.results["b"].last
     assert last is not None
-    assert last.cached_tokens_details.total == 12
+    assert last.cached_tokens_details.total == 15
 
 
 def test_running_requests_are_counted_while_their_prompts_are_in_flight(
