@@ -150,7 +150,12 @@ def test_nothing_is_allocated_for_the_prompt(
     allocator = rig.worker.token_to_kv_pool_allocator
     taken: list[int] = []
     take = allocator._take_pages
-    monkeypatch.setattr(allocator, "_take_pages", lambda n: taken.append(n) or take(n))
+
+    def watched(count: int) -> torch.Tensor | None:
+        taken.append(count)
+        return take(count)
+
+    monkeypatch.setattr(allocator, "_take_pages", watched)
     assert ask(rig, "warm", PROMPT, 1).total == 191
     assert sum(taken) == 0
     # The second word is the first token after the prompt: it opens a page.
