@@ -49,8 +49,9 @@ def prompt_ids(seed: int) -> tuple[list[int], str]:
 
 
 def whole_pages(ids: list[int]) -> int:
-    """Tokens of the prompt that a page-wise cache can give back."""
-    return (len(ids) - 1) // PAGE * PAGE
+    """Tokens of the prompt, which ends within a page, that a page-wise cache can give back."""
+    assert len(ids) % PAGE, "or all tokens but the last come from the cache"
+    return len(ids) // PAGE * PAGE
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PROMPT: Final = [300 + i % 1000 for i in range(8 * PAGE)]
-REUSED: Final = 7 * PAGE
-"""Of `PROMPT` asked again: at least one token is computed, and pages are whole."""
+REUSED: Final = 8 * PAGE - 1
+"""Of `PROMPT`, which is whole pages, asked again: its last token is computed."""
 
 SERVING: Final = (
     "num_running_reqs", "num_queue_reqs", "num_used_tokens", "token_usage", "gen_throughput",

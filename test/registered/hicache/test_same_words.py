@@ -51,8 +51,9 @@ def cold() -> Iterator[tuple[list[int], Answer]]:
 
 
 def whole_pages(ids: list[int]) -> int:
-    """Tokens of the prompt that a page-wise cache can give back."""
-    return (len(ids) - 1) // PAGE * PAGE
+    """Tokens of the prompt, which ends within a page, that a page-wise cache can give back."""
+    assert len(ids) % PAGE, "or all tokens but the last come from the cache"
+    return len(ids) // PAGE * PAGE
 
 
 def push_out(server: EngineServer) -> None:
