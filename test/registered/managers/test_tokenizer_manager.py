@@ -6,7 +6,6 @@ import asyncio
 import string
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
 
 import pytest
 import zmq
@@ -78,9 +77,8 @@ def test_leaving_early_aborts_and_keeps_the_id_until_the_end_has_come() -> None:
             await manager.start()
             engine.scheduler.hold_after = 2
             request = ask(stream=True, rid="r")
-            async with aclosing(manager.generate(request)) as states:
-                async for _ in states:
-                    break
+            with manager.submit([request]) as (state,):
+                assert not await state.grown()
             with pytest.raises(InvalidRequest, match="rid"):
                 await manager.generate_whole(ask(rid="r"))
             while manager._leaving:

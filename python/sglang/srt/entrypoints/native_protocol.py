@@ -8,13 +8,9 @@ import msgspec
 
 from sglang.srt.entrypoints.http_body import convert, refuse_fields, refuse_own_ids
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.managers.generate_request import (
-    GenerateRequest,
-    PromptIds,
-    new_rid,
-    prompt_ids,
-)
+from sglang.srt.managers.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.samples import expand_samples
+from sglang.srt.mem_cache.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_BATCH: Final = 1024
@@ -159,7 +155,8 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 priority=body.priority or 0,
             )
         )
-    _refuse_many_patterns(requests)
+    if any(request.sampling_params.stop_regex for request in requests):
+        _refuse_many_patterns(requests)
     outputs = expand_samples(requests)
     return outputs, is_batch or len(outputs) > 1
 
@@ -189,7 +186,7 @@ def _start_of(logprob_start_len: int | None) -> int:
     return -1 if logprob_start_len is None else logprob_start_len
 
 
-def _prompts(body: GenerateBody) -> tuple[list[str | PromptIds], bool]:
+def _prompts(body: GenerateBody) -> tuple[list[str | TokenArray], bool]:
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text, input_ids: give exactly one of them", "text")
     if isinstance(body.text, str):
@@ -211,11 +208,11 @@ def _batch(field: str, values: list[Any]) -> list[Any]:
     return values
 
 
-def _flat_ids(field: str, values: int | list[Any]) -> PromptIds:
+def _flat_ids(field: str, values: int | list[Any]) -> TokenArray:
     if not isinstance(values, list):
         raise bad_request(f"{field}: expected a list of token ids, as in the first prompt", field)
     try:
-        return prompt_ids(values)
+        return prompt_ids(values, field)
     except TypeError:
         raise bad_request(f"{field}: expected token ids, got a list among them", field) from None
 
@@ -242,4 +239,8 @@ def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams
         if given.pop(name, "") not in _SAMPLING_NEUTRAL:
             raise bad_request(f"{field}.{name} is not supported: {remedy}", f"{field}.{name}")
     params = convert(given, SamplingParams, field)
-    return params, None if "max_new_tokens" in given else _DEFAULT_NEW_TOKENS, keeps_stop
+    if "max_new_tokens" in given:
+        return params, None, keeps_stop
+    # Asking for a least number of tokens raises the default.
+    params.max_new_tokens = max(_DEFAULT_NEW_TOKENS, params.min_new_tokens)
+    return params, _DEFAULT_NEW_TOKENS, keeps_stop

@@ -17,9 +17,10 @@ from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.native_answers import AnswerWriter
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
+from sglang.srt.entrypoints.sse import EventStream, json_response, unless_client_leaves
 from sglang.srt.entrypoints.streams import gather_or_cancel, merge
 from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.request_state import RequestState
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -43,7 +44,7 @@ async def generate(request: Request) -> Response:
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
         events = stream_answers(context.manager, requests, is_batch, with_text)
-        return await start_stream(request, events)
+        return EventStream(await unless_client_leaves(request, anext(events), events), events)
     work = whole_answers(context.manager, requests, with_text)
     answers = await unless_client_leaves(request, work)
     return json_response(answers if is_batch else answers[0])
@@ -54,11 +55,12 @@ async def whole_answers(
 ) -> list[dict[str, Any]]:
     """Run all requests to their ends; the first that fails ends the others."""
 
-    async def one(request: GenerateRequest) -> dict[str, Any]:
+    async def one(request: GenerateRequest, state: RequestState) -> dict[str, Any]:
         writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
-        return await writer.answer(await manager.generate_whole(request))
+        return await writer.answer(await state.end())
 
-    return await gather_or_cancel([one(request) for request in requests])
+    with manager.submit(requests) as states:
+        return await gather_or_cancel(list(map(one, requests, states)))
 
 
 async def stream_answers(
@@ -68,24 +70,23 @@ async def stream_answers(
     with_text: bool = False,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Cumulative answers as they grow, see `AnswerWriter`; those of a batch carry their `index`."""
-    if not is_batch:
-        async with aclosing(_stream_one(manager, requests[0], with_text)) as answers:
-            async for answer in answers:
-                yield answer
-        return
-    streams = [_stream_one(manager, request, with_text) for request in requests]
-    async with aclosing(merge(streams)) as merged:
-        async for index, answer in merged:
-            yield {**answer, "index": index}
+    with manager.submit(requests) as states:
+        streams = [
+            _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)
+            for request, state in zip(requests, states, strict=True)
+        ]
+        async with aclosing(merge(streams)) as merged:
+            async for index, answer in merged:
+                yield {**answer, "index": index} if is_batch else answer
 
 
 async def _stream_one(
-    manager: TokenizerManager, request: GenerateRequest, with_text: bool
+    writer: AnswerWriter, state: RequestState
 ) -> AsyncGenerator[dict[str, Any], None]:
-    writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
-    async with aclosing(manager.generate(request)) as states:
-        async for state in states:
-            yield await writer.answer(state)
+    has_ended = False
+    while not has_ended:
+        has_ended = await state.grown()
+        yield await writer.answer(state)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)

@@ -39,8 +39,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[object, None]) -> None:
+    def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
+        """Get `first`, the first of `events`, by `unless_client_leaves(request, anext(events),
+        events)`: what fails before it is a plain HTTP error then.
+        """
         super().__init__()
+        self._first = first
         self._events = events
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
@@ -62,16 +66,21 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async for event in _with_errors(self._events):
+        async for event in self._with_errors():
             await _send_part(send, b"data: " + json_bytes(event) + b"\n\n")
         await _send_part(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def start_stream(request: Request, events: AsyncGenerator[object, None]) -> EventStream:
-    """The stream, once its first event is there: what fails before it is a plain HTTP error."""
-    first = await unless_client_leaves(request, anext(events), events)
-    return EventStream(_chain(first, events))
+    async def _with_errors(self) -> AsyncIterator[object]:
+        yield self._first
+        try:
+            async for event in self._events:
+                yield event
+        except Exception as error:
+            api_error = as_api_error(error)
+            if api_error is None:
+                raise
+            yield error_body(api_error)
 
 
 async def unless_client_leaves(
@@ -81,8 +90,11 @@ async def unless_client_leaves(
 ) -> T:
     """The result of `work`, which is cancelled when the client leaves. The body has been read.
 
+    Args:
+        events: The stream whose first event `work` waits for; closed when the client leaves.
+
     Raises:
-        ApiError: 499, which nobody will read.
+        ApiError: 499; the client has left, so no answer reaches it.
     """
     task = asyncio.current_task()
     assert task is not None, "endpoints run in tasks"
@@ -113,26 +125,6 @@ async def unless_client_leaves(
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _chain(first: object, rest: AsyncGenerator[object, None]) -> AsyncGenerator[object, None]:
-    try:
-        yield first
-        async for event in rest:
-            yield event
-    finally:
-        await rest.aclose()
-
-
-async def _with_errors(events: AsyncIterator[object]) -> AsyncIterator[object]:
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:
-        api_error = as_api_error(error)
-        if api_error is None:
-            raise
-        yield error_body(api_error)
 
 
 async def _send_part(send: Send, body: bytes) -> None:

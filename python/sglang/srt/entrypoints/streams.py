@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -44,6 +45,12 @@ async def merge(
     streams: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all streams as they come, with the index of theirs. Ends with the last stream."""
+    if len(streams) == 1:
+        # Without a task for each item.
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
     pending: dict[asyncio.Future[T], int] = {
         asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)
     }

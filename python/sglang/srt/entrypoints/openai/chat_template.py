@@ -31,18 +31,10 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._template: str | None = None if path is None else read_template(path)
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is a template to render with."""
-        return self._template is not None or self._tokenizer.chat_template is not None
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the template shows tools to the model."""
-        source = self._template or self._tokenizer.chat_template or ""
+        source = self._template or tokenizer.chat_template or ""
         texts = source.values() if isinstance(source, dict) else [source]
-        return any("tools" in text for text in texts)
+        self.takes_tools = any("tools" in text for text in texts)
+        """Whether the template shows tools to the model."""
 
     def render(
         self,
@@ -62,7 +54,7 @@ class ChatTemplate:
         Raises:
             ApiError: 400: there is no template, or it refuses these messages.
         """
-        if not self.exists:
+        if self._template is None and self._tokenizer.chat_template is None:
             raise bad_request(
                 "messages: this model has no chat template; start the server with "
                 "--chat-template FILE, or use /v1/completions",

@@ -12,7 +12,7 @@ import msgspec
 from sglang.srt.constrained.constraint import Constraint, constraint_of_response_format
 from sglang.srt.entrypoints.http_body import refuse_fields, refuse_own_ids
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody
+from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody, ResponseFormat
 from sglang.srt.managers.request_state import RequestState
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
@@ -70,15 +70,19 @@ def sampling_params(
         if max_tokens < least:
             raise bad_request(f"{field}={max_tokens} must be at least {least}", field)
         values["max_new_tokens"] = max_tokens
+    elif body.min_tokens is not None:
+        # Asking for a least number of tokens raises the default.
+        values["max_new_tokens"] = max(SamplingParams().max_new_tokens, body.min_tokens)
     if body.min_tokens is not None:
         if body.min_tokens < 0 or (max_tokens is not None and body.min_tokens > max_tokens):
             raise bad_request(
                 f"min_tokens={body.min_tokens} must be from 0 to {field}", "min_tokens"
             )
         values["min_new_tokens"] = body.min_tokens
-    constraint = _constraint_of_format(body)
-    if constraint is not None:
-        values[constraint.kind.value] = constraint.text
+    if body.response_format is not None:
+        constraint = _constraint_of_format(body, body.response_format)
+        if constraint is not None:
+            values[constraint.kind.value] = constraint.text
     seed = body.seed if body.sampling_seed is None else body.sampling_seed
     if seed is not None:
         # OpenAI's seeds are signed; two's complement keeps different ones different enough.
@@ -86,12 +90,10 @@ def sampling_params(
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def _constraint_of_format(body: CommonBody) -> Constraint | None:
-    """What `response_format` asks for, None where it asks for nothing."""
-    if body.response_format is None:
-        return None
+def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constraint | None:
+    """What the `response_format` of `body` asks for, None where it asks for nothing."""
     try:
-        constraint = constraint_of_response_format(msgspec.to_builtins(body.response_format))
+        constraint = constraint_of_response_format(msgspec.to_builtins(wanted))
     except ValueError as error:
         raise bad_request(str(error), "response_format") from None
     except RecursionError:
