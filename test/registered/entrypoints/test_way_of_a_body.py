@@ -114,7 +114,6 @@ class Walk:
             if caller is not None and name_of(caller) != name:
                 self.callers.add(str(name_of(caller)))
 
-
     @property
     def stops(self) -> list[str]:
         return [one for one in self.functions if one in self.callers]

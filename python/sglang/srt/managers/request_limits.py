@@ -23,7 +23,7 @@ MAX_CHARS_PER_TOKEN: Final = 32
 """A text with more characters than this for each token that fits is refused before it is
 tokenized, which takes a second and 300 MB for each million. Prose has four to five."""
 CHEAP_CHARS: Final = 1 << 16
-"""Texts up to this length are always tokenized, so that the error tells how many tokens they have."""
+"""Texts up to this length are always tokenized, so that an error tells their number of tokens."""
 _INT32_MAX: Final = 2**31 - 1
 
 

@@ -31,6 +31,8 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._template: str | None = None if path is None else read_template(path)
+        self.exists = self._template is not None or tokenizer.chat_template is not None
+        """Whether there is a template to render with."""
         source = self._template or tokenizer.chat_template or ""
         texts = source.values() if isinstance(source, dict) else [source]
         self.takes_tools = any("tools" in text for text in texts)
@@ -54,7 +56,7 @@ class ChatTemplate:
         Raises:
             ApiError: 400: there is no template, or it refuses these messages.
         """
-        if self._template is None and self._tokenizer.chat_template is None:
+        if not self.exists:
             raise bad_request(
                 "messages: this model has no chat template; start the server with "
                 "--chat-template FILE, or use /v1/completions",

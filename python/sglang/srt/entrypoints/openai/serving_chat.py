@@ -182,9 +182,7 @@ class ChatAnswers:
             stream_reasoning=self._body.stream_reasoning is not False,
         )
 
-    async def stream(
-        self, states: Sequence[RequestState]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
         """See `stream_chunks`."""
         pieces = [self._pieces(index, state) for index, state in enumerate(states)]
         async with aclosing(merge(pieces)) as merged:

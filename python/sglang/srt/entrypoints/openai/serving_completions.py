@@ -187,9 +187,7 @@ class CompletionAnswers:
         assert isinstance(text, str)
         return text
 
-    async def stream(
-        self, states: Sequence[RequestState]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
         """Chunks of all outputs as they grow, and the usage where asked for."""
         pieces = [self._pieces(index, state) for index, state in enumerate(states)]
         async with aclosing(merge(pieces)) as merged:
