@@ -1,4 +1,4 @@
-"""Administration of L3 at run time: attach, look, detach, clear."""
+"""Administration of L3 at run time: attach, show, detach, clear."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ async def attach_backend(request: Request) -> Response:
 
 
 def _check_attachable(context: ServerContext, body: AttachBody) -> None:
-    """Refuse what a command line may ask for and an operator's key may not: reading files, and
-    running code.
+    """Refuse what only the command line may ask for: reading the server's files, running code.
 
     Raises:
         ApiError: 403 or 400 that names the field.
@@ -101,7 +100,11 @@ async def clear_backend(request: Request) -> Response:
 
 
 def _administered(request: Request) -> ServerContext:
-    """The context, where an operator's key exists; the middleware has compared it."""
+    """The server's context. The middleware has compared the operator's key, if there is one.
+
+    Raises:
+        ApiError: 400; the server has no operator's key, so this endpoint is closed.
+    """
     context = context_of(request)
     if not context.args.admin_api_key:
         raise ApiError(

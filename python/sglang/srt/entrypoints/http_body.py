@@ -1,4 +1,4 @@
-"""Request bodies: read within a limit, decoded straight from bytes, errors that name the field."""
+"""Request bodies: read within limits, decoded to a struct, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sglang.srt.entrypoints.server_context import context_of
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_BODY_BYTES: Final = 16 * MIB
-"""Several times what the longest contexts need; bounds the memory of a hostile body."""
+"""Several times what the longest contexts need. It bounds the memory of a hostile body."""
 BODY_SECONDS: Final = 60.0
-"""For a whole body to arrive."""
+"""Most time for a whole body to arrive."""
 CHUNK_SECONDS: Final = 10.0
-"""For the next part of a body to arrive."""
+"""Most time for the next part of a body to arrive."""
 MAX_BODY_VALUES: Final = 1 << 19
-"""Strings in a body, and lists and objects in it. Some millions of empty ones fit its bytes, and
-would hold up the event loop for a second; numbers are cheap."""
+"""Most strings in a body, and most lists and objects. Millions of empty ones fit into its bytes,
+and would hold up the event loop for a second. Numbers are cheap."""
 MAX_NAME_CHARS: Final = 64
-"""Of an unknown field, in what is answered about it; ours are shorter."""
+"""An unknown field's name is cut to this length in errors; known ones are shorter."""
 _LARGE_BYTES: Final = MIB
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
@@ -100,7 +100,7 @@ async def read_json(request: Request, kind: type[T]) -> T:
 
 
 def convert(value: object, kind: type[T], field: str) -> T:
-    """A value that was decoded loosely as a `kind`; errors name it as part of `field`.
+    """`value`, which was decoded without a type, as a `kind`; errors name it as part of `field`.
 
     Raises:
         ApiError: 400 as `decode_body`.
@@ -112,7 +112,7 @@ def convert(value: object, kind: type[T], field: str) -> T:
 
 
 def describe_mismatch(message: str, kind: type[msgspec.Struct], inside: str = "") -> ApiError:
-    """msgspec's error as one of ours: the field first, then the problem, then a remedy."""
+    """msgspec's error as an `ApiError`: the field first, then the problem, then a remedy."""
     match = _MESSAGE.fullmatch(message)
     assert match is not None, "the pattern matches everything"
     path = (match["path"] or "").removeprefix("$").removeprefix(".")
@@ -142,12 +142,12 @@ def refuse_own_ids(rid: str | list[str] | None) -> None:
 
 
 def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[Any, ...]) -> None:
-    """Refuse fields that are known but not served, unless they say nothing.
+    """Refuse fields that are known but not served, unless their value asks for nothing.
 
     Args:
         obj: The decoded body.
         reasons: Field to why, and what to do instead.
-        neutral: Values that ask for nothing, beside None.
+        neutral: Values beside None that ask for nothing.
 
     Raises:
         ApiError: 400 that names the first such field.
@@ -163,7 +163,7 @@ def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[A
 
 
 def _check_values(body: bytes) -> None:
-    """Refuse a body of too many values before any is made; looks at the bytes alone.
+    """Refuse a body of too many values before it is decoded; looks at its bytes alone.
 
     Raises:
         ApiError: 400 that names the largest field.
@@ -181,7 +181,7 @@ def _check_values(body: bytes) -> None:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
-        return  # No object, which decoding it sees at its first byte.
+        return  # No object: decoding will refuse it at its first byte.
     field = _shown(max(fields, key=lambda name: len(bytes(fields[name])), default=""))
     raise bad_request(
         f"{field}: more than {MAX_BODY_VALUES} strings, or lists and objects, in one request: "
@@ -192,8 +192,11 @@ def _check_values(body: bytes) -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage collection while a large body is decoded. Decoding makes millions of empty lists
-    of a hostile one; collecting among them takes ten times as long, and holds up the event loop."""
+    """Pause garbage collection while a large body is decoded.
+
+    A hostile body decodes to hundreds of thousands of lists. Collections among them take ten times
+    as long as decoding, and hold up the event loop.
+    """
     if not gc.isenabled():
         yield
         return
@@ -205,7 +208,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _shown(name: str) -> str:
-    """A client's own name for a field, which may be of any length, or empty."""
+    """A field's name as the client wrote it, cut where it is long; `''` where it is empty."""
     return f"{name[:MAX_NAME_CHARS]}..." if len(name) > MAX_NAME_CHARS else name or "''"
 
 

@@ -1,4 +1,4 @@
-"""`POST /generate`: its body, and the requests that it means."""
+"""`POST /generate`: its body, and the requests that it asks for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 MAX_BATCH: Final = 1024
 """Prompts in one body."""
 MAX_BODY_PATTERNS: Final = 64
-"""Different patterns in `stop_regex` of all prompts: each is compiled before any is answered."""
+"""Different `stop_regex` patterns in one body: all are compiled before any prompt is answered."""
 
 _DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
 
@@ -50,7 +50,7 @@ _SAMPLING_UNSUPPORTED: Final = {
     "custom_params": "use logit_bias",
     "stream_interval": "start the server with --stream-interval",
 }
-"""What SGLang has among the sampling parameters and this engine has not."""
+"""Sampling parameters of SGLang that this engine does not have."""
 _SAMPLING_NEUTRAL: Final[tuple[Any, ...]] = ("", [], {})
 
 
@@ -101,12 +101,11 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
-    """The requests of `body`, and whether it was a batch (whose answer is a list).
+    """The requests of `body`, and whether it is a batch (whose answer is a list).
 
-    An explicit `return_logprob: false` says what the other fields of logprobs are worth; where it
-    is absent, they are a mistake.
-
-    Samples of one prompt stand together and make a batch of it.
+    With `return_logprob: false` the other logprob fields have no effect; where it is absent, they
+    are refused as a mistake. The samples of one prompt stand together; more than one output makes
+    a batch.
 
     Raises:
         ApiError: 400 that names the field.
@@ -229,7 +228,7 @@ def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 
 def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams, int | None, bool]:
-    """The parameters, the default number of tokens where the client named none, `no_stop_trim`."""
+    """The parameters, the default number of tokens if the client named none, `no_stop_trim`."""
     given = {name: value for name, value in (values or {}).items() if value is not None}
     keeps_stop = given.pop("no_stop_trim", False)
     if not isinstance(keeps_stop, bool):

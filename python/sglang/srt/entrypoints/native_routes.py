@@ -33,7 +33,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rid: str | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
-    """Taken from upstream's clients; the answer says `aborted by the client` in any case."""
+    """Accepted for SGLang's clients, but not used: the answer says `aborted by the client`."""
 
 
 async def generate(request: Request) -> Response:
@@ -69,7 +69,7 @@ async def stream_answers(
     is_batch: bool,
     with_text: bool = False,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Cumulative answers as they grow, see `AnswerWriter`; those of a batch carry their `index`."""
+    """Cumulative answers as they grow (see `AnswerWriter`), with their `index` in a batch."""
     with manager.submit(requests) as states:
         streams = [
             _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)
@@ -91,7 +91,7 @@ async def _stream_one(
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def abort_request(request: Request) -> Response:
-    """End a request, or all of them; unknown ids are fine, they may have just ended."""
+    """End a request, or all of them. An unknown id is no error: its request may have just ended."""
     context = context_of(request)
     body = await read_json(request, AbortBody)
     if body.abort_all:

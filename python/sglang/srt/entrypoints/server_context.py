@@ -23,7 +23,7 @@ def _new_renderer() -> ThreadPoolExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """One server: its arguments, the way to its engine, and what the engine said at the start."""
+    """One server: its arguments, the `TokenizerManager`, and what the engine said at the start."""
 
     args: ServerArgs
     manager: TokenizerManager
@@ -33,7 +33,7 @@ class ServerContext:
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
     memory: MemoryReturner = field(default_factory=MemoryReturner)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
-    """Why no token could be generated, when that was last tried."""
+    """The last health probe: why no token could be generated, or None."""
     renderer: ThreadPoolExecutor = field(default_factory=_new_renderer)
     """One thread, `render`, for chat templates over long conversations."""
 

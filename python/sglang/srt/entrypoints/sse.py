@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client has left."""
+"""JSON answers, server-sent events, and work that is cancelled when its client leaves."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ def json_response(value: object, status_code: int = 200) -> Response:
 class EventStream(Response):
     """Sends each object of `events` as one event, then `[DONE]`.
 
-    When the client leaves, the generator is closed, whatever it waits for. An error after the
-    first event becomes an event of its own.
+    When the client leaves, the generator is closed, even while it waits for its next item. An error
+    after the first event becomes an event of its own.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
-        """Get `first`, the first of `events`, by `unless_client_leaves(request, anext(events),
-        events)`: what fails before it is a plain HTTP error then.
+        """Take a stream whose `first` event is there already.
+
+        Get it with `unless_client_leaves(request, anext(events), events)`: a failure before the
+        first event is then a plain HTTP error.
         """
         super().__init__()
         self._first = first
@@ -105,7 +107,7 @@ async def unless_client_leaves(
         has_left = True
         task.cancel()
 
-    # The work runs in this task: a task of its own for each request costs more than this watch.
+    # `work` runs in this task. Only the watch has its own: a task for `work` would cost more.
     gone = asyncio.create_task(_wait_until_gone(request.receive))
     gone.add_done_callback(on_gone)
     try:
@@ -128,6 +130,6 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 
 async def _send_part(send: Send, body: bytes) -> None:
-    # A client that has left is noticed by the other task; the write itself may fail first.
+    # The other task notices that the client has left; this write may fail before it does.
     with contextlib.suppress(OSError):
         await send({"type": "http.response.body", "body": body, "more_body": True})

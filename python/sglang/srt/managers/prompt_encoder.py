@@ -32,7 +32,7 @@ Encode: TypeAlias = Callable[[str, bool], list[int]]
 
 @dataclass(slots=True)
 class _Encoding:
-    """A text that waits for the thread, or is on it."""
+    """A text in the thread's queue, or on the thread."""
 
     ids: asyncio.Future[list[int]]
     num_readers: int = 0
@@ -51,7 +51,7 @@ class PromptEncoder:
     def encode_now(self, requests: Sequence[GenerateRequest]) -> list[TokenArray | None]:
         """The prompts of `requests`; None where a text is too long to be encoded on this thread.
 
-        Samples that stand behind the request whose prompt they share get the same array.
+        Samples get the array of the request that they are samples of, which stands before them.
         """
         prompts: list[TokenArray | None] = []
         first: GenerateRequest | None = None

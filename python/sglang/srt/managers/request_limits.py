@@ -1,6 +1,6 @@
 """Every limit a request must keep, checked before the scheduler sees it. Pure; changes nothing.
 
-`check_request` needs no tokens, `check_prompt` needs nothing else.
+`check_request` comes before the prompt is tokenized, `check_prompt` after it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def check_prompt(request: GenerateRequest, tokens: TokenArray, limits: RequestLimits) -> None:
-    """Check the prompt's tokens, and what the request asks for beside so many of them.
+    """Check the prompt's tokens, and everything whose limit depends on their number.
 
     Raises:
         InvalidRequest: Names the field, what is wrong and what is allowed.
@@ -83,7 +83,7 @@ def check_prompt(request: GenerateRequest, tokens: TokenArray, limits: RequestLi
 
 
 def _check_fields(request: GenerateRequest) -> None:
-    # It is a word of the log, where a line break would make a line of the client's own.
+    # The id is written to the log, where a line break in it would forge a line.
     if not (1 <= len(request.rid) <= MAX_RID_CHARS and request.rid.isprintable()):
         raise InvalidRequest(
             f"rid must have 1 to {MAX_RID_CHARS} characters, all of them printable", field="rid"

@@ -15,7 +15,7 @@ MAX_OUTPUTS: Final = 1024
 """Prompts times samples in one body."""
 
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
-"""Odd, so that all samples of a seed have seeds of their own."""
+"""An odd number, so that all samples of one seed get different seeds (modulo 2^63)."""
 
 
 def expand_samples(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:

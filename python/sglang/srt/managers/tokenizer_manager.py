@@ -190,7 +190,7 @@ class TokenizerManager:
         def on_done(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception) and self._states.get(state.rid) is state:
-                # It was refused, not served: its id is free, and no metric counts it.
+                # Refused requests count in no metric, and their id is free at once.
                 del self._states[state.rid]
                 state.fail(error)
 
@@ -198,7 +198,7 @@ class TokenizerManager:
         state.encoding.add_done_callback(on_done)
 
     def _leave(self, state: RequestState) -> None:
-        """Forget a request that nothing reads any more; one that still runs is aborted."""
+        """Forget a request that has no reader any more; abort it if it still runs."""
         if self._states.get(state.rid) is not state:
             return
         del self._states[state.rid]
@@ -224,7 +224,7 @@ class TokenizerManager:
         now = time.monotonic()
         for update in message.outputs:
             state = self._states.get(update.output.rid)
-            # Outputs of a request whose client has left are still on their way for a while.
+            # Outputs of a request whose client has left may still come for a while.
             if state is None or state.ended:
                 if update.output.finish_reason is not None:
                     self._leaving.discard(update.output.rid)
@@ -234,7 +234,7 @@ class TokenizerManager:
                 self._observe_tokens(state, fresh, now)
 
     def _stop_text(self, state: RequestState, output: RequestOutput) -> str:
-        """Text of the stop token that the detokenizer left out, where it is to be shown."""
+        """Text of the stop token, which the detokenizer leaves out, where the client wants it."""
         reason = output.finish_reason
         if not state.no_stop_trim or reason is None or not isinstance(reason.matched, int):
             return ""
@@ -259,7 +259,7 @@ class TokenizerManager:
 
 
 def _abort_unsent(states: Iterable[RequestState]) -> None:
-    """End those whose prompt is still tokenized: the scheduler will never hear of them."""
+    """End those whose prompt is still being tokenized; the scheduler never hears of them."""
     for state in list(states):
         if not state.is_sent:
             state.abort_unsent()

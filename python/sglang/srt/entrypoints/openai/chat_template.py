@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PROGRAM_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
-"""What a program's own expressions raise over values of a wrong kind or size."""
+"""What a template's expressions raise over values of a wrong type or size."""
 
 
 class ChatTemplate:
@@ -51,7 +51,7 @@ class ChatTemplate:
 
         Args:
             tools: In OpenAI's form; see `takes_tools`.
-            variables: Further names for the template (`chat_template_kwargs`).
+            variables: More variables for the template (`chat_template_kwargs`).
 
         Raises:
             ApiError: 400: there is no template, or it refuses these messages.
@@ -72,7 +72,8 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 **(variables or {}),
             )
-        # Templates are programs of the model's authors; what they cannot take is the client's.
+        # A template is a program of the model's author; input that it cannot take is the client's
+        # mistake.
         except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
             raise bad_request(

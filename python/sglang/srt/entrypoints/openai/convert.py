@@ -1,4 +1,4 @@
-"""From OpenAI's fields to the engine's, and back to the parts that all its answers share."""
+"""OpenAI's fields to the engine's, and the parts that the answers of both endpoints share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 MAX_TEMPERATURE: Final = 2.0
 MAX_MODEL_CHARS: Final = 4096
-"""As long as a path: each event of a stream says the name again."""
+"""Long enough for a path. Each event of a stream repeats the name, so it is bounded."""
 
 _SAME_NAME: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
@@ -28,7 +28,7 @@ _SAME_NAME: Final = (
 
 
 def check_common(body: CommonBody) -> None:
-    """Refuse what is not served, or not in this combination.
+    """Refuse fields that are not served, contradict each other or are out of range.
 
     Raises:
         ApiError: 400 that names the field.
@@ -58,9 +58,9 @@ def sampling_params(
     """The engine's parameters for `body`.
 
     Args:
-        max_tokens: What the client asked for, None where it named no number.
+        max_tokens: The number that the client named, or None.
         field: The field that it was in.
-        least: What it may be.
+        least: The smallest that it may be.
 
     Raises:
         ApiError: 400 that names the field.
@@ -85,7 +85,7 @@ def sampling_params(
             values[constraint.kind.value] = constraint.text
     seed = body.seed if body.sampling_seed is None else body.sampling_seed
     if seed is not None:
-        # OpenAI's seeds are signed; two's complement keeps different ones different enough.
+        # OpenAI's seeds are signed. Dropping the sign bit rarely makes two of them equal.
         values["sampling_seed"] = seed & MAX_SEED
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 

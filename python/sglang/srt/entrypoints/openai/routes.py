@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, models and tokens among them."""
+"""Routes of OpenAI's endpoints, and the endpoints for models and tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 MAX_DETOKENIZED_IDS: Final = 1 << 18
-"""Of one request: more would hold up the event loop for longer than a moment."""
+"""Most ids in one request: decoding more would hold up the event loop."""
 
 
 async def models(request: Request) -> Response:
@@ -31,7 +31,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """The model of the path, if it is the one."""
+    """The model that the path names, if it is the one served."""
     context = context_of(request)
     name = str(request.path_params["name"])
     if name != context.model_name:
@@ -59,7 +59,7 @@ async def tokenize(request: Request) -> Response:
         )
     else:
         prompt = _text_of_messages(body, context)
-    # A template writes the special tokens itself.
+    # A chat template writes the special tokens itself.
     adds = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     texts = [prompt] if isinstance(prompt, str) else prompt
     _check_texts(texts, context.manager.limits)
@@ -78,7 +78,7 @@ async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -
     rows = []
     for text in texts:
         rows.append(await manager.tokenize(text, add_special_tokens=adds))
-        # Short texts are encoded on this thread: let other requests in between.
+        # Short texts are encoded on this thread: let other requests run in between.
         await asyncio.sleep(0)
     return rows
 

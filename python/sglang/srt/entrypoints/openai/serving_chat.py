@@ -43,7 +43,8 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser, opened_reasoning
 
 MAX_TOP_LOGPROBS: Final = 20
 MESSAGES_AT_ONCE: Final = 256
-"""Rendered where they are, which takes a millisecond or two; more go to a thread."""
+"""Up to this many messages are rendered on the event loop's thread, which takes a millisecond or
+two; more go to the thread `render`."""
 
 
 async def chat_completions(request: Request) -> Response:
@@ -64,7 +65,7 @@ async def chat_completions(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """A chat request as the engine runs it."""
+    """What a chat body asks of the engine."""
 
     body: ChatBody
     tools: ToolUse | None

@@ -176,7 +176,7 @@ class CompletionAnswers:
         return answer
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, where it is to be said again."""
+        """The prompt's text where the answer repeats it, else nothing."""
         if not self._body.echo:
             return ""
         request = self._requests[index]

@@ -16,7 +16,7 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 MAX_TOOLS: Final = 128
 _ENFORCED_FORMAT: Final = "llama3"
-"""The format of a call that a grammar enforces: a bare object with `name` and `parameters`."""
+"""The format of an enforced call: a bare object with `name` and `parameters`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
