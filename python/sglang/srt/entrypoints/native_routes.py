@@ -44,9 +44,11 @@ async def generate(request: Request) -> Response:
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
         events = stream_answers(context.manager, requests, is_batch, with_text)
-        return EventStream(await unless_client_leaves(request, anext(events), events), events)
+        return EventStream(
+            await unless_client_leaves(request.receive, anext(events), events), events
+        )
     work = whole_answers(context.manager, requests, with_text)
-    answers = await unless_client_leaves(request, work)
+    answers = await unless_client_leaves(request.receive, work)
     return json_response(answers if is_batch else answers[0])
 
 

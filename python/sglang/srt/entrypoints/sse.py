@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, Final, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -30,6 +29,13 @@ def json_response(value: object, status_code: int = 200) -> Response:
     return Response(json_bytes(value), status_code=status_code, media_type="application/json")
 
 
+class ClientLeft(ApiError):
+    """The client hung up before its answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
+
+
 class EventStream(Response):
     """Sends each object of `events` as one event, then `[DONE]`.
 
@@ -42,8 +48,8 @@ class EventStream(Response):
     def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
         """Take a stream whose `first` event is there already.
 
-        Get it with `unless_client_leaves(request, anext(events), events)`: a failure before the
-        first event is then a plain HTTP error.
+        Get it with `unless_client_leaves(request.receive, anext(events), events)`: a failure before
+        the first event is then a plain HTTP error.
         """
         super().__init__()
         self._first = first
@@ -53,17 +59,11 @@ class EventStream(Response):
         self.headers["x-accel-buffering"] = "no"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.create_task(self._pump(send))
-        gone = asyncio.create_task(_wait_until_gone(receive))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(ClientLeft):
+                await unless_client_leaves(receive, self._pump(send))
         finally:
-            for task in (pump, gone):
-                task.cancel()
-            await asyncio.wait({pump, gone})
             await self._events.aclose()
-        if not pump.cancelled():
-            pump.result()
 
     async def _pump(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -86,17 +86,19 @@ class EventStream(Response):
 
 
 async def unless_client_leaves(
-    request: Request,
+    receive: Receive,
     work: Coroutine[Any, Any, T],
     events: AsyncGenerator[object, None] | None = None,
 ) -> T:
-    """The result of `work`, which is cancelled when the client leaves. The body has been read.
+    """The result of `work`, which is cancelled when the client leaves.
 
     Args:
+        receive: The request's, whose body has been read.
+        work: Runs in the caller's task.
         events: The stream whose first event `work` waits for; closed when the client leaves.
 
     Raises:
-        ApiError: 499; the client has left, so no answer reaches it.
+        ClientLeft: No answer reaches the client any more.
     """
     task = asyncio.current_task()
     assert task is not None, "endpoints run in tasks"
@@ -108,7 +110,7 @@ async def unless_client_leaves(
         task.cancel()
 
     # `work` runs in this task. Only the watch has its own: a task for `work` would cost more.
-    gone = asyncio.create_task(_wait_until_gone(request.receive))
+    gone = asyncio.create_task(_wait_until_gone(receive))
     gone.add_done_callback(on_gone)
     try:
         return await work
@@ -118,7 +120,7 @@ async def unless_client_leaves(
         if not has_left:
             raise
         task.uncancel()
-        raise ApiError(499, "the client has left") from None
+        raise ClientLeft from None
     finally:
         gone.remove_done_callback(on_gone)
         gone.cancel()

@@ -63,7 +63,7 @@ async def tokenize(request: Request) -> Response:
     adds = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     texts = [prompt] if isinstance(prompt, str) else prompt
     _check_texts(texts, context.manager.limits)
-    rows = await unless_client_leaves(request, _encode_all(context.manager, texts, adds))
+    rows = await unless_client_leaves(request.receive, _encode_all(context.manager, texts, adds))
     single = isinstance(prompt, str)
     return json_response(
         {

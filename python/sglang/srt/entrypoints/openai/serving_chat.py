@@ -59,8 +59,10 @@ async def chat_completions(request: Request) -> Response:
         asked = to_requests(body, context)
     if body.stream:
         events = stream_chunks(asked, context)
-        return EventStream(await unless_client_leaves(request, anext(events), events), events)
-    return json_response(await unless_client_leaves(request, whole_answer(asked, context)))
+        return EventStream(
+            await unless_client_leaves(request.receive, anext(events), events), events
+        )
+    return json_response(await unless_client_leaves(request.receive, whole_answer(asked, context)))
 
 
 @dataclass(frozen=True, slots=True)

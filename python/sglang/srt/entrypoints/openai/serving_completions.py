@@ -48,9 +48,11 @@ async def completions(request: Request) -> Response:
     requests = to_requests(body)
     if body.stream:
         events = stream_chunks(body, context, requests)
-        return EventStream(await unless_client_leaves(request, anext(events), events), events)
+        return EventStream(
+            await unless_client_leaves(request.receive, anext(events), events), events
+        )
     work = whole_answer(body, context, requests)
-    return json_response(await unless_client_leaves(request, work))
+    return json_response(await unless_client_leaves(request.receive, work))
 
 
 async def whole_answer(
