@@ -15,6 +15,7 @@ import pytest
 from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES
 from sglang.srt.entrypoints.http_protocol import DISCARD_BYTES
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
+from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
 
@@ -240,6 +241,29 @@ def test_every_error_names_its_field(
     error = refused(client.post(path, json=body))
     for name in names:
         assert name in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (GENERATE, {"text": "a" * 5000}, "text"),
+        (COMPLETIONS, {"prompt": "a" * 5000, "n": 2}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+    ],
+)
+def test_a_long_text_that_does_not_fit_is_a_plain_error(
+    server: FrontServer,
+    client: httpx.Client,
+    path: str,
+    body: dict[str, Any],
+    field: str,
+    stream: bool,
+) -> None:
+    error = refused(client.post(path, json={**body, "stream": stream}))
+    assert error["message"].startswith(f"{field} has 50")
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert wait_until(lambda: server.context.manager.num_requests == 0, 10)
 
 
 @pytest.mark.parametrize(
