@@ -116,7 +116,7 @@ class Probe:
 def run_load(scheduler: Scheduler, seed: int) -> float:
     """Seconds for `REQUESTS` requests, `CONCURRENT` of them under way."""
     params = SamplingParams(max_new_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
-    params.normalize(tokenizer=object())
+    params.normalize()
     messages = [
         TokenizedGenerateReqInput(
             rid=f"{seed}-{i}", input_ids=token_array(random_prompt(seed + i, INPUT)),

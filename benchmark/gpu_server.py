@@ -69,7 +69,7 @@ def measure_steps(scheduler: Scheduler, waiting: Waiting, count: int, context: i
     messages = []
     for i in range(count):
         params = SamplingParams(max_new_tokens=128, temperature=0.0, ignore_eos=True)
-        params.normalize(tokenizer=object())
+        params.normalize()
         messages.append(
             TokenizedGenerateReqInput(
                 rid=f"{count}-{i}", input_ids=token_array(random_prompt(i, context)),

@@ -17,11 +17,11 @@ import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang.srt.entrypoints.http_listener import BoundedServer
-from sglang.srt.entrypoints.http_protocol import bounded_protocol
+from sglang.srt.entrypoints.http.listener import BoundedServer
+from sglang.srt.entrypoints.http.protocol import bounded_protocol
+from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
-from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer, open_sockets, serve
 from sglang.srt.managers.detokenizer.incremental_detokenizer import (
     DecoderFactory,

@@ -44,7 +44,7 @@ def greedy(max_new_tokens: int = 8, **params: Any) -> SamplingParams:
     """Normalised parameters of a greedy request that runs to its length unless told otherwise."""
     params.setdefault("ignore_eos", True)
     made = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **params)
-    made.normalize(tokenizer=object())
+    made.normalize()
     return made
 
 

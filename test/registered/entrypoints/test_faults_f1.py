@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from sglang.srt.constants import MIB
-from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES
-from sglang.srt.entrypoints.http_protocol import DISCARD_BYTES
+from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES
+from sglang.srt.entrypoints.http.protocol import DISCARD_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.http_fuzz import FuzzedRequest, fuzzed_requests, judge

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from sglang.srt.entrypoints.http_listener import listening_sockets
+from sglang.srt.entrypoints.http.listener import listening_sockets
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -22,8 +22,8 @@ MOST: Final = 150
 """Connections of a process that may open 300 files."""
 SERVER: Final = """
 import asyncio, logging, os, resource, sys, uvicorn
-from sglang.srt.entrypoints.http_listener import BoundedServer, most_connections
-from sglang.srt.entrypoints.http_protocol import bounded_protocol
+from sglang.srt.entrypoints.http.listener import BoundedServer, most_connections
+from sglang.srt.entrypoints.http.protocol import bounded_protocol
 
 async def app(scope, receive, send):
     if scope["path"] == "/hold":

@@ -68,8 +68,6 @@ OUTSIDE: Final = len(LAYERS)
 
 
 MAX_FILES: Final = 21
-_PARTS: Final = {"entrypoints.openai": "entrypoints"}
-"""Folders that count as a part of another."""
 
 
 def layer_of(module: str) -> int | None:
@@ -181,11 +179,8 @@ def test_the_controller_knows_no_other_manager_and_no_tree(
 def folder_of(module: str) -> str:
     """The folder of a module of `sglang.srt`; files that lie flat in it count by themselves."""
     name = module.removeprefix("sglang.srt.")
-    if (PACKAGE_ROOT / module.replace(".", "/")).is_dir():
-        folder = name
-    else:
-        folder = name.rsplit(".", 1)[0]
-    return _PARTS.get(folder, folder)
+    is_package = (PACKAGE_ROOT / module.replace(".", "/")).is_dir()
+    return name if is_package else name.rsplit(".", 1)[0]
 
 
 def find_folder_cycle(modules: Mapping[str, ast.Module]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Administration of L3 at run time: attach, look, detach, clear."""
+"""Administration of L3 at run time: attach, show, detach, clear."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sglang.srt.arg_groups.extra_config import FLAG, parse_extra_config
-from sglang.srt.entrypoints.http_body import read_json
-from sglang.srt.entrypoints.http_errors import ApiError, bad_request
-from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response
+from sglang.srt.entrypoints.http.body import read_json
+from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.managers.messages.io_struct import ControlReqOutput
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -56,8 +56,7 @@ async def attach_backend(request: Request) -> Response:
 
 
 def _check_attachable(context: ServerContext, body: AttachBody) -> None:
-    """Refuse what a command line may ask for and an operator's key may not: reading files, and
-    running code.
+    """Refuse what only the command line may ask for: reading the server's files, running code.
 
     Raises:
         ApiError: 403 or 400 that names the field.
@@ -101,7 +100,11 @@ async def clear_backend(request: Request) -> Response:
 
 
 def _administered(request: Request) -> ServerContext:
-    """The context, where an operator's key exists; the middleware has compared it."""
+    """The server's context. The middleware has compared the operator's key, if there is one.
+
+    Raises:
+        ApiError: 400; the server has no operator's key, so this endpoint is closed.
+    """
     context = context_of(request)
     if not context.args.admin_api_key:
         raise ApiError(

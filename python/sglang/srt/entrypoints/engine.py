@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from sglang.srt.entrypoints.engine_front import EngineFront
-from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
@@ -25,20 +25,20 @@ _START_SECONDS: Final = 10.0
 
 
 class Engine:
-    """An engine of this process's own, with its processes; `generate` may be called by any thread.
+    """An engine with child processes of its own; any thread may call `generate`.
 
     Its event loop runs in the thread `engine-loop`. `with Engine(...) as engine:` shuts it down.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
-        """Start the engine; takes as long as loading the model.
+        """Start the engine, which takes as long as loading the model.
 
         Args:
             server_args: All settings at once, or as keywords (`model_path=...`).
 
         Raises:
-            ValueError: A setting is unknown or wrong, or the model's files are, or nothing answers
-                where the store of L3 should be.
+            ValueError: A setting is unknown or wrong, the model's files are missing or broken, or
+                the store of L3 does not answer.
             StartError: A process could not start.
         """
         if server_args is not None and kwargs:
@@ -119,7 +119,7 @@ class Engine:
         return answers if is_batch else answers[0]
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
-        """Empty L1 and L2, waiting up to `timeout` seconds for idle; whether it was done."""
+        """Empty L1 and L2 after waiting up to `timeout` seconds for idle; whether it was done."""
         return self._submit(self._front.manager.control.flush_cache(timeout)).success
 
     def get_server_info(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What server and offline engine share: checked arguments, processes, the way to them."""
+"""What server and offline engine share: checked arguments, processes, `TokenizerManager`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
+from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
-from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 30.0
-"""For requests that run when a shutdown begins, and again for what the scheduler owes to L3."""
+"""Time for running requests when a shutdown begins, and again for writing back to L3."""
 _MARGIN_SECONDS: Final = 5.0
 
 
@@ -49,7 +49,7 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
     Raises:
         ValueError: One line that names what is missing or broken.
     """
-    # Seconds of imports, which the scheduler's process spends at the same time.
+    # Imported late: it takes seconds, while the scheduler's process imports the same.
     from sglang.srt.configs.model_config import ModelConfig
 
     assert args.model_path is not None, "resolved arguments name the model"
@@ -63,7 +63,7 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
 
 
 class EngineFront:
-    """One running engine as its process sees it. Made before the event loop runs."""
+    """One running engine as the server process sees it. Made before the event loop runs."""
 
     def __init__(self, args: ServerArgs) -> None:
         """Start the engine's processes; takes as long as loading the model.

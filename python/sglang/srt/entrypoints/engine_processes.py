@@ -1,6 +1,6 @@
 """The child processes of one engine: started together, watched, ended together.
 
-Thread `engine-watch` waits for the death of a child; nothing else here has a thread.
+The one thread is `engine-watch`, which waits for the death of a child.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EngineProcesses:
         self._lock = threading.Lock()
 
     def start(self, name: str, target: Callable[..., None], args: tuple[Any, ...]) -> Connection:
-        """Start a child that calls `target(*args, ready_pipe)`; the pipe to read from."""
+        """Start a child that calls `target(*args, ready_pipe)`; gives the pipe's reading end."""
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         child = context.Process(target=target, args=(*args, writer), name=f"sglang-{name}")
@@ -66,7 +66,7 @@ class EngineProcesses:
         """Wait for the child's message, as long as it lives.
 
         Raises:
-            StartError: The child said why it cannot start, or ended without a word.
+            StartError: The child said why it cannot start, or died.
         """
         child = self._children[name]
         while not wait([reader, child.sentinel], timeout=1.0):
@@ -86,16 +86,16 @@ class EngineProcesses:
         return message
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` with a line on the cause, once, when a child dies that should not.
+        """Call `on_death` with one line on the cause when the first child dies unexpectedly.
 
-        It is called from the thread `engine-watch`.
+        The thread `engine-watch` calls it, once.
         """
 
         def run() -> None:
             ended = wait([child.sentinel for child in self._children.values()])
             if self._ending.is_set():
                 return
-            # Only the first: the other may follow, but it is not the cause.
+            # The first to die is the cause; the other may follow.
             name, child = next(
                 (name, child) for name, child in self._children.items() if child.sentinel in ended
             )
@@ -107,7 +107,7 @@ class EngineProcesses:
         threading.Thread(target=run, name="engine-watch", daemon=True).start()
 
     def expect_end(self) -> None:
-        """Children may end from now on."""
+        """Do not report children that end from now on."""
         self._ending.set()
 
     def wait_for_scheduler(self, timeout: float) -> bool:
@@ -145,8 +145,8 @@ def launch_subprocesses(
 
     Args:
         server_args: Resolved.
-        load_tokenizer: What the caller has to load as well, done while the scheduler loads; gives
-            what the detokenizer needs of it. What it raises ends the start.
+        load_tokenizer: Loads the caller's part of the model while the scheduler loads its own, and
+            gives what the detokenizer needs of it. An error in it ends the start.
 
     Raises:
         StartError: One line with the cause; nothing is left running.
@@ -183,10 +183,10 @@ def _run_detokenizer(*args: Any) -> None:
 
 @contextlib.contextmanager
 def _without_a_main_to_import() -> Iterator[None]:
-    """Children started inside do not import a program that was read from standard input.
+    """Let a program that was read from standard input start children.
 
-    Its `__file__` is `<stdin>`, which `multiprocessing` takes for a path; without one it starts
-    children as it does for `python -c`.
+    Its `__file__` is `<stdin>`, which `multiprocessing` takes for a path to import. Without
+    `__file__` it starts children as it does for `python -c`.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -201,9 +201,9 @@ def _without_a_main_to_import() -> Iterator[None]:
 
 
 def _spinning_briefly() -> contextlib.AbstractContextManager[None]:
-    """Children started inside let idle threads of a CPU forward sleep soon, unless told otherwise.
+    """Let idle OpenMP threads of the children sleep soon, unless the environment says otherwise.
 
-    It has to be in their environment before they import torch.
+    libgomp reads the setting once, when torch is imported.
     """
     spin = envs.GOMP_SPINCOUNT
     if spin.is_set() or envs.OMP_WAIT_POLICY.is_set():

@@ -16,13 +16,13 @@ import uvicorn
 from starlette.applications import Starlette
 
 from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
-from sglang.srt.entrypoints.cross_origin import add_cross_origin_middleware
 from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
-from sglang.srt.entrypoints.http_errors import install_error_handlers
-from sglang.srt.entrypoints.http_listener import BoundedServer
-from sglang.srt.entrypoints.http_protocol import bounded_protocol
+from sglang.srt.entrypoints.http.cross_origin import add_cross_origin_middleware
+from sglang.srt.entrypoints.http.errors import install_error_handlers
+from sglang.srt.entrypoints.http.listener import BoundedServer
+from sglang.srt.entrypoints.http.protocol import bounded_protocol
+from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.openai import routes as openai_routes
-from sglang.srt.entrypoints.server_context import ServerContext
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import add_api_key_middleware
 from sglang.srt.utils.listeners import warn_of_open_server
@@ -35,10 +35,10 @@ EXIT_FAILED: Final = 1
 READY_LINE: Final = "The server is fired up and ready to roll!"
 """SGLang's own sentence: scripts that start a server wait for it in the log (docs/api.md)."""
 KEEP_ALIVE_SECONDS: Final = 75
-"""For idle connections: longer than clients keep theirs (5 to 15 s), so that closing one is theirs
-to do. A server that closes first breaks the request that is just being sent."""
+"""How long an idle connection stays open: longer than clients keep theirs (5 to 15 s), so that the
+client closes first. A server that closes first breaks a request that is just being sent."""
 DEATH_GRACE_SECONDS: Final = 5.0
-"""For telling clients that the engine has died, before the server ends in any case."""
+"""Time to tell clients that the engine has died; then the server ends in any case."""
 
 
 def create_app(
@@ -51,8 +51,8 @@ def create_app(
 
     Args:
         context: Shared by all endpoints.
-        stop: Runs around the serving, after the manager has started: up to its `yield` before,
-            the rest after. Absent: the manager is closed at the end.
+        stop: Runs up to its `yield` after the manager has started, the rest when serving ends.
+            Absent: the manager is closed at the end.
     """
 
     @contextlib.asynccontextmanager
@@ -104,10 +104,10 @@ def run_server(args: ServerArgs) -> int:
 
 
 class HttpServer(BoundedServer):
-    """uvicorn with this engine's way of ending.
+    """uvicorn with this engine's shutdown.
 
-    The first SIGTERM or SIGINT drains: no new connections, what runs may finish, the scheduler
-    writes back what it owes. A second one kills.
+    The first SIGTERM or SIGINT drains: no connection is accepted, running requests may finish, and
+    the scheduler writes back what L3 lacks. A second signal kills.
     """
 
     def __init__(self, front: EngineFront) -> None:
@@ -125,7 +125,7 @@ class HttpServer(BoundedServer):
                 timeout_graceful_shutdown=int(DRAIN_SECONDS),
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 server_header=False,
-                # Nobody here reads the client's address.
+                # The client's address is not used.
                 proxy_headers=False,
             )
         )
@@ -152,7 +152,7 @@ class HttpServer(BoundedServer):
             logger.info("%s %s", READY_LINE, base_url(self.config.host, self.config.port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come: drain, or at the second one end now."""
+        """Drain on the first signal, end at once on the second."""
         if self._signalled:
             self._front.processes.kill()
             os._exit(128 + sig)
@@ -178,7 +178,7 @@ class HttpServer(BoundedServer):
         self._cause = cause
         self._front.manager.fail_all_threadsafe(cause)
         self.should_exit = True
-        # Should a client not take its error, the process ends all the same.
+        # A client that does not read its error must not keep the process alive.
         timer = threading.Timer(DEATH_GRACE_SECONDS, self._end_now)
         timer.daemon = True
         timer.start()

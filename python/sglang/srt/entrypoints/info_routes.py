@@ -12,15 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
-from sglang.srt.entrypoints.http_errors import ApiError, as_api_error
-from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response
+from sglang.srt.entrypoints.http.errors import ApiError, as_api_error
+from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
     RequestFailed,
 )
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 HEALTH_TIMEOUT: Final = 20.0
@@ -50,7 +51,7 @@ async def _generate_token(manager: TokenizerManager) -> ApiError | None:
     """Why no token could be generated, or None."""
     probe = GenerateRequest(
         rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
-        input_ids=[0],
+        input_ids=token_array([0]),
         sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
     )
     try:

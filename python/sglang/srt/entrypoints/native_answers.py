@@ -6,15 +6,15 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
-from sglang.srt.entrypoints.streams import Slices
+from sglang.srt.entrypoints.http.streams import Slices
 from sglang.srt.managers.messages.io_struct import TopLogprobs
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 
 FREE_ENTRIES: Final = 1024
-"""Logprobs of the output that every event of a stream repeats; see `AnswerWriter`."""
+"""Up to this many output logprobs are repeated in every event of a stream; see `AnswerWriter`."""
 REPEAT_GROWTH: Final = 1.25
-"""What they must have grown by, where they are more, to be told once more before the end."""
+"""More than that are repeated only after they have grown by this factor."""
 
 Entry: TypeAlias = tuple[float, int, str | None]
 """Logprob, token id, the token's text where that is asked for."""
@@ -22,20 +22,23 @@ FirstEntry: TypeAlias = tuple[None, int, str | None]
 
 
 class TokenText(Protocol):
-    """The part of a tokenizer that shows a token."""
+    """The part of a tokenizer that gives a token's text."""
 
     def decode(self, token_ids: list[int]) -> str | list[str]:
         """Text of the tokens."""
 
 
 class AnswerWriter:
-    """Makes answers of one request out of its growing state.
+    """Makes the answers of one request from its growing state.
 
-    Answers are cumulative, which for logprobs would be quadratic in their number. A stream tells
-    those of the prompt in the first event that has them and in the last; those of the output in
-    every event as long as they are few, then whenever they have grown by a quarter, and in the
-    last. Elsewhere the lists are empty. Together that is at most five times the last event, and
-    what is free.
+    Answers are cumulative. Repeating all logprobs in each event would be quadratic in their number,
+    so a stream repeats them less often; in all other events the lists are empty:
+
+    - the prompt's logprobs are in the first event that has them, and in the last;
+    - the output's are in every event up to `FREE_ENTRIES`, then whenever they have grown by
+      `REPEAT_GROWTH`, and in the last.
+
+    In all, a stream has at most five times the entries of its last event, beside the free ones.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._with_text = text_in_logprobs
         self._texts: dict[int, str | None] = {}
-        """Of the tokens shown so far: alternatives show the same ones often."""
+        """Texts by token id: the same tokens come often among the alternatives."""
         self._logprobs: list[Entry] = []
         self._input_logprobs: list[Entry | FirstEntry] = []
         self._input_top_logprobs: list[list[Entry] | None] = []
@@ -53,14 +56,14 @@ class AnswerWriter:
         self._slices = Slices()
         self._told_input = False
         self._told_output = 0
-        """Entries of the output's logprobs when they were last told."""
+        """How many entries the output's logprobs had when they were last sent."""
 
     async def answer(self, state: RequestState) -> dict[str, Any]:
-        """Everything so far, but for logprobs that need not be told again yet."""
+        """Everything so far, except logprobs that need not be repeated yet."""
         meta = self._meta_info(state)
         answer = {"text": state.text, "output_ids": state.output_ids, "meta_info": meta}
         if self._request.return_logprob:
-            # The state may grow while logprobs are formatted: an answer is of one moment.
+            # The state may grow while logprobs are formatted; the answer must show one moment.
             answer["output_ids"] = state.output_ids.copy()
             ended = state.ended
             await self._catch_up(state)
@@ -109,8 +112,8 @@ class AnswerWriter:
             await self._slices.did(1 + tops)
 
     async def _add_input(self, state: RequestState) -> None:
-        """The prompt's logprobs came with the first output. Its first token has none: nothing is
-        before it, or the client asked for what follows it."""
+        """Take over the prompt's logprobs, which came with the first output. The first token has
+        none: no token is before it, or the client asked for the tokens after it."""
         first = self._entry(0.0, state.logprob_ids[0])
         self._input_logprobs.append((None, *first[1:]))
         for value, token_id in zip(state.input_logprobs, state.logprob_ids[1:], strict=False):

@@ -1,4 +1,4 @@
-"""`POST /generate`: its body, and the requests that it means."""
+"""`POST /generate`: its body, and the requests that it asks for."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.entrypoints.http_body import convert, refuse_fields, refuse_own_ids
-from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.managers.tokenizer.generate_request import (
-    GenerateRequest,
-    PromptIds,
-    new_rid,
-    prompt_ids,
-)
+from sglang.srt.entrypoints.http.body import MAX_BATCH, convert, refuse_fields, refuse_own_ids
+from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.samples import expand_samples
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-MAX_BATCH: Final = 1024
-"""Prompts in one body."""
 MAX_BODY_PATTERNS: Final = 64
-"""Different patterns in `stop_regex` of all prompts: each is compiled before any is answered."""
+"""Different `stop_regex` patterns in one body: all are compiled before any prompt is answered."""
 
 _DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
 
@@ -54,7 +48,7 @@ _SAMPLING_UNSUPPORTED: Final = {
     "custom_params": "use logit_bias",
     "stream_interval": "start the server with --stream-interval",
 }
-"""What SGLang has among the sampling parameters and this engine has not."""
+"""Sampling parameters of SGLang that this engine does not have."""
 _SAMPLING_NEUTRAL: Final[tuple[Any, ...]] = ("", [], {})
 
 
@@ -105,12 +99,11 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
-    """The requests of `body`, and whether it was a batch (whose answer is a list).
+    """The requests of `body`, and whether it is a batch (whose answer is a list).
 
-    An explicit `return_logprob: false` says what the other fields of logprobs are worth; where it
-    is absent, they are a mistake.
-
-    Samples of one prompt stand together and make a batch of it.
+    With `return_logprob: false` the other logprob fields have no effect; where it is absent, they
+    are refused as a mistake. The samples of one prompt stand together; more than one output makes
+    a batch.
 
     Raises:
         ApiError: 400 that names the field.
@@ -159,7 +152,8 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 priority=body.priority or 0,
             )
         )
-    _refuse_many_patterns(requests)
+    if any(request.sampling_params.stop_regex for request in requests):
+        _refuse_many_patterns(requests)
     outputs = expand_samples(requests)
     return outputs, is_batch or len(outputs) > 1
 
@@ -189,7 +183,7 @@ def _start_of(logprob_start_len: int | None) -> int:
     return -1 if logprob_start_len is None else logprob_start_len
 
 
-def _prompts(body: GenerateBody) -> tuple[list[str | PromptIds], bool]:
+def _prompts(body: GenerateBody) -> tuple[list[str | TokenArray], bool]:
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text, input_ids: give exactly one of them", "text")
     if isinstance(body.text, str):
@@ -211,11 +205,11 @@ def _batch(field: str, values: list[Any]) -> list[Any]:
     return values
 
 
-def _flat_ids(field: str, values: int | list[Any]) -> PromptIds:
+def _flat_ids(field: str, values: int | list[Any]) -> TokenArray:
     if not isinstance(values, list):
         raise bad_request(f"{field}: expected a list of token ids, as in the first prompt", field)
     try:
-        return prompt_ids(values)
+        return prompt_ids(values, field)
     except TypeError:
         raise bad_request(f"{field}: expected token ids, got a list among them", field) from None
 
@@ -232,7 +226,7 @@ def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 
 def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams, int | None, bool]:
-    """The parameters, the default number of tokens where the client named none, `no_stop_trim`."""
+    """The parameters, the default number of tokens if the client named none, `no_stop_trim`."""
     given = {name: value for name, value in (values or {}).items() if value is not None}
     keeps_stop = given.pop("no_stop_trim", False)
     if not isinstance(keeps_stop, bool):
@@ -242,4 +236,8 @@ def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams
         if given.pop(name, "") not in _SAMPLING_NEUTRAL:
             raise bad_request(f"{field}.{name} is not supported: {remedy}", f"{field}.{name}")
     params = convert(given, SamplingParams, field)
-    return params, None if "max_new_tokens" in given else _DEFAULT_NEW_TOKENS, keeps_stop
+    if "max_new_tokens" in given:
+        return params, None, keeps_stop
+    # Asking for a least number of tokens raises the default.
+    params.max_new_tokens = max(_DEFAULT_NEW_TOKENS, params.min_new_tokens)
+    return params, _DEFAULT_NEW_TOKENS, keeps_stop

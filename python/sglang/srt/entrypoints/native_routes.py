@@ -12,14 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sglang.srt.entrypoints.http_body import read_json
-from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.body import read_json
+from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_client_leaves
+from sglang.srt.entrypoints.http.streams import gather_or_cancel, merge
 from sglang.srt.entrypoints.native_answers import AnswerWriter
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
-from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
-from sglang.srt.entrypoints.streams import gather_or_cancel, merge
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -32,7 +33,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rid: str | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
-    """Taken from upstream's clients; the answer says `aborted by the client` in any case."""
+    """Accepted for SGLang's clients, but not used: the answer says `aborted by the client`."""
 
 
 async def generate(request: Request) -> Response:
@@ -43,9 +44,11 @@ async def generate(request: Request) -> Response:
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
         events = stream_answers(context.manager, requests, is_batch, with_text)
-        return await start_stream(request, events)
+        return EventStream(
+            await unless_client_leaves(request.receive, anext(events), events), events
+        )
     work = whole_answers(context.manager, requests, with_text)
-    answers = await unless_client_leaves(request, work)
+    answers = await unless_client_leaves(request.receive, work)
     return json_response(answers if is_batch else answers[0])
 
 
@@ -54,11 +57,12 @@ async def whole_answers(
 ) -> list[dict[str, Any]]:
     """Run all requests to their ends; the first that fails ends the others."""
 
-    async def one(request: GenerateRequest) -> dict[str, Any]:
+    async def one(request: GenerateRequest, state: RequestState) -> dict[str, Any]:
         writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
-        return await writer.answer(await manager.generate_whole(request))
+        return await writer.answer(await state.end())
 
-    return await gather_or_cancel([one(request) for request in requests])
+    with manager.submit(requests) as states:
+        return await gather_or_cancel(list(map(one, requests, states)))
 
 
 async def stream_answers(
@@ -67,30 +71,29 @@ async def stream_answers(
     is_batch: bool,
     with_text: bool = False,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Cumulative answers as they grow, see `AnswerWriter`; those of a batch carry their `index`."""
-    if not is_batch:
-        async with aclosing(_stream_one(manager, requests[0], with_text)) as answers:
-            async for answer in answers:
-                yield answer
-        return
-    streams = [_stream_one(manager, request, with_text) for request in requests]
-    async with aclosing(merge(streams)) as merged:
-        async for index, answer in merged:
-            yield {**answer, "index": index}
+    """Cumulative answers as they grow (see `AnswerWriter`), with their `index` in a batch."""
+    with manager.submit(requests) as states:
+        streams = [
+            _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)
+            for request, state in zip(requests, states, strict=True)
+        ]
+        async with aclosing(merge(streams)) as merged:
+            async for index, answer in merged:
+                yield {**answer, "index": index} if is_batch else answer
 
 
 async def _stream_one(
-    manager: TokenizerManager, request: GenerateRequest, with_text: bool
+    writer: AnswerWriter, state: RequestState
 ) -> AsyncGenerator[dict[str, Any], None]:
-    writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
-    async with aclosing(manager.generate(request)) as states:
-        async for state in states:
-            yield await writer.answer(state)
+    has_ended = False
+    while not has_ended:
+        has_ended = await state.grown()
+        yield await writer.answer(state)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def abort_request(request: Request) -> Response:
-    """End a request, or all of them; unknown ids are fine, they may have just ended."""
+    """End a request, or all of them. An unknown id is no error: its request may have just ended."""
     context = context_of(request)
     body = await read_json(request, AbortBody)
     if body.abort_all:

@@ -1,7 +1,6 @@
-"""What must fail at a start is refused here, in a second or two: before torch is imported, before
-a process is started or a weight loaded.
+"""Checks of a start that take a second or two, made before torch is imported or a process started.
 
-Nothing here decides: each check is the one that the scheduler makes again when it gets there.
+They decide nothing of their own: the scheduler makes each of them again when it gets there.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def check_storage(args: ServerArgs) -> None:
     """Look for the store of L3, unless the settings allow a start without it.
 
     Raises:
-        ValueError: A setting cannot work, or nothing answers.
+        ValueError: A setting cannot work, or the store does not answer.
     """
     if args.hicache_storage_backend is None:
         return

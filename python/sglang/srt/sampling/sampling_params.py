@@ -1,8 +1,8 @@
 """One request's sampling parameters, as clients send them and as they cross processes.
 
-Plain values: this module knows no tensors and no tokenizer. The server process decodes,
-`verify`s and `normalize`s a request's parameters once; everything behind it may rely on
-both having passed.
+Plain values: this module knows no tensors and no tokenizer. The server process decodes
+and `verify`s a request's parameters and sends a `normalize`d copy of them; the scheduler
+relies on both.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         """
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n={self.n} must be from 1 to {MAX_SAMPLES}")
-        _ = self.constraint
+        constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)
         _require_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_float("min_p", self.min_p, 0.0, 1.0)
@@ -136,32 +136,22 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
             )
         if self.sampling_seed is not None and not 0 <= self.sampling_seed <= MAX_SEED:
             raise ValueError(f"sampling_seed={self.sampling_seed} must be between 0 and 2^63 - 1")
-        self._verify_stops(vocab_size)
-        if self.stop_patterns:
+        if self.stop is not None or self.stop_token_ids is not None:
+            self._verify_stops(vocab_size)
+        if self.stop_regex is not None and self.stop_patterns:
             # Few requests have any, and not every process needs the library.
             from sglang.srt.sampling.stop_regex import verify_stop_regexes
 
             verify_stop_regexes(self.stop_patterns)
-        self._verify_logit_bias(vocab_size)
+        if self.logit_bias is not None:
+            self._verify_logit_bias(self.logit_bias, vocab_size)
 
-    def normalize(self, tokenizer: object | None = None) -> None:
+    def normalize(self) -> None:
         """Bring equal requests into one form, in place: `stop` and `stop_regex` lists or
-        None, greedy as `top_k` 1.
-
-        Args:
-            tokenizer: The server's tokenizer, None where it runs without one.
-
-        Raises:
-            ValueError: `stop` or `stop_regex` was given, and there is no tokenizer to find it with.
-        """
+        None, greedy as `top_k` 1."""
         self.stop = self.stop_strings or None
         self.stop_regex = self.stop_patterns or None
         self.stop_token_ids = sorted(set(self.stop_token_ids or ())) or None
-        if self.has_text_stops and tokenizer is None:
-            field = "stop" if self.stop is not None else "stop_regex"
-            raise ValueError(
-                f"{field} needs a tokenizer and this server runs without one: use stop_token_ids"
-            )
         if self.is_greedy:
             self.temperature = 1.0
             self.top_k = 1
@@ -186,8 +176,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
             )
         _require_token_ids("stop_token_ids", ids, vocab_size)
 
-    def _verify_logit_bias(self, vocab_size: int) -> None:
-        biases = self.logit_bias or {}
+    def _verify_logit_bias(self, biases: dict[str, float], vocab_size: int) -> None:
         if len(biases) > MAX_LOGIT_BIASES:
             raise ValueError(
                 f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed"

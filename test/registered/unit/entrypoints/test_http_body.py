@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from sglang.srt.constants import MIB
-from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES, MAX_BODY_VALUES, decode_body
-from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES, MAX_BODY_VALUES, decode_body
+from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody
 from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang.srt.entrypoints.http_body import MAX_BODY_BYTES
-from sglang.srt.entrypoints.http_protocol import DISCARD_BYTES
+from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES
+from sglang.srt.entrypoints.http.protocol import DISCARD_BYTES
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
+from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
 
@@ -88,9 +89,12 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (GENERATE, {"input_ids": [1, [2]]}, ["input_ids"]),
         (GENERATE, {"input_ids": [[1], 2]}, ["input_ids[1]"]),
         (GENERATE, {"input_ids": [1.5]}, ["input_ids[0]", "float"]),
-        (GENERATE, {"input_ids": [-1]}, ["input_ids", "-1", "259"]),
+        (GENERATE, {"input_ids": [-1]}, ["input_ids", "-1", "no vocabulary"]),
         (GENERATE, {"input_ids": [260]}, ["input_ids", "260", "259"]),
-        (GENERATE, {"input_ids": [10**30]}, ["input_ids", "259"]),
+        (GENERATE, {"input_ids": [10**30]}, ["input_ids", "no vocabulary"]),
+        (GENERATE, {"input_ids": [-1, [1]]}, ["input_ids", "-1"]),
+        (GENERATE, {"input_ids": [[1], [2**32]]}, ["input_ids[1]", str(2**32)]),
+        (COMPLETIONS, {"prompt": [1, -2]}, ["prompt", "-2"]),
         (GENERATE, {"input_ids": [1] * CONTEXT_LEN}, ["input_ids", "200 tokens", "199"]),
         (GENERATE, {"text": "a" * CONTEXT_LEN}, ["text", "--context-length"]),
         (GENERATE, {"txet": "a"}, ["txet", "did you mean text"]),
@@ -237,6 +241,29 @@ def test_every_error_names_its_field(
     error = refused(client.post(path, json=body))
     for name in names:
         assert name in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (GENERATE, {"text": "a" * 5000}, "text"),
+        (COMPLETIONS, {"prompt": "a" * 5000, "n": 2}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+    ],
+)
+def test_a_long_text_that_does_not_fit_is_a_plain_error(
+    server: FrontServer,
+    client: httpx.Client,
+    path: str,
+    body: dict[str, Any],
+    field: str,
+    stream: bool,
+) -> None:
+    error = refused(client.post(path, json={**body, "stream": stream}))
+    assert error["message"].startswith(f"{field} has 50")
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert wait_until(lambda: server.context.manager.num_requests == 0, 10)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from sglang.srt.entrypoints.http_listener import BoundedServer
-from sglang.srt.entrypoints.http_protocol import (
+from sglang.srt.entrypoints.http.listener import BoundedServer
+from sglang.srt.entrypoints.http.protocol import (
     DISCARD_BYTES,
     MAX_HEAD_BYTES,
     BoundedProtocol,

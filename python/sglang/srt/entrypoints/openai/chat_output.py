@@ -15,9 +15,9 @@ class ChatOutput:
     """The parts of one output. `message` for a whole one, or `feed` and `finish` for a stream.
 
     Args:
-        reasoning: Splits off reasoning; None: what looks like it is content.
-        calls: Splits off calls; None: what looks like one is content.
-        parallel: False passes on the first call alone.
+        reasoning: Splits off reasoning; None: all of it is content.
+        calls: Splits off calls; None: all of them are content.
+        parallel: False: only the first call is passed on.
         stream_reasoning: False keeps reasoning until it is complete.
     """
 

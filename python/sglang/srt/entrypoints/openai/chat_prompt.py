@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.entrypoints.http_body import refuse_fields
-from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.body import refuse_fields
+from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import (
     MESSAGE_NOT_SERVED,
@@ -26,7 +26,7 @@ _RENDER_ARGUMENTS: Final = frozenset(
         "return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message",
     }
 )  # fmt: skip
-"""Arguments of the renderer itself, which a client may not set through template variables."""
+"""Arguments of the renderer: a client must not set them as template variables."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -36,7 +36,7 @@ def chat_prompt(
     """The text that the model continues.
 
     Args:
-        context_len: Tokens of the longest context; of messages and of parts no more are rendered.
+        context_len: Tokens of the longest context, and so the most messages and parts.
 
     Raises:
         ApiError: 400 that names the field.
@@ -80,8 +80,8 @@ def chat_prompt(
 
 
 def _check_count(messages: Sequence[ChatMessage], context_len: int) -> None:
-    """Refuse what cannot fit before the template goes through it: each message and each part is a
-    token at least."""
+    """Refuse a conversation that cannot fit before it is rendered: each message and each part takes
+    at least one token."""
     parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
     for count, what in ((len(messages), "messages"), (parts, "parts of content")):
         if count > context_len:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http.errors import bad_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PROGRAM_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
-"""What a program's own expressions raise over values of a wrong kind or size."""
+"""What a template's expressions raise over values of a wrong type or size."""
 
 
 class ChatTemplate:
@@ -31,18 +31,12 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._template: str | None = None if path is None else read_template(path)
-
-    @property
-    def exists(self) -> bool:
+        self.exists = self._template is not None or tokenizer.chat_template is not None
         """Whether there is a template to render with."""
-        return self._template is not None or self._tokenizer.chat_template is not None
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the template shows tools to the model."""
-        source = self._template or self._tokenizer.chat_template or ""
+        source = self._template or tokenizer.chat_template or ""
         texts = source.values() if isinstance(source, dict) else [source]
-        return any("tools" in text for text in texts)
+        self.takes_tools = any("tools" in text for text in texts)
+        """Whether the template shows tools to the model."""
 
     def render(
         self,
@@ -57,7 +51,7 @@ class ChatTemplate:
 
         Args:
             tools: In OpenAI's form; see `takes_tools`.
-            variables: Further names for the template (`chat_template_kwargs`).
+            variables: More variables for the template (`chat_template_kwargs`).
 
         Raises:
             ApiError: 400: there is no template, or it refuses these messages.
@@ -78,7 +72,8 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 **(variables or {}),
             )
-        # Templates are programs of the model's authors; what they cannot take is the client's.
+        # A template is a program of the model's author; input that it cannot take is the client's
+        # mistake.
         except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
             raise bad_request(

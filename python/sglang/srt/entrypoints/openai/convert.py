@@ -1,4 +1,4 @@
-"""From OpenAI's fields to the engine's, and back to the parts that all its answers share."""
+"""OpenAI's fields to the engine's, and the parts that the answers of both endpoints share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.constrained.constraint import Constraint, constraint_of_response_format
-from sglang.srt.entrypoints.http_body import refuse_fields, refuse_own_ids
-from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody
+from sglang.srt.entrypoints.http.body import refuse_fields, refuse_own_ids
+from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody, ResponseFormat
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 MAX_TEMPERATURE: Final = 2.0
 MAX_MODEL_CHARS: Final = 4096
-"""As long as a path: each event of a stream says the name again."""
+"""Long enough for a path. Each event of a stream repeats the name, so it is bounded."""
 
 _SAME_NAME: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
@@ -28,7 +28,7 @@ _SAME_NAME: Final = (
 
 
 def check_common(body: CommonBody) -> None:
-    """Refuse what is not served, or not in this combination.
+    """Refuse fields that are not served, contradict each other or are out of range.
 
     Raises:
         ApiError: 400 that names the field.
@@ -58,9 +58,9 @@ def sampling_params(
     """The engine's parameters for `body`.
 
     Args:
-        max_tokens: What the client asked for, None where it named no number.
+        max_tokens: The number that the client named, or None.
         field: The field that it was in.
-        least: What it may be.
+        least: The smallest that it may be.
 
     Raises:
         ApiError: 400 that names the field.
@@ -70,28 +70,30 @@ def sampling_params(
         if max_tokens < least:
             raise bad_request(f"{field}={max_tokens} must be at least {least}", field)
         values["max_new_tokens"] = max_tokens
+    elif body.min_tokens is not None:
+        # Asking for a least number of tokens raises the default.
+        values["max_new_tokens"] = max(SamplingParams().max_new_tokens, body.min_tokens)
     if body.min_tokens is not None:
         if body.min_tokens < 0 or (max_tokens is not None and body.min_tokens > max_tokens):
             raise bad_request(
                 f"min_tokens={body.min_tokens} must be from 0 to {field}", "min_tokens"
             )
         values["min_new_tokens"] = body.min_tokens
-    constraint = _constraint_of_format(body)
-    if constraint is not None:
-        values[constraint.kind.value] = constraint.text
+    if body.response_format is not None:
+        constraint = _constraint_of_format(body, body.response_format)
+        if constraint is not None:
+            values[constraint.kind.value] = constraint.text
     seed = body.seed if body.sampling_seed is None else body.sampling_seed
     if seed is not None:
-        # OpenAI's seeds are signed; two's complement keeps different ones different enough.
+        # OpenAI's seeds are signed. Dropping the sign bit rarely makes two of them equal.
         values["sampling_seed"] = seed & MAX_SEED
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def _constraint_of_format(body: CommonBody) -> Constraint | None:
-    """What `response_format` asks for, None where it asks for nothing."""
-    if body.response_format is None:
-        return None
+def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constraint | None:
+    """What the `response_format` of `body` asks for, None where it asks for nothing."""
     try:
-        constraint = constraint_of_response_format(msgspec.to_builtins(body.response_format))
+        constraint = constraint_of_response_format(msgspec.to_builtins(wanted))
     except ValueError as error:
         raise bad_request(str(error), "response_format") from None
     except RecursionError:

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, models and tokens among them."""
+"""Routes of OpenAI's endpoints, and the endpoints for models and tokens."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sglang.srt.entrypoints.http_body import read_json
-from sglang.srt.entrypoints.http_errors import ApiError, bad_request
-from sglang.srt.entrypoints.native_protocol import MAX_BATCH
+from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
+from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
 from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from sglang.srt.entrypoints.openai.serving_chat import MESSAGES_AT_ONCE, chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
-from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response, unless_client_leaves
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 
 MAX_DETOKENIZED_IDS: Final = 1 << 18
-"""Of one request: more would hold up the event loop for longer than a moment."""
+"""Most ids in one request: decoding more would hold up the event loop."""
 
 
 async def models(request: Request) -> Response:
@@ -31,7 +30,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """The model of the path, if it is the one."""
+    """The model that the path names, if it is the one served."""
     context = context_of(request)
     name = str(request.path_params["name"])
     if name != context.model_name:
@@ -59,11 +58,11 @@ async def tokenize(request: Request) -> Response:
         )
     else:
         prompt = _text_of_messages(body, context)
-    # A template writes the special tokens itself.
+    # A chat template writes the special tokens itself.
     adds = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     texts = [prompt] if isinstance(prompt, str) else prompt
     _check_texts(texts, context.manager.limits)
-    rows = await unless_client_leaves(request, _encode_all(context.manager, texts, adds))
+    rows = await unless_client_leaves(request.receive, _encode_all(context.manager, texts, adds))
     single = isinstance(prompt, str)
     return json_response(
         {
@@ -78,7 +77,7 @@ async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -
     rows = []
     for text in texts:
         rows.append(await manager.tokenize(text, add_special_tokens=adds))
-        # Short texts are encoded on this thread: let other requests in between.
+        # Short texts are encoded on this thread: let other requests run in between.
         await asyncio.sleep(0)
     return rows
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.constrained.constraint import ConstraintKind
-from sglang.srt.entrypoints.http_body import read_json, refuse_fields
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http.body import read_json, refuse_fields
+from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_client_leaves
+from sglang.srt.entrypoints.http.streams import gather_or_cancel, merge
 from sglang.srt.entrypoints.openai.chat_output import ChatOutput
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
 from sglang.srt.entrypoints.openai.convert import (
@@ -32,17 +36,15 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, chat_logprobs
 from sglang.srt.entrypoints.openai.tools import ToolUse, tool_use
-from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
-from sglang.srt.entrypoints.streams import gather_or_cancel, merge
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.parser.reasoning_parser import ReasoningParser, opened_reasoning
 
 MAX_TOP_LOGPROBS: Final = 20
 MESSAGES_AT_ONCE: Final = 256
-"""Rendered where they are, which takes a millisecond or two; more go to a thread."""
+"""Up to this many messages are rendered on the event loop's thread, which takes a millisecond or
+two; more go to the thread `render`."""
 
 
 async def chat_completions(request: Request) -> Response:
@@ -50,21 +52,48 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, ChatBody)
     if len(body.messages) > MESSAGES_AT_ONCE:
-        engine_request, tools = await asyncio.get_running_loop().run_in_executor(
-            context.renderer, to_request, body, context
+        asked = await asyncio.get_running_loop().run_in_executor(
+            context.renderer, to_requests, body, context
         )
     else:
-        engine_request, tools = to_request(body, context)
-    samples = expand_samples([engine_request])
-    answers = ChatAnswers(body, context, tools, engine_request)
+        asked = to_requests(body, context)
     if body.stream:
-        return await start_stream(request, answers.stream(samples))
-    work = gather_or_cancel([context.manager.generate_whole(one) for one in samples])
-    return json_response(await answers.whole(await unless_client_leaves(request, work)))
+        events = stream_chunks(asked, context)
+        return EventStream(
+            await unless_client_leaves(request.receive, anext(events), events), events
+        )
+    return json_response(await unless_client_leaves(request.receive, whole_answer(asked, context)))
 
 
-def to_request(body: ChatBody, context: ServerContext) -> tuple[GenerateRequest, ToolUse | None]:
-    """The engine's request for `body`, and how it uses tools.
+@dataclass(frozen=True, slots=True)
+class AskedChat:
+    """What a chat body asks of the engine."""
+
+    body: ChatBody
+    tools: ToolUse | None
+    samples: Sequence[GenerateRequest]
+    """One for each choice."""
+
+
+async def whole_answer(asked: AskedChat, context: ServerContext) -> dict[str, Any]:
+    """Run all samples to their ends; the first that fails ends the others."""
+    with context.manager.submit(asked.samples) as states:
+        await gather_or_cancel([state.end() for state in states])
+        return await ChatAnswers(asked, context).whole(states)
+
+
+async def stream_chunks(
+    asked: AskedChat, context: ServerContext
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Chunks of all samples: the role, the text as it grows, the end; then the usage."""
+    with context.manager.submit(asked.samples) as states:
+        async with aclosing(ChatAnswers(asked, context).stream(states)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
+    """The engine's requests for `body`, and how they use tools.
 
     Raises:
         ApiError: 400 that names the field.
@@ -85,6 +114,7 @@ def to_request(body: ChatBody, context: ServerContext) -> tuple[GenerateRequest,
     if tools is not None and tools.json_schema is not None:
         params.json_schema = tools.json_schema
     request = GenerateRequest(
+        rid=new_rid() if body.rid is None else body.rid,
         text=chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len),
         add_special_tokens=False,
         sampling_params=params,
@@ -99,29 +129,17 @@ def to_request(body: ChatBody, context: ServerContext) -> tuple[GenerateRequest,
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
     )
-    if body.rid is not None:
-        request.rid = body.rid
-    return request, tools
+    return AskedChat(body, tools, expand_samples([request]))
 
 
 class ChatAnswers:
     """Writes the answers to one chat request."""
 
-    def __init__(
-        self,
-        body: ChatBody,
-        context: ServerContext,
-        tools: ToolUse | None,
-        request: GenerateRequest,
-    ) -> None:
-        """Args:
-        tools: How the request uses tools.
-        request: What `to_request` made of `body`.
-        """
+    def __init__(self, asked: AskedChat, context: ServerContext) -> None:
+        body, request = asked.body, asked.samples[0]
         self._body = body
-        self._manager = context.manager
         self._shower = TokenShower(context.manager.tokenizer) if body.logprobs else None
-        self._tools = tools
+        self._tools = asked.tools
         # A grammar that holds from the first token leaves the model no room to reason.
         constraint = request.sampling_params.constraint
         # A structural tag leaves free text, and with it reasoning, to the model.
@@ -167,12 +185,9 @@ class ChatAnswers:
             stream_reasoning=self._body.stream_reasoning is not False,
         )
 
-    async def stream(
-        self, samples: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Chunks of all samples: the role, the text as it grows, the end; then the usage."""
-        states: dict[int, RequestState] = {}
-        pieces = [self._pieces(index, sample, states) for index, sample in enumerate(samples)]
+    async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
+        """See `stream_chunks`."""
+        pieces = [self._pieces(index, state) for index, state in enumerate(states)]
         async with aclosing(merge(pieces)) as merged:
             async for _, piece in merged:
                 yield piece
@@ -182,31 +197,30 @@ class ChatAnswers:
                 **self._head,
                 "object": "chat.completion.chunk",
                 "choices": [],
-                "usage": usage_of(list(states.values()), self._cache_report),
+                "usage": usage_of(states, self._cache_report),
             }
 
     async def _pieces(
-        self, index: int, request: GenerateRequest, states: dict[int, RequestState]
+        self, index: int, state: RequestState
     ) -> AsyncGenerator[dict[str, Any], None]:
-        cursor: OutputCursor | None = None
+        cursor = OutputCursor(state)
         output = self._new_output()
-        async with aclosing(self._manager.generate(request)) as updates:
-            async for state in updates:
-                if cursor is None:
-                    cursor = OutputCursor(state)
-                    states[index] = state
-                    yield self._chunk(index, state, {"role": "assistant", "content": ""})
-                deltas = output.feed(cursor.advance())
-                if state.ended:
-                    deltas += output.finish()
-                logprobs = await self._logprobs(state, cursor.first_new_token)
-                if not deltas and logprobs is not None and logprobs["content"]:
-                    deltas = [{"content": ""}]
-                for delta in deltas:
-                    yield self._chunk(index, state, delta, logprobs=logprobs)
-                    logprobs = None
-        assert cursor is not None, "every request yields at least its end"
-        yield self._last_chunk(index, cursor.state, output)
+        has_begun = has_ended = False
+        while not has_ended:
+            has_ended = await state.grown()
+            if not has_begun:
+                has_begun = True
+                yield self._chunk(index, state, {"role": "assistant", "content": ""})
+            deltas = output.feed(cursor.advance())
+            if has_ended:
+                deltas += output.finish()
+            logprobs = await self._logprobs(state, cursor.first_new_token)
+            if not deltas and logprobs is not None and logprobs["content"]:
+                deltas = [{"content": ""}]
+            for delta in deltas:
+                yield self._chunk(index, state, delta, logprobs=logprobs)
+                logprobs = None
+        yield self._last_chunk(index, state, output)
 
     def _last_chunk(self, index: int, state: RequestState, output: ChatOutput) -> dict[str, Any]:
         chunk = self._chunk(index, state, {})

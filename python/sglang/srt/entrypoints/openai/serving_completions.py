@@ -9,9 +9,11 @@ from typing import Any, Final, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.http_body import read_json, refuse_fields
-from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.native_protocol import MAX_BATCH
+from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json, refuse_fields
+from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_client_leaves
+from sglang.srt.entrypoints.http.streams import gather_or_cancel, merge
 from sglang.srt.entrypoints.openai.convert import (
     check_common,
     created_now,
@@ -28,12 +30,10 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionBody,
 )
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, completion_logprobs
-from sglang.srt.entrypoints.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.sse import json_response, start_stream, unless_client_leaves
-from sglang.srt.entrypoints.streams import gather_or_cancel, merge
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, PromptIds, prompt_ids
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.managers.tokenizer.samples import expand_samples
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's."""
@@ -45,11 +45,33 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, CompletionBody)
     requests = to_requests(body)
-    answers = CompletionAnswers(body, context, requests)
     if body.stream:
-        return await start_stream(request, answers.stream())
-    work = gather_or_cancel([context.manager.generate_whole(one) for one in requests])
-    return json_response(await answers.whole(await unless_client_leaves(request, work)))
+        events = stream_chunks(body, context, requests)
+        return EventStream(
+            await unless_client_leaves(request.receive, anext(events), events), events
+        )
+    work = whole_answer(body, context, requests)
+    return json_response(await unless_client_leaves(request.receive, work))
+
+
+async def whole_answer(
+    body: CompletionBody, context: ServerContext, requests: Sequence[GenerateRequest]
+) -> dict[str, Any]:
+    """Run all requests to their ends; the first that fails ends the others."""
+    with context.manager.submit(requests) as states:
+        await gather_or_cancel([state.end() for state in states])
+        return await CompletionAnswers(body, context, requests).whole(states)
+
+
+async def stream_chunks(
+    body: CompletionBody, context: ServerContext, requests: Sequence[GenerateRequest]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Chunks of all outputs as they grow, and the usage where asked for."""
+    with context.manager.submit(requests) as states:
+        answers = CompletionAnswers(body, context, requests)
+        async with aclosing(answers.stream(states)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 def to_requests(body: CompletionBody) -> list[GenerateRequest]:
@@ -70,9 +92,15 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
 
 
 def _request(
-    body: CompletionBody, prompt: str | PromptIds, index: int, count: int
+    body: CompletionBody, prompt: str | TokenArray, index: int, count: int
 ) -> GenerateRequest:
-    request = GenerateRequest(
+    rid = body.rid
+    if rid is None:
+        rid = new_rid()
+    elif count > 1:
+        rid = f"{rid}-{index}"
+    return GenerateRequest(
+        rid=rid,
         text=prompt if isinstance(prompt, str) else None,
         input_ids=None if isinstance(prompt, str) else prompt,
         sampling_params=sampling_params(body, body.max_tokens, "max_tokens", least=0),
@@ -88,12 +116,9 @@ def _request(
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
     )
-    if body.rid is not None:
-        request.rid = body.rid if count == 1 else f"{body.rid}-{index}"
-    return request
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | PromptIds]:
+def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | TokenArray]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -101,15 +126,18 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | Prompt
     mixed = bad_request("prompt: token ids and texts are mixed; send one kind", "prompt")
     if isinstance(prompt[0], int):
         try:
-            return [prompt_ids(cast(list[int], prompt))]
+            return [prompt_ids(cast(list[int], prompt), "prompt")]
         except TypeError:
             raise mixed from None
     if len(prompt) > MAX_BATCH:
         raise bad_request(f"prompt has {len(prompt)} prompts, at most {MAX_BATCH}", "prompt")
-    texts_or_ids = [item for item in prompt if not isinstance(item, int)]
-    if len(texts_or_ids) < len(prompt):
-        raise mixed
-    return texts_or_ids
+    prompts: list[str | TokenArray] = []
+    for index, item in enumerate(prompt):
+        if isinstance(item, int):
+            raise mixed
+        field = "prompt" if len(prompt) == 1 else f"prompt[{index}]"
+        prompts.append(item if isinstance(item, str) else prompt_ids(item, field))
+    return prompts
 
 
 class CompletionAnswers:
@@ -120,8 +148,8 @@ class CompletionAnswers:
     ) -> None:
         self._requests = requests
         self._body = body
-        self._manager = context.manager
-        self._shower = TokenShower(context.manager.tokenizer) if body.logprobs is not None else None
+        self._tokenizer = context.manager.tokenizer
+        self._shower = TokenShower(self._tokenizer) if body.logprobs is not None else None
         self._cache_report = context.args.enable_cache_report
         self._head: dict[str, Any] = {
             "id": new_id("cmpl"),
@@ -149,54 +177,50 @@ class CompletionAnswers:
         return answer
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, where it is to be said again."""
+        """The prompt's text where the answer repeats it, else nothing."""
         if not self._body.echo:
             return ""
         request = self._requests[index]
         if request.text is not None:
             return request.text
-        ids = [] if request.input_ids is None else [int(i) for i in request.input_ids]
-        text = self._manager.tokenizer.decode(ids)
+        ids = [] if request.input_ids is None else request.input_ids.tolist()
+        text = self._tokenizer.decode(ids)
         assert isinstance(text, str)
         return text
 
-    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Chunks of all prompts as they grow, and the usage where asked for."""
-        states: dict[int, RequestState] = {}
-        pieces = [
-            self._pieces(index, request, states) for index, request in enumerate(self._requests)
-        ]
+    async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
+        """Chunks of all outputs as they grow, and the usage where asked for."""
+        pieces = [self._pieces(index, state) for index, state in enumerate(states)]
         async with aclosing(merge(pieces)) as merged:
             async for _, piece in merged:
                 yield piece
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            usage = usage_of(list(states.values()), self._cache_report)
+            usage = usage_of(states, self._cache_report)
             yield {**self._head, "choices": [], "usage": usage}
 
     async def _pieces(
-        self, index: int, request: GenerateRequest, states: dict[int, RequestState]
+        self, index: int, state: RequestState
     ) -> AsyncGenerator[dict[str, Any], None]:
-        cursor: OutputCursor | None = None
+        cursor = OutputCursor(state)
+        echo = self._echo(index)
         sent_chars = 0
         options = self._body.stream_options
-        async with aclosing(self._manager.generate(request)) as updates:
-            async for state in updates:
-                states[index] = state
-                echo = "" if cursor is not None else self._echo(index)
-                cursor = cursor or OutputCursor(state)
-                text, ended = echo + cursor.advance(), state.ended
-                logprobs = await self._logprobs(state, cursor.first_new_token, sent_chars)
-                sent_chars += len(text)
-                if not (text or ended or self._shower is not None):
-                    continue
-                choice = self._choice(index, state, text, logprobs, ended=ended)
-                chunk = {**self._head, "choices": [choice]}
-                if ended and self._body.return_cached_tokens_details:
-                    chunk["sglext"] = sglext_of(state)
-                if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = usage_of([state], self._cache_report)
-                yield chunk
+        has_ended = False
+        while not has_ended:
+            has_ended = await state.grown()
+            text, echo = echo + cursor.advance(), ""
+            logprobs = await self._logprobs(state, cursor.first_new_token, sent_chars)
+            sent_chars += len(text)
+            if not (text or has_ended or self._shower is not None):
+                continue
+            choice = self._choice(index, state, text, logprobs, ended=has_ended)
+            chunk = {**self._head, "choices": [choice]}
+            if has_ended and self._body.return_cached_tokens_details:
+                chunk["sglext"] = sglext_of(state)
+            if options is not None and options.continuous_usage_stats:
+                chunk["usage"] = usage_of([state], self._cache_report)
+            yield chunk
 
     def _choice(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.entrypoints.streams import Slices
+from sglang.srt.entrypoints.http.streams import Slices
 from sglang.srt.managers.messages.io_struct import TopLogprobs
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
@@ -20,7 +20,7 @@ class TokenShower:
         self._tokenizer = tokenizer
         self._byte_level = is_byte_level(tokenizer)
         self._bytes: dict[int, bytes] = {}
-        """Of the tokens shown so far: prompts and their alternatives show the same ones often."""
+        """Bytes by token id: the same tokens come often in prompts and among alternatives."""
 
     def text(self, token_id: int) -> str:
         """The token alone; U+FFFD where it is only part of a character."""
@@ -66,8 +66,8 @@ async def completion_logprobs(
     """`logprobs` of a completion's choice, for the tokens from index `first` on.
 
     Args:
-        text_offset: Characters of the answer before what is told.
-        with_prompt: Tell those of the prompt as well, before them.
+        text_offset: Characters of the answer before these tokens.
+        with_prompt: Put the prompt's tokens in front.
     """
     ids = state.output_ids[first : len(state.output_logprobs)]
     values: list[float | None] = [*state.output_logprobs[first:]]

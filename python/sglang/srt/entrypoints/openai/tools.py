@@ -10,13 +10,13 @@ import msgspec
 
 from sglang.srt.constrained.schema_check import prepare_json_schema
 from sglang.srt.constrained.ticket import GrammarError
-from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool, ToolChoice
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 MAX_TOOLS: Final = 128
 _ENFORCED_FORMAT: Final = "llama3"
-"""The format of a call that a grammar enforces: a bare object with `name` and `parameters`."""
+"""The format of an enforced call: a bare object with `name` and `parameters`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 QUICK_TIMEOUT: Final = 10.0
 """Seconds for questions that the scheduler answers between two forward passes."""
 STORAGE_TIMEOUT: Final = LONGEST_STORAGE_CHANGE_S + 20.0
-"""Seconds for what has to reach the store: connecting and registering memory takes a while."""
+"""Seconds for changes that involve the store: connecting and registering memory takes a while."""
 
 _Build: TypeAlias = Callable[[str], Message]
 
@@ -37,13 +37,13 @@ class ControlClient:
         self._waiting: dict[str, asyncio.Future[ControlReqOutput]] = {}
 
     def deliver(self, answer: ControlReqOutput) -> None:
-        """Hand an answer to who waits for it; one that came too late is dropped."""
+        """Hand an answer to the caller that waits for it; one that comes too late is dropped."""
         future = self._waiting.get(answer.req_id)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def fail_all(self, error: Exception) -> None:
-        """Nobody will answer any more."""
+        """End all questions with `error`: no answer will come any more."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -99,7 +99,7 @@ class ControlClient:
         return await self._ask(lambda req_id: ClearHiCacheReqInput(req_id=req_id), STORAGE_TIMEOUT)
 
     async def _ask(self, build: _Build, timeout: float) -> ControlReqOutput:
-        """Send what `build` makes of a fresh id; wait for the answer.
+        """Send the message that `build` makes for a fresh id; wait for its answer.
 
         Raises:
             EngineUnavailable: No answer within `timeout` seconds, or the engine died.

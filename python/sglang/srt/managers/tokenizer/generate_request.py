@@ -1,14 +1,17 @@
-"""A request as the front door hands it to `TokenizerManager`, and what it may refuse."""
+"""One prompt as the front door hands it to `TokenizerManager`, and the errors of requests."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final
+
+import msgspec
 
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+_MAX_TOKEN_ID: Final = 2**32 - 1
 
 
 class InvalidRequest(ValueError):
@@ -33,20 +36,22 @@ class EngineUnavailable(RuntimeError):
     """The engine is shutting down, has died, or did not answer in time: HTTP 503."""
 
 
-PromptIds: TypeAlias = Sequence[int] | TokenArray
-"""Token ids as clients sent them; an array where all of them fit one."""
-
-
-def prompt_ids(values: Sequence[int]) -> PromptIds:
-    """`values` as an array; as they are where one is no u32, which `check_prompt` then names.
+def prompt_ids(values: Sequence[int], field: str) -> TokenArray:
+    """`values` as an array; `check_prompt` compares them with the vocabulary.
 
     Raises:
-        TypeError: Not all of them are whole numbers.
+        InvalidRequest: One does not fit 32 bits; names `field`.
+        TypeError: One is no whole number.
     """
     try:
         return token_array(values)
     except OverflowError:
-        return values
+        wrong = next(value for value in values if not 0 <= value <= _MAX_TOKEN_ID)
+        raise InvalidRequest(
+            f"{field} has token id {str(wrong)[:32]}, which no vocabulary has: send ids as the "
+            "tokenizer gives them",
+            field=field,
+        ) from None
 
 
 def new_rid() -> str:
@@ -54,16 +59,18 @@ def new_rid() -> str:
     return uuid.uuid4().hex
 
 
-@dataclass(slots=True, kw_only=True)
-class GenerateRequest:
-    """One prompt. Exactly one of `text` and `input_ids` is given."""
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, as its body means it. Exactly one of `text` and `input_ids` is given.
 
-    rid: str = field(default_factory=new_rid)
+    Nobody changes it or its `sampling_params`; `tokenized` makes the scheduler's form of both.
+    """
+
+    rid: str = msgspec.field(default_factory=new_rid)
     text: str | None = None
-    input_ids: PromptIds | None = None
+    input_ids: TokenArray | None = None
     add_special_tokens: bool = True
     """Whether the tokenizer may add e.g. a BOS to `text`; chat templates bring their own."""
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     default_max_new_tokens: int | None = None
     """The client named no number of tokens: use this, or what the context has room for if that
     is less (0: all of it). None: `sampling_params.max_new_tokens` was asked for and must fit."""
@@ -72,8 +79,8 @@ class GenerateRequest:
     prompt_field: str = "text"
     """What the client calls the prompt, for errors."""
     sampling_place: str = ""
-    """What errors put before the name of a sampling parameter: where a batch has several lists of
-    them, that of this prompt."""
+    """Prefix of a sampling parameter's name in errors, e.g. `sampling_params[1].` where each prompt
+    of a batch has its own parameters."""
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0

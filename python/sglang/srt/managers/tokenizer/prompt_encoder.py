@@ -1,20 +1,22 @@
 """Text to token ids without holding up the event loop.
 
-Thread `tokenize` encodes long texts; short ones are encoded where they are, since handing them over
-would take longer than encoding them. Where a tokenizer adds nothing to its core, the core is asked
-directly: a third less time for a short text. Any other gets a copy for the thread, since the
-library's tokenizers must not be used from two threads at once.
+Thread `tokenize` encodes long texts. Short ones are encoded on the caller's thread: handing them
+over would take longer than encoding them. A tokenizer that adds nothing to its core is bypassed:
+the core alone takes a third less time for a short text. Any other tokenizer is copied for the
+thread, since the library's tokenizers must not be used from two threads at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.utils.portable_tokenizer import core_tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ Encode: TypeAlias = Callable[[str, bool], list[int]]
 
 @dataclass(slots=True)
 class _Encoding:
-    """A text that waits for the thread, or is on it."""
+    """A text in the thread's queue, or on the thread."""
 
     ids: asyncio.Future[list[int]]
     num_readers: int = 0
@@ -46,18 +48,38 @@ class PromptEncoder:
         self._in_flight: dict[tuple[str, bool], _Encoding] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
-    def encode_short(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
-        """Token ids of `text`; None where it is too long to be encoded on this thread."""
-        return self._near(text, add_special_tokens) if len(text) <= SHORT_CHARS else None
+    def encode_now(self, requests: Sequence[GenerateRequest]) -> list[TokenArray | None]:
+        """The prompts of `requests`; None where a text is too long to be encoded on this thread.
+
+        Samples get the array of the request that they are samples of, which stands before them.
+        """
+        prompts: list[TokenArray | None] = []
+        first: GenerateRequest | None = None
+        for request in requests:
+            if first is not None and request.sample_of == first.rid:
+                prompts.append(prompts[-1])
+                continue
+            first, text = request, request.text or ""
+            if request.input_ids is not None:
+                prompts.append(request.input_ids)
+            elif len(text) <= SHORT_CHARS:
+                prompts.append(token_array(self._near(text, request.add_special_tokens)))
+            else:
+                prompts.append(None)
+        return prompts
+
+    async def encode_long(self, request: GenerateRequest) -> TokenArray:
+        """The prompt of a request for which `encode_now` had None."""
+        text = request.text or ""
+        return token_array(await self.encode(text, add_special_tokens=request.add_special_tokens))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, of any length. Not to be changed: others may get the same list.
 
-        A text that nobody waits for any more is not encoded, unless that has begun.
+        A waiting text whose readers are all cancelled leaves the thread's queue.
         """
-        ids = self.encode_short(text, add_special_tokens=add_special_tokens)
-        if ids is not None:
-            return ids
+        if len(text) <= SHORT_CHARS:
+            return self._near(text, add_special_tokens)
         # The samples of one prompt ask at the same time.
         key = (text, add_special_tokens)
         encoding = self._in_flight.get(key)
@@ -82,7 +104,7 @@ class PromptEncoder:
 
 
 def _core_encode(tokenizer: PreTrainedTokenizerBase) -> Encode | None:
-    """By a core that nobody changes, and that any number of threads may ask therefore."""
+    """Encode with the core alone. Nothing changes it later, so any thread may use it."""
     core = core_tokenizer(tokenizer, ("encode", "_encode_plus"))
     if core is None:
         return None

@@ -1,4 +1,7 @@
-"""Every limit a request must keep, checked before the scheduler sees it. Pure."""
+"""Every limit a request must keep, checked before the scheduler sees it. Pure; changes nothing.
+
+`check_request` comes before the prompt is tokenized, `check_prompt` after it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,11 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.srt.managers.tokenizer.generate_request import (
-    GenerateRequest,
-    InvalidRequest,
-    PromptIds,
-)
-from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 MAX_KEY_CHARS: Final = 4096
-"""Of `extra_key` and `cache_salt` each."""
+"""Limit for `extra_key` and for `cache_salt`."""
 MAX_RID_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 128
 MAX_PROMPT_LOGPROBS: Final = 1 << 19
@@ -24,7 +23,7 @@ MAX_CHARS_PER_TOKEN: Final = 32
 """A text with more characters than this for each token that fits is refused before it is
 tokenized, which takes a second and 300 MB for each million. Prose has four to five."""
 CHEAP_CHARS: Final = 1 << 16
-"""Tokenized in any case: a client may count the tokens of what is a little too long."""
+"""Texts up to this length are always tokenized, so that an error tells their number of tokens."""
 _INT32_MAX: Final = 2**31 - 1
 
 
@@ -44,19 +43,52 @@ class RequestLimits:
         return max(MAX_CHARS_PER_TOKEN * tokens, CHEAP_CHARS)
 
 
-def check_fields(request: GenerateRequest) -> None:
-    """Check what needs neither tokens nor the model.
+def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
+    """Check all that can be checked before the prompt is tokenized.
 
     Raises:
-        InvalidRequest: Names the field.
+        InvalidRequest: Names the field, what is wrong and what is allowed.
     """
-    # It is a word of the log, where a line break would make a line of the client's own.
+    _check_fields(request)
+    try:
+        request.sampling_params.verify(limits.vocab_size)
+    except ValueError as error:
+        name, place = _leading_name(str(error)), request.sampling_place
+        field = name and f"{place}{name}"
+        raise InvalidRequest(f"{place}{error}", field=field) from error
+    if request.input_ids is not None:
+        return
+    num_chars, field = len(request.text or ""), request.prompt_field
+    if num_chars == 0:
+        raise InvalidRequest(f"{field} is empty: give at least one character", field=field)
+    if num_chars > limits.max_text_chars:
+        raise InvalidRequest(
+            f"{field} has {num_chars} characters, more than {limits.max_text_chars} cannot fit "
+            f"into a context of {limits.context_len} tokens: shorten it, or send token ids",
+            field=field,
+            code="context_length_exceeded",
+        )
+
+
+def check_prompt(request: GenerateRequest, tokens: TokenArray, limits: RequestLimits) -> None:
+    """Check the prompt's tokens, and everything whose limit depends on their number.
+
+    Raises:
+        InvalidRequest: Names the field, what is wrong and what is allowed.
+    """
+    _check_tokens(tokens, limits, request.prompt_field)
+    if request.logprob_start_len != -1:
+        _check_logprob_start(request, len(tokens))
+    _check_room(request, len(tokens), limits)
+
+
+def _check_fields(request: GenerateRequest) -> None:
+    # The id is written to the log, where a line break in it would forge a line.
     if not (1 <= len(request.rid) <= MAX_RID_CHARS and request.rid.isprintable()):
         raise InvalidRequest(
             f"rid must have 1 to {MAX_RID_CHARS} characters, all of them printable", field="rid"
         )
-    for name in ("extra_key", "cache_salt"):
-        value = getattr(request, name)
+    for name, value in (("extra_key", request.extra_key), ("cache_salt", request.cache_salt)):
         if value is not None and len(value) > MAX_KEY_CHARS:
             raise InvalidRequest(
                 f"{name} has {len(value)} characters, at most {MAX_KEY_CHARS} are allowed: "
@@ -72,84 +104,29 @@ def check_fields(request: GenerateRequest) -> None:
         raise InvalidRequest("priority must fit in 32 bits", field="priority")
 
 
-def check_sampling(request: GenerateRequest, limits: RequestLimits, tokenizer: object) -> None:
-    """Verify and normalise the parameters in place; a `top_k` beyond the vocabulary is all of it.
-
-    Raises:
-        InvalidRequest: Names the field.
-    """
-    params = request.sampling_params
-    if request.default_max_new_tokens is not None:
-        # `fit_max_new_tokens` settles it: a wish for a least number of tokens raises a default.
-        params.max_new_tokens = max(params.max_new_tokens, params.min_new_tokens)
-    try:
-        params.verify(limits.vocab_size)
-        params.normalize(tokenizer)
-    except ValueError as error:
-        name, place = _leading_name(str(error)), request.sampling_place
-        field = name and f"{place}{name}"
-        raise InvalidRequest(f"{place}{error}", field=field) from error
-    if params.top_k > limits.vocab_size:
-        params.top_k = -1
-
-
-def check_text(text: str, limits: RequestLimits, field: str) -> None:
-    """Check the length of a text that is about to be tokenized.
-
-    Raises:
-        InvalidRequest: Names `field`, what is wrong and what is allowed.
-    """
-    if len(text) > limits.max_text_chars:
-        raise InvalidRequest(
-            f"{field} has {len(text)} characters, more than {limits.max_text_chars} cannot fit "
-            f"into a context of {limits.context_len} tokens: shorten it, or send token ids",
-            field=field,
-            code="context_length_exceeded",
-        )
-
-
-def check_prompt(input_ids: PromptIds, limits: RequestLimits, field: str) -> TokenArray:
-    """Check the prompt's tokens and their number; the tokens as an array.
-
-    Raises:
-        InvalidRequest: Names `field`, what is wrong and what is allowed.
-    """
-    if not len(input_ids):
+def _check_tokens(tokens: TokenArray, limits: RequestLimits, field: str) -> None:
+    if not len(tokens):
         raise InvalidRequest(f"{field} is empty: give at least one token", field=field)
-    tokens = None
-    try:
-        tokens = token_array(input_ids)
-        low, high = int(tokens.min()), int(tokens.max())
-    except OverflowError:
-        low, high = min(input_ids), max(input_ids)
-    if tokens is None or low < 0 or high >= limits.vocab_size:
-        wrong = low if low < 0 else high
+    high = int(tokens.max())
+    if high >= limits.vocab_size:
         raise InvalidRequest(
-            f"{field} has token id {wrong}, the vocabulary has ids 0 to {limits.vocab_size - 1}",
+            f"{field} has token id {high}, the vocabulary has ids 0 to {limits.vocab_size - 1}",
             field=field,
         )
     longest = min(limits.context_len - 1, limits.max_input_len)
-    if len(input_ids) > longest:
+    if len(tokens) > longest:
         raise InvalidRequest(
-            f"{field} has {len(input_ids)} tokens, at most {longest} are allowed (context length "
+            f"{field} has {len(tokens)} tokens, at most {longest} are allowed (context length "
             f"{limits.context_len}, largest input the cache holds {limits.max_input_len}): "
             "shorten the prompt, or start the server with a larger --context-length or "
             "--max-total-tokens",
             field=field,
             code="context_length_exceeded",
         )
-    return tokens
 
 
-def check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:
-    """Check from where on the prompt's logprobs are wanted.
-
-    Raises:
-        InvalidRequest: It is outside the prompt, no logprobs are wanted at all, or too many.
-    """
+def _check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:
     start = request.logprob_start_len
-    if start == -1:
-        return
     if not 0 <= start < prompt_len:
         raise InvalidRequest(
             f"logprob_start_len={start} must be -1 (no prompt logprobs) or from 0 to "
@@ -171,32 +148,19 @@ def check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:
         )
 
 
-def fit_max_new_tokens(request: GenerateRequest, prompt_len: int, limits: RequestLimits) -> None:
-    """Settle `max_new_tokens`: a default shrinks to the room that is left, a wish must fit it.
-
-    Raises:
-        InvalidRequest: More was asked for than the context has room for.
-    """
+def _check_room(request: GenerateRequest, prompt_len: int, limits: RequestLimits) -> None:
+    """A number of tokens that the client named must fit behind the prompt; a default shrinks."""
     params = request.sampling_params
+    if request.default_max_new_tokens is None:
+        field, wanted = request.max_tokens_field, params.max_new_tokens
+    else:
+        field, wanted = "min_new_tokens", params.min_new_tokens
     room = limits.context_len - prompt_len
-    if request.default_max_new_tokens is not None:
-        params.max_new_tokens = max(min(request.default_max_new_tokens or room, room), 1)
-        # A wish for a least number of tokens is also a wish for at least that many.
-        if params.min_new_tokens > room:
-            raise InvalidRequest(
-                f"min_new_tokens={params.min_new_tokens} and a prompt of {prompt_len} tokens "
-                f"exceed the context length of {limits.context_len}: ask for at most {room}, or "
-                "shorten the prompt",
-                field="min_new_tokens",
-                code="context_length_exceeded",
-            )
-        params.max_new_tokens = max(params.max_new_tokens, params.min_new_tokens)
-    elif params.max_new_tokens > room:
+    if wanted > room:
         raise InvalidRequest(
-            f"{request.max_tokens_field}={params.max_new_tokens} and a prompt of {prompt_len} "
-            f"tokens exceed the context length of {limits.context_len}: ask for at most {room}, "
-            "or shorten the prompt",
-            field=request.max_tokens_field,
+            f"{field}={wanted} and a prompt of {prompt_len} tokens exceed the context length of "
+            f"{limits.context_len}: ask for at most {room}, or shorten the prompt",
+            field=field,
             code="context_length_exceeded",
         )
 

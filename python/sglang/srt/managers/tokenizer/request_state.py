@@ -34,14 +34,16 @@ class RequestState:
     stream: bool
     no_stop_trim: bool
     sample_of: str | None = None
+    encoding: asyncio.Task[None] | None = None
+    """Tokenizes a long prompt, and sends the request then."""
     is_sent: bool = False
     """Whether the scheduler knows of it: not while its prompt is tokenized."""
     prompt_tokens: int = 0
-    """0 until then."""
+    """0 until it is sent."""
     logprob_ids: list[int] = field(default_factory=list)
     """Prompt tokens from `logprob_start_len` on; empty where their logprobs are not wanted."""
     input_logprobs: list[float] = field(default_factory=list)
-    """Of all `logprob_ids` but the first, from the first output on."""
+    """Logprobs of all `logprob_ids` but the first; they come with the first output."""
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
@@ -73,8 +75,12 @@ class RequestState:
         )
 
     def note_sent(self, input_ids: TokenArray, logprob_start_len: int) -> None:
-        """It went to the scheduler with these tokens, and wants logprobs of those from
-        `logprob_start_len` on (-1: of none)."""
+        """Note that the scheduler got the request.
+
+        Args:
+            input_ids: The prompt.
+            logprob_start_len: The first token whose logprob is wanted; -1: none is.
+        """
         self.is_sent = True
         self.prompt_tokens = len(input_ids)
         if logprob_start_len >= 0:
@@ -125,18 +131,24 @@ class RequestState:
         return len(output.output_ids)
 
     def abort_unsent(self) -> None:
-        """End the request on demand, before the scheduler knows of it."""
+        """End the request by its client's wish, before the scheduler knows of it."""
         assert not self.is_sent, "the scheduler ends what it knows of"
         if not self.ended:
             self._finish(ABORTED_BY_CLIENT)
             self._changed.set()
+        self.stop_encoding()
+
+    def stop_encoding(self) -> None:
+        """Let a long prompt leave the tokenizing thread's queue."""
+        if self.encoding is not None:
+            self.encoding.cancel()
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
         self.finished_time = time.monotonic()
 
     def fail(self, error: Exception) -> None:
-        """End the request with `error`."""
+        """End the request with `error`, unless it has ended."""
         if not self.ended:
             self.failure = error
             self.finished_time = time.monotonic()
@@ -148,19 +160,29 @@ class RequestState:
         For one reader.
 
         Raises:
+            InvalidRequest: Its prompt, a long text, has too many tokens.
             EngineUnavailable: The engine died.
             RequestFailed: The scheduler refused the request or failed on it.
         """
         await self._changed.wait()
         self._changed.clear()
-        if self.failure is not None:
+        if isinstance(self.failure, EngineUnavailable):
+            # One error ends all requests; each raises its own, with a traceback of its own.
             raise EngineUnavailable(str(self.failure)) from self.failure
+        if self.failure is not None:
+            raise self.failure
         reason = self.finish_reason
         if reason is None:
             return False
         if reason.status_code not in (None, CLIENT_ABORT_STATUS):
             raise RequestFailed(reason.message or "the engine aborted it", reason.status_code)
         return True
+
+    async def end(self) -> RequestState:
+        """Wait until the request has ended; raises as `grown` does."""
+        while not await self.grown():
+            pass
+        return self
 
 
 class OutputCursor:

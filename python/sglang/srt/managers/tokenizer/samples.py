@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.sampling.sampling_params import MAX_SAMPLES, MAX_SEED
@@ -14,14 +15,15 @@ MAX_OUTPUTS: Final = 1024
 """Prompts times samples in one body."""
 
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
-"""Odd, so that all samples of a seed have seeds of their own."""
+"""An odd number, so that all samples of one seed get different seeds (modulo 2^63)."""
 
 
 def expand_samples(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
     """The requests with each replaced by its `n` samples, in order.
 
-    The first sample is the request itself, and gives what it gives alone; the others wait for it,
-    so that they find its prompt in the cache. Where the client named a seed, theirs follow from it.
+    The first sample has the request's own id and seed, so it answers as the request alone would.
+    The others wait for it, to find its prompt in the cache; where the client named a seed, each
+    gets one of its own that follows from it.
 
     Raises:
         InvalidRequest: `n` is out of range, or the samples are too many.
@@ -36,19 +38,25 @@ def expand_samples(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]
             "allowed in one body: split it",
             field="n",
         )
-    for request in requests:
-        request.num_outputs = sum(counts)
+    if counts == [1]:
+        return list(requests)
     return [
-        request if index == 0 else _sample(request, index)
+        _sample(request, index, sum(counts))
         for request, n in zip(requests, counts, strict=True)
         for index in range(n)
     ]
 
 
-def _sample(request: GenerateRequest, index: int) -> GenerateRequest:
+def _sample(request: GenerateRequest, index: int, num_outputs: int) -> GenerateRequest:
+    if index == 0:
+        return msgspec.structs.replace(request, num_outputs=num_outputs)
     params = copy.copy(request.sampling_params)
     if params.sampling_seed is not None:
         params.sampling_seed = (params.sampling_seed + index * _SEED_STEP) & MAX_SEED
-    return dataclasses.replace(
-        request, rid=f"{request.rid}-{index}", sample_of=request.rid, sampling_params=params
+    return msgspec.structs.replace(
+        request,
+        rid=f"{request.rid}-{index}",
+        sample_of=request.rid,
+        sampling_params=params,
+        num_outputs=num_outputs,
     )

@@ -30,7 +30,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def constrained(**params: Any) -> SamplingParams:
     """Parameters of random sampling under a constraint."""
     made = SamplingParams(**{"max_new_tokens": 64, **params})
-    made.normalize(tokenizer=object())
+    made.normalize()
     return made
 
 

@@ -257,7 +257,7 @@ def test_grammars_and_joining_penalties_wait_for_the_tokens(
     backend = HandBackend()
     rig = make_rig(model, monkeypatch, overlap=True, grammar_backend=lambda: backend)
     params = SamplingParams(max_new_tokens=8, regex="[a-c]{8}")
-    params.normalize(tokenizer=object())
+    params.normalize()
     rig.run(rig.request("grammar", prompt(5, 7), params))
     assert events == ["launch", "take in"] * (len(events) // 2)
     events.clear()

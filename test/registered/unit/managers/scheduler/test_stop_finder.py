@@ -24,7 +24,7 @@ NEW_DECODER = make_decoder_factory(BYTES)
 
 def finder(*patterns: str, stop: Sequence[str] = ()) -> StopFinder:
     params = SamplingParams(stop=list(stop), stop_regex=list(patterns))
-    params.normalize(tokenizer=BYTES)
+    params.normalize()
     return StopFinder(params, NEW_DECODER(True))
 
 
@@ -100,7 +100,7 @@ def test_a_match_that_is_longer_than_the_window_is_none() -> None:
 def test_what_was_complete_before_it_counted_never_counts() -> None:
     for given_stop in ({"stop": ["ab"]}, {"stop_regex": ["ab"]}):
         params = SamplingParams(**given_stop)  # type: ignore[arg-type]
-        params.normalize(tokenizer=BYTES)
+        params.normalize()
         text = Growing(StopFinder(params, NEW_DECODER(True)))
         assert text.feed("xab ab a", counts=False) is None
         assert text.feed("b") == StopMatch(7, "ab"), "it was complete afterwards"

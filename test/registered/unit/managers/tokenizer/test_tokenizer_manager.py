@@ -6,8 +6,9 @@ import asyncio
 import string
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -19,16 +20,21 @@ from sglang.srt.managers.tokenizer.generate_request import (
     InvalidRequest,
 )
 from sglang.srt.managers.tokenizer.prompt_encoder import SHORT_CHARS, PromptEncoder
+from sglang.srt.managers.tokenizer.request_limits import RequestLimits, check_prompt, check_request
 from sglang.srt.managers.tokenizer.samples import expand_samples
+from sglang.srt.managers.tokenizer.tokenized_request import tokenized
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import byte_tokenizer, fake_engine
+from sglang.test.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 
-def ask(text: str = "ab", **fields: object) -> GenerateRequest:
-    return GenerateRequest(text=text, sampling_params=SamplingParams(max_new_tokens=4), **fields)  # type: ignore[arg-type]
+def ask(text: str = "ab", **fields: Any) -> GenerateRequest:
+    fields.setdefault("sampling_params", SamplingParams(max_new_tokens=4))
+    return GenerateRequest(text=text, **fields)
 
 
 def test_hostile_bytes_are_dropped_and_the_next_request_served() -> None:
@@ -78,9 +84,8 @@ def test_leaving_early_aborts_and_keeps_the_id_until_the_end_has_come() -> None:
             await manager.start()
             engine.scheduler.hold_after = 2
             request = ask(stream=True, rid="r")
-            async with aclosing(manager.generate(request)) as states:
-                async for _ in states:
-                    break
+            with manager.submit([request]) as (state,):
+                assert not await state.grown()
             with pytest.raises(InvalidRequest, match="rid"):
                 await manager.generate_whole(ask(rid="r"))
             while manager._leaving:
@@ -214,8 +219,7 @@ def test_an_abort_during_tokenization_ends_the_request_and_all_its_samples(
             manager = engine.manager()
             await manager.start()
             thread = GatedEncoding(manager._encoder)
-            request = ask("aa", rid="r")
-            request.sampling_params.n = 3
+            request = ask("aa", rid="r", sampling_params=SamplingParams(max_new_tokens=4, n=3))
             samples = [
                 asyncio.create_task(manager.generate_whole(one))
                 for one in expand_samples([request])
@@ -278,6 +282,116 @@ def test_what_is_tokenized_ends_with_the_engine() -> None:
                     await task
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.usefixtures("all_are_long")
+def test_a_long_text_with_too_many_tokens_is_refused_and_its_id_is_free() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            metrics = ServerMetrics()
+            manager = engine.manager(metrics)
+            await manager.start()
+            with manager.submit([ask("a" * CONTEXT_LEN, rid="r")]) as (state,):
+                with pytest.raises(InvalidRequest, match="text has 200 tokens, at most 199"):
+                    await state.grown()
+                assert manager.num_requests == 0
+                # Another request may have its id before the first has left.
+                other = asyncio.create_task(manager.generate_whole(ask(rid="r")))
+                await until(lambda: manager.num_requests == 1)
+            assert manager.num_requests == 1, "leaving the refused one leaves the other alone"
+            assert (await other).text == "abab"
+            await manager.close()
+            assert len(engine.scheduler.received) == 1
+            assert 'num_requests_total{finish_reason="length"} 1.0' in metrics.render()
+            assert "error" not in metrics.render()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.usefixtures("all_are_long")
+def test_a_tokenizer_that_fails_ends_its_request_alone() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+
+            def fail(text: str, add_special_tokens: bool) -> list[int]:
+                raise RuntimeError(f"cannot encode {text!r}")
+
+            encode, manager._encoder._far = manager._encoder._far, fail
+            with pytest.raises(RuntimeError, match="cannot encode 'ab'"):
+                await manager.generate_whole(ask(rid="r"))
+            manager._encoder._far = encode
+            assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
+            await manager.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_nothing_of_a_body_is_sent_where_one_of_its_requests_is_refused() -> None:
+    async def run() -> None:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            too_long = ask("a" * CONTEXT_LEN, prompt_field="text[1]")
+            for wrong in (too_long, ask(priority=2**31), ask("", prompt_field="text[1]")):
+                with (
+                    pytest.raises(InvalidRequest, match=r"text\[1\]|priority"),
+                    manager.submit([ask(rid="r"), wrong]),
+                ):
+                    pass
+            assert manager.num_requests == 0
+            assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
+            await manager.close()
+            assert len(engine.scheduler.received) == 1
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_request_stays_as_it_was_made_and_its_message_is_settled() -> None:
+    limits = RequestLimits(vocab_size=260, context_len=200, max_input_len=199)
+    params = SamplingParams(
+        max_new_tokens=128, min_new_tokens=7, temperature=0.0, top_k=1000, stop="x"
+    )
+    request = ask(sampling_params=params, default_max_new_tokens=5)
+    before = msgspec.structs.replace(params)
+    tokens = token_array([65, 66])
+    check_request(request, limits)
+    check_prompt(request, tokens, limits)
+    message = tokenized(request, tokens, limits, created_time=1.5)
+    assert request.sampling_params is params
+    assert params == before
+    settled = message.sampling_params
+    assert (settled.max_new_tokens, settled.stop, settled.temperature, settled.top_k) == (
+        7, ["x"], 1.0, 1,
+    )  # fmt: skip
+    with pytest.raises(AttributeError, match="immutable"):
+        request.rid = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("default", "least", "prompt_len", "settled"),
+    [(16, 0, 10, 16), (16, 0, 190, 10), (0, 0, 10, 190), (16, 30, 10, 30), (16, 30, 170, 30)],
+)
+def test_a_default_number_of_tokens_fits_the_context(
+    default: int, least: int, prompt_len: int, settled: int
+) -> None:
+    limits = RequestLimits(vocab_size=260, context_len=200, max_input_len=199)
+    params = SamplingParams(min_new_tokens=least)
+    request = ask(sampling_params=params, default_max_new_tokens=default)
+    tokens = token_array([65] * prompt_len)
+    check_prompt(request, tokens, limits)
+    message = tokenized(request, tokens, limits, created_time=0.0)
+    assert message.sampling_params.max_new_tokens == settled
+
+
+def test_samples_of_a_text_are_encoded_once() -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    three = expand_samples([ask("ab", rid="r", sampling_params=SamplingParams(n=3))])
+    prompts = encoder.encode_now([*three, ask("c"), ask("d" * (SHORT_CHARS + 1))])
+    assert prompts[0] is prompts[1] is prompts[2]
+    assert [None if one is None else len(one) for one in prompts] == [2, 2, 2, 1, None]
+    encoder.close()
 
 
 def test_short_and_long_texts_encode_alike() -> None:

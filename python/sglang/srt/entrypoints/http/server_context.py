@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
-from sglang.srt.entrypoints.shared_answer import SharedAnswer
+from sglang.srt.entrypoints.http.errors import ApiError
+from sglang.srt.entrypoints.http.shared_answer import SharedAnswer
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import MemoryReturner
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 
 
 def _new_renderer() -> ThreadPoolExecutor:
@@ -23,7 +25,7 @@ def _new_renderer() -> ThreadPoolExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """One server: its arguments, the way to its engine, and what the engine said at the start."""
+    """One server: its arguments, the `TokenizerManager`, and what the engine said at the start."""
 
     args: ServerArgs
     manager: TokenizerManager
@@ -33,7 +35,7 @@ class ServerContext:
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
     memory: MemoryReturner = field(default_factory=MemoryReturner)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
-    """Why no token could be generated, when that was last tried."""
+    """The last health probe: why no token could be generated, or None."""
     renderer: ThreadPoolExecutor = field(default_factory=_new_renderer)
     """One thread, `render`, for chat templates over long conversations."""
 

@@ -1,7 +1,7 @@
-"""Accepting connections within what files the process may open.
+"""Accepting connections up to the process's limit of open files.
 
-asyncio's own accept loop has no such bound: without a free file it tries again some thousand times
-a second, with two lines of the log each time, and no connection ends for it.
+asyncio's own accept loop has no such bound. Without a free file it tries again some thousand times
+a second, logs two lines each time, and closes no idle connection to make room.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 logger = logging.getLogger(__name__)
 
 ACCEPTS_AT_ONCE: Final = 64
-"""In one turn of the event loop."""
+"""Connections accepted in one turn of the event loop."""
 PAUSE_SECONDS: Final = 0.1
-"""Without accepting, where there is no room."""
+"""How long to accept no connection when there is no room."""
 LEAST_IDLE_SECONDS: Final = 0.25
-"""Without a request before a connection gives way: its first one may be on its way."""
+"""A connection must have been idle for this long to give way: its first request may be coming."""
 SPARE_FILES: Final = 256
-"""Left to everything that is no connection, and to connections that have just been closed."""
+"""Files kept free for other uses, and for connections that have just been closed."""
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SAY_AGAIN_SECONDS: Final = 60.0
 
 
 class Connections(Protocol):
-    """What the listener has to know of those that are open."""
+    """The open connections, as far as the listener needs them."""
 
     def close_longest_idle(self, least_seconds: float) -> bool:
-        """Make room for another; False where none has been idle for so long."""
+        """Make room for another; False where none has been idle for `least_seconds`."""
 
 
 def most_connections() -> int:
@@ -65,15 +65,15 @@ def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]
 
 
 class Listener:
-    """Accepts on `sockets` from its making to `close`. Event loop thread only.
+    """Accepts on `sockets` until `close`. Event loop thread only.
 
-    At the bound a new connection takes the place of one that has had no request for a while; where
-    all have one, it waits, and the log says so once a minute.
+    At the bound a new connection takes the place of one that has been idle for a while. Where none
+    is idle it waits, and the log says so once a minute.
 
     Args:
         make_protocol: Makes the protocol of a connection.
-        count: How many connections are open.
-        connections: Those that are open.
+        count: Gives the number of open connections.
+        connections: The open connections.
         most: The bound.
     """
 
@@ -99,7 +99,7 @@ class Listener:
             self._accept_from(sock)
 
     def close(self) -> None:
-        """Listen no more. Connections stay."""
+        """Stop listening. Open connections stay."""
         self._closed = True
         for sock in self._sockets:
             self._loop.remove_reader(sock)
@@ -110,7 +110,7 @@ class Listener:
             self._loop.add_reader(sock, self._on_readable, sock)
 
     def _pause(self, sock: socket.socket, why: str) -> None:
-        """Without the reader: a socket with connections that wait stays readable."""
+        """Stop listening for a while: a socket with waiting connections stays readable."""
         self._warn.warning(
             "no-room", "%s; new connections wait until others end (see ulimit -n)", why
         )
@@ -181,7 +181,7 @@ class BoundedServer(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more, then as uvicorn does."""
+        """Stop listening, then shut down as uvicorn does."""
         if self._listener is not None:
             self._listener.close()
         await super().shutdown(sockets)

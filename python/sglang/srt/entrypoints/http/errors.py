@@ -41,7 +41,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The API's word for what the engine raised; None for what is no client's business."""
+    """What clients are told of `error`; None for a mistake of the server's own."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
@@ -54,13 +54,13 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def _constraint_field(message: str) -> str | None:
-    """The field that an error of the grammar backend or of matching a stop begins with."""
+    """The field's name at the begin of an error of the grammar backend or of `stop_regex`."""
     name = message.partition(":")[0]
     return name if name in (*ConstraintKind.__members__.values(), "stop_regex") else None
 
 
 def _methods_at(request: Request) -> list[str]:
-    """The methods that the path of `request` has, sorted: of all its routes, not of the first."""
+    """The methods of all routes that match the path of `request`, sorted."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -104,8 +104,8 @@ def install_error_handlers(app: Starlette) -> None:
 
     async def unknown(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        # The HTTP server closes the connection behind an exception; a client that did not know
-        # would lose the next request it sends on it.
+        # uvicorn closes the connection behind an exception. A client that is not told so would
+        # lose the next request that it sends on it.
         return error_response(
             ApiError(500, "internal error; the server's log has the cause"),
             {"connection": "close"},

@@ -1,4 +1,4 @@
-"""One answer for all who ask at once, or soon after: for work that anybody may ask for."""
+"""One answer for all callers that ask at the same time, or soon after."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ class SharedAnswer(Generic[T]):
     """Runs one piece of work at a time. Event loop thread only."""
 
     def __init__(self, fresh_seconds: float) -> None:
-        """Keep an answer for `fresh_seconds` from when it came."""
+        """Give an answer again for `fresh_seconds` after it came."""
         self._fresh_seconds = fresh_seconds
         self._work: asyncio.Task[T] | None = None
         self._ended = 0.0
 
     async def latest(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The answer that is fresh or under way, or else what `ask` says; it goes on when who
-        asked first leaves. Raises as `ask` does."""
+        """The answer that is fresh or under way, or else the one of `ask`. Raises as `ask` does.
+
+        The work goes on where the caller that began it is cancelled: others may wait for it.
+        """
         now = asyncio.get_running_loop().time
         if self._work is None or (self._work.done() and now() - self._ended >= self._fresh_seconds):
             self._work = asyncio.create_task(self._run(ask))

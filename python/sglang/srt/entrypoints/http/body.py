@@ -1,4 +1,4 @@
-"""Request bodies: read within a limit, decoded straight from bytes, errors that name the field."""
+"""Request bodies: read within limits, decoded to a struct, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ import msgspec
 from starlette.requests import Request
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, MIB
-from sglang.srt.entrypoints.http_errors import ApiError, bad_request
-from sglang.srt.entrypoints.server_context import context_of
+from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.server_context import context_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_BODY_BYTES: Final = 16 * MIB
-"""Several times what the longest contexts need; bounds the memory of a hostile body."""
+"""Several times what the longest contexts need. It bounds the memory of a hostile body."""
 BODY_SECONDS: Final = 60.0
-"""For a whole body to arrive."""
+"""Most time for a whole body to arrive."""
 CHUNK_SECONDS: Final = 10.0
-"""For the next part of a body to arrive."""
+"""Most time for the next part of a body to arrive."""
 MAX_BODY_VALUES: Final = 1 << 19
-"""Strings in a body, and lists and objects in it. Some millions of empty ones fit its bytes, and
-would hold up the event loop for a second; numbers are cheap."""
+"""Most strings in a body, and most lists and objects. Millions of empty ones fit into its bytes,
+and would hold up the event loop for a second. Numbers are cheap."""
+MAX_BATCH: Final = 1024
+"""Most prompts in a body."""
 MAX_NAME_CHARS: Final = 64
-"""Of an unknown field, in what is answered about it; ours are shorter."""
+"""An unknown field's name is cut to this length in errors; known ones are shorter."""
 _LARGE_BYTES: Final = MIB
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
@@ -51,27 +53,22 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout_at(now() + CHUNK_SECONDS) as bound:
-            # Most bodies are here already, and in one part.
-            while await _receive_part(request, body, limit):
+            part = await request.receive()
+            while part["type"] != "http.disconnect":
+                body += part.get("body", b"")
+                if len(body) > limit:
+                    raise _too_large(limit)
+                if not part.get("more_body"):
+                    return bytes(body)
                 bound.reschedule(min(now() + CHUNK_SECONDS, end))
+                part = await request.receive()
     except TimeoutError:
         raise ApiError(
             408,
             f"the body did not come within {CHUNK_SECONDS:g} s for a part and {BODY_SECONDS:g} s "
             "in all: send it faster",
         ) from None
-    return bytes(body)
-
-
-async def _receive_part(request: Request, body: bytearray, limit: int) -> bool:
-    """Add the next part to `body`; whether there is more to come."""
-    part = await request.receive()
-    if part["type"] == "http.disconnect":
-        raise ApiError(499, "the client left before the body was complete")
-    body += part.get("body", b"")
-    if len(body) > limit:
-        raise _too_large(limit)
-    return bool(part.get("more_body"))
+    raise ApiError(499, "the client left before the body was complete")
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
@@ -81,9 +78,10 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         ApiError: 400 that names the field and what is expected there.
     """
     try:
-        if len(body) >= _LARGE_BYTES:
-            _check_values(body)
-        with _without_collections(len(body)):
+        if len(body) < _LARGE_BYTES:
+            return msgspec.json.decode(body, type=kind)
+        _check_values(body)
+        with _without_collections():
             return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise describe_mismatch(str(error), kind) from None
@@ -104,7 +102,7 @@ async def read_json(request: Request, kind: type[T]) -> T:
 
 
 def convert(value: object, kind: type[T], field: str) -> T:
-    """A value that was decoded loosely as a `kind`; errors name it as part of `field`.
+    """`value`, which was decoded without a type, as a `kind`; errors name it as part of `field`.
 
     Raises:
         ApiError: 400 as `decode_body`.
@@ -116,7 +114,7 @@ def convert(value: object, kind: type[T], field: str) -> T:
 
 
 def describe_mismatch(message: str, kind: type[msgspec.Struct], inside: str = "") -> ApiError:
-    """msgspec's error as one of ours: the field first, then the problem, then a remedy."""
+    """msgspec's error as an `ApiError`: the field first, then the problem, then a remedy."""
     match = _MESSAGE.fullmatch(message)
     assert match is not None, "the pattern matches everything"
     path = (match["path"] or "").removeprefix("$").removeprefix(".")
@@ -132,7 +130,7 @@ def describe_mismatch(message: str, kind: type[msgspec.Struct], inside: str = ""
 
 
 def refuse_own_ids(rid: str | list[str] | None) -> None:
-    """Refuse ids that the server gives its own probes, which pass limits and logs by.
+    """Refuse ids like those of the server's own probes, which logs and metrics leave out.
 
     Raises:
         ApiError: 400 that names `rid`.
@@ -146,12 +144,12 @@ def refuse_own_ids(rid: str | list[str] | None) -> None:
 
 
 def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[Any, ...]) -> None:
-    """Refuse fields that are known but not served, unless they say nothing.
+    """Refuse fields that are known but not served, unless their value asks for nothing.
 
     Args:
         obj: The decoded body.
         reasons: Field to why, and what to do instead.
-        neutral: Values that ask for nothing, beside None.
+        neutral: Values beside None that ask for nothing.
 
     Raises:
         ApiError: 400 that names the first such field.
@@ -167,7 +165,7 @@ def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[A
 
 
 def _check_values(body: bytes) -> None:
-    """Refuse a body of too many values before any is made; looks at the bytes alone.
+    """Refuse a body of too many values before it is decoded; looks at its bytes alone.
 
     Raises:
         ApiError: 400 that names the largest field.
@@ -185,7 +183,7 @@ def _check_values(body: bytes) -> None:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
-        return  # No object, which decoding it sees at its first byte.
+        return  # No object: decoding will refuse it at its first byte.
     field = _shown(max(fields, key=lambda name: len(bytes(fields[name])), default=""))
     raise bad_request(
         f"{field}: more than {MAX_BODY_VALUES} strings, or lists and objects, in one request: "
@@ -195,10 +193,13 @@ def _check_values(body: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _without_collections(size: int) -> Iterator[None]:
-    """No garbage collections while a large body is decoded: of millions of empty lists they take
-    ten times as long as the decoding, which holds up the event loop."""
-    if size < _LARGE_BYTES or not gc.isenabled():
+def _without_collections() -> Iterator[None]:
+    """Pause garbage collection while a large body is decoded.
+
+    A hostile body decodes to hundreds of thousands of lists. Collections among them take ten times
+    as long as decoding, and hold up the event loop.
+    """
+    if not gc.isenabled():
         yield
         return
     gc.disable()
@@ -209,7 +210,7 @@ def _without_collections(size: int) -> Iterator[None]:
 
 
 def _shown(name: str) -> str:
-    """A client's own name for a field, which may be of any length, or empty."""
+    """A field's name as the client wrote it, cut where it is long; `''` where it is empty."""
     return f"{name[:MAX_NAME_CHARS]}..." if len(name) > MAX_NAME_CHARS else name or "''"
 
 

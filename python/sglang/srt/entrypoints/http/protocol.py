@@ -1,138 +1,50 @@
 """uvicorn's HTTP/1.1 connections on its C parser, with bounds on what arrives before an answer.
 
-uvicorn bounds neither a request's head, in bytes or in seconds, nor what a body costs to parse, and
-it parses on behind a refusal. Here
+uvicorn does not bound the size of a request's head, the time it takes to come, or the cost of
+parsing a body; and it goes on parsing after it has refused a request. This protocol differs:
 
-- a head has `MAX_HEAD_BYTES` and `HEAD_SECONDS`; `http_body` bounds the body's bytes and seconds;
-- a body's chunks cost a bounded number of bytes beside the body (`_chunked_room`), so that nobody
-  sends millions of them;
-- one request is parsed at a time, and what follows it waits until it is answered;
-- an answer to a request whose body is not all here ends the connection: its rest is thrown away
-  unparsed, for a while, so that the client can read the answer (`_discard`);
-- connections without a request are few (`OpenConnections`);
-- a response's head goes out with the begin of its body.
+- A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`. `http_body` bounds the body's bytes and
+  seconds, `BodyMeter` what its chunks add.
+- One request is parsed at a time; what follows it waits until it is answered.
+- An answer that comes before the whole body ends the connection. The rest of the body is thrown
+  away unparsed, for a while, so that the client can read the answer (`_discard`).
+- The number of idle connections is bounded (`OpenConnections`).
+- A response's head goes out with the begin of its body (`AnswerTransport`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import urllib.parse
-from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sglang.srt.constants import MIB
+from sglang.srt.entrypoints.http.answer import Answer, AnswerTransport, refusal
+from sglang.srt.entrypoints.http.body_meter import BodyMeter
+from sglang.srt.entrypoints.http.connections import MAX_IDLE_CONNECTIONS, OpenConnections
 from sglang.srt.utils.bad_messages import BadMessages
 
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES: Final = 16384
-"""Of a request's head, its empty line included."""
+"""Longest head of a request, its empty line included."""
 HEAD_SECONDS: Final = 10.0
 """From the first byte (or the connection) to the end of a request's head."""
 DISCARD_SECONDS: Final = 10.0
 DISCARD_BYTES: Final = 64 * MIB
-"""Read and thrown away behind an answer that ends a connection: four times the largest body. Many
-clients send all before they read the answer, and hanging up on them takes the answer away."""
-MAX_IDLE_CONNECTIONS: Final = 4096
-"""Without a request, the longest idle go first."""
+"""What a client still sends behind an answer that ends its connection is read and thrown away up to
+these bounds (four times the largest body). Many clients send all before they read the answer, and
+closing at once would take the answer away."""
 
 _HEAD_END: Final = b"\r\n\r\n"
-_CHUNKED_PIECE: Final = 16384
-"""Bytes of a chunked body between two looks at what its chunks cost."""
-_FREE_FRAMING_BYTES: Final = 65536
-_BODY_PER_FRAMING_BYTE: Final = 64
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _NO_REQUEST: Final = "this is no HTTP request"
-_ONE_WRITE_BYTES: Final = 65536
-"""Joining a head with more than this costs more than a second write."""
-
-
-class OpenConnections:
-    """The connections of one server, those without a request in the order in which they fell idle.
-    Event loop thread only."""
-
-    def __init__(self, max_idle: int = MAX_IDLE_CONNECTIONS) -> None:
-        self._max_idle = max_idle
-        self._idle: dict[BoundedProtocol, float] = {}
-        """To the event loop's time when it fell idle."""
-
-    @property
-    def num_idle(self) -> int:
-        """Connections without a request."""
-        return len(self._idle)
-
-    def add_idle(self, connection: BoundedProtocol) -> None:
-        """`connection` has no request, from now on; the longest idle beyond the bound end."""
-        self._idle.pop(connection, None)
-        self._idle[connection] = connection.loop.time()
-        while len(self._idle) > self._max_idle:
-            self.close_longest_idle()
-
-    def remove_idle(self, connection: BoundedProtocol) -> None:
-        """`connection` has a request, or has ended."""
-        self._idle.pop(connection, None)
-
-    def close_longest_idle(self, least_seconds: float = 0.0) -> bool:
-        """Make room for another; False where none has been idle for so long."""
-        for connection, since in self._idle.items():
-            if connection.loop.time() - since < least_seconds:
-                break
-            del self._idle[connection]
-            connection.transport.close()
-            return True
-        return False
-
-
-class _Answer(RequestResponseCycle):
-    """One request and its answer, which ends the connection where the body is not all here."""
-
-    async def send(self, message: Any) -> None:
-        if not self.response_started and self.more_body:
-            self.keep_alive = False
-        await super().send(message)
-
-
-class _AnswerTransport:
-    """Where an answer is written to. Holds its head back until the body begins: one write, and one
-    wake-up of the client, instead of two. Every answer here has the begin of its body when it
-    starts."""
-
-    def __init__(self, connection: BoundedProtocol) -> None:
-        self._connection = connection
-        self._transport = connection.transport
-        self._head: bytes | None = None
-
-    def write(self, data: bytes) -> None:
-        """The head is what comes first when the response has started: before, there is only the
-        word to a client that waits with its body."""
-        if self._head is None and self._connection.cycle.response_started:
-            self._head = data
-        elif self._head and len(data) <= _ONE_WRITE_BYTES:
-            head, self._head = self._head, b""
-            self._transport.write(head + data)
-        else:
-            self.flush()
-            self._transport.write(data)
-
-    def flush(self) -> None:
-        """Write a head that is still held: the answer has no body."""
-        if self._head:
-            self._transport.write(self._head)
-            self._head = b""
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self.flush()
-        self._connection.end()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -148,26 +60,23 @@ class BoundedProtocol(HttpToolsProtocol):
     head_seconds: float = HEAD_SECONDS
     discard_seconds: float = DISCARD_SECONDS
 
-    _outlet: _AnswerTransport | None = None
+    _outlet: AnswerTransport | None = None
     _timer: asyncio.TimerHandle | None = None
     """For a head, or for what is discarded."""
-    _body_left: int | None = 0
-    """Bytes of the request under way; None where its body comes in chunks."""
-    _chunked_bytes = 0
-    """Of those with lengths, extensions and trailers, as they came."""
-    _body_bytes = 0
-    """Of those without."""
+    _meter = BodyMeter(0)
+    """Of the request under way."""
     _ahead = b""
     """What came behind a request that is not answered yet."""
     _discarding = False
     _discarded = 0
+    """Bytes thrown away."""
 
     # ---- life ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head = bytearray()
-        # It would warn of every bad request; ours are counted.
+        # uvicorn's own logger would warn of every bad request; `bad_requests` counts them.
         self.logger = self.quiet_logger
         self.open_connections.add_idle(self)
         self._await_head()
@@ -179,8 +88,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def end(self) -> None:
-        """Close the connection behind an answer, once the client has had time to read it: closing
-        on bytes that nobody has read would take the answer away."""
+        """Close the connection behind an answer, once the client has had time to read it.
+
+        A close with unread bytes makes the kernel reset the connection, and the client may lose
+        the answer.
+        """
         if self.transport.is_closing() or self._discarding:
             return
         if self._has_read_all():
@@ -233,13 +145,13 @@ class BoundedProtocol(HttpToolsProtocol):
         held = len(self._head)
         piece = bytes(data[: MAX_HEAD_BYTES - held])
         if not held and piece[:1] in (b"\r", b"\n"):
-            # Clients of old send empty lines between requests (RFC 9112, 2.2).
+            # Old clients send empty lines between requests (RFC 9112, 2.2).
             return data[len(piece) - len(piece.lstrip(b"\r\n")) :]
         self._head += piece
         end = self._head.find(_HEAD_END, max(held - len(_HEAD_END) + 1, 0))
         if end >= 0:
             size = end + len(_HEAD_END)
-            # Nothing is switched to here, and a parser that is asked to would skip the body.
+            # No other protocol is spoken here. A parser that sees `Upgrade` would skip the body.
             self._feed(_UPGRADE.sub(rb"\r\nno-upgrade:", bytes(self._head[:size])))
             self._head.clear()
             return data[size - held :]
@@ -251,16 +163,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _take_body(self, data: memoryview) -> memoryview:
         """Parse what is here of a body, or a part of its chunks; what is left of `data`."""
-        if self._body_left is not None:
-            part = data[: self._body_left]
-            self._body_left -= len(part)
-            self._feed(part)
-        else:
-            part = data[:_CHUNKED_PIECE]
-            self._chunked_bytes += len(part)
-            self._feed(part)
-            if self.cycle.more_body and self._chunked_bytes > self._chunked_room():
-                self._refuse(400, "the body comes in too many small chunks: send larger ones")
+        part = self._meter.take(data)
+        self._feed(part)
+        if self.cycle.more_body and self._meter.costs_too_much:
+            self._refuse(400, "the body comes in too many small chunks: send larger ones")
         return data[len(part) :]
 
     def _feed(self, part: bytes | memoryview) -> None:
@@ -273,11 +179,6 @@ class BoundedProtocol(HttpToolsProtocol):
             else:
                 self._refuse(400, f"{_NO_REQUEST}: {_cause_of(error)}")
 
-    def _chunked_room(self) -> int:
-        """Most bytes that a body in chunks may have taken so far: some 10,000 chunks of any size
-        are free, and as many as one likes of 512 bytes or more."""
-        return _FREE_FRAMING_BYTES + self._body_bytes + self._body_bytes // _BODY_PER_FRAMING_BYTE
-
     # ---- calls from the parser -------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -286,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers come here too; nobody reads them.
+        # Trailers come here too, and are dropped.
         if not self._has_request():
             super().on_header(name, value)
 
@@ -298,13 +199,11 @@ class BoundedProtocol(HttpToolsProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             raise httptools.HttpParserError("exactly one Host header is needed")
-        self._body_left = int(headers.get(b"content-length", b"0"))
-        if b"transfer-encoding" in headers:
-            self._body_left = None
-        self._chunked_bytes = self._body_bytes = 0
+        is_chunked = b"transfer-encoding" in headers
+        self._meter = BodyMeter(None if is_chunked else int(headers.get(b"content-length", b"0")))
         self._fill_scope(version)
-        self._outlet = _AnswerTransport(self)
-        self.cycle = _Answer(
+        self._outlet = AnswerTransport(self)
+        self.cycle = Answer(
             scope=self.scope,
             transport=self._outlet,  # type: ignore[arg-type]
             flow=self.flow,
@@ -322,7 +221,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_asgi_task(self.cycle, self.app)
 
     def _fill_scope(self, version: str) -> None:
-        """What the base left out of the scope that it began with the message."""
+        """Fill in the fields that the base class sets in the method that this class replaces."""
         url = httptools.parse_url(self.url)
         raw_path = url.path or b""
         path = raw_path.decode("ascii")
@@ -333,7 +232,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["query_string"] = url.query or b""
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
+        self._meter.note_body(len(body))
         super().on_body(body)
 
     # ---- answers go out --------------------------------------------------------------------
@@ -352,7 +251,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._parse(memoryview(self._ahead))
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer bytes that are no HTTP in the shape of every error, and hang up."""
+        """Answer bytes that are no HTTP with an error, and hang up."""
         self.bad_requests.add(message)
         has_begun = self._has_request() and self.cycle.response_started
         if self._has_request():
@@ -360,17 +259,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if has_begun:
-            # What follows half an answer is nothing anybody can read.
+            # No client can read an error behind half an answer.
             self.transport.close()
             return
-        kind, code = "invalid_request_error", status
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        body = json.dumps({"error": error}).encode()
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        self.transport.write(refusal(status, message))
         self._discard()
 
     # ---- time ------------------------------------------------------------------------------

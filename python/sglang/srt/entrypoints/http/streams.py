@@ -1,26 +1,27 @@
-"""Several things at once: all results, or items as they come."""
+"""Several coroutines or streams at once: all results, or items as they come."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import Final, TypeVar
 
 T = TypeVar("T")
 
 SLICE: Final = 1 << 11
-"""Logprobs that are formatted in one go: a millisecond's work, twenty where each token's text has
-to be decoded."""
+"""Logprobs that are formatted in one turn of the event loop. That takes a millisecond, or twenty
+where each token's text has to be decoded."""
 
 
 class Slices:
-    """Gives the event loop a turn whenever `SLICE` things were done."""
+    """Yields to the event loop after every `SLICE` entries."""
 
     def __init__(self) -> None:
         self._done = 0
 
     async def did(self, count: int) -> None:
-        """Take note of `count` things that were done."""
+        """Count `count` entries as done."""
         self._done += count
         if self._done >= SLICE:
             self._done = 0
@@ -43,7 +44,13 @@ async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:
 async def merge(
     streams: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all streams as they come, with the index of theirs. Ends with the last stream."""
+    """Items of all streams as they come, each with its stream's index, until all have ended."""
+    if len(streams) == 1:
+        # Several streams need a task for each item, one does not.
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
     pending: dict[asyncio.Future[T], int] = {
         asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)
     }

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client has left."""
+"""JSON answers, server-sent events, and work that is cancelled when its client leaves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, Final, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sglang.srt.entrypoints.http_errors import ApiError, as_api_error, error_body
+from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, error_body
 
 T = TypeVar("T")
 
@@ -30,59 +29,76 @@ def json_response(value: object, status_code: int = 200) -> Response:
     return Response(json_bytes(value), status_code=status_code, media_type="application/json")
 
 
+class ClientLeft(ApiError):
+    """The client hung up before its answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
+
+
 class EventStream(Response):
     """Sends each object of `events` as one event, then `[DONE]`.
 
-    When the client leaves, the generator is closed, whatever it waits for. An error after the
-    first event becomes an event of its own.
+    When the client leaves, the generator is closed, even while it waits for its next item. An error
+    after the first event becomes an event of its own.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[object, None]) -> None:
+    def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
+        """Take a stream whose `first` event is there already.
+
+        Get it with `unless_client_leaves(request.receive, anext(events), events)`: a failure before
+        the first event is then a plain HTTP error.
+        """
         super().__init__()
+        self._first = first
         self._events = events
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.create_task(self._pump(send))
-        gone = asyncio.create_task(_wait_until_gone(receive))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(ClientLeft):
+                await unless_client_leaves(receive, self._pump(send))
         finally:
-            for task in (pump, gone):
-                task.cancel()
-            await asyncio.wait({pump, gone})
             await self._events.aclose()
-        if not pump.cancelled():
-            pump.result()
 
     async def _pump(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async for event in _with_errors(self._events):
+        async for event in self._with_errors():
             await _send_part(send, b"data: " + json_bytes(event) + b"\n\n")
         await _send_part(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def start_stream(request: Request, events: AsyncGenerator[object, None]) -> EventStream:
-    """The stream, once its first event is there: what fails before it is a plain HTTP error."""
-    first = await unless_client_leaves(request, anext(events), events)
-    return EventStream(_chain(first, events))
+    async def _with_errors(self) -> AsyncIterator[object]:
+        yield self._first
+        try:
+            async for event in self._events:
+                yield event
+        except Exception as error:
+            api_error = as_api_error(error)
+            if api_error is None:
+                raise
+            yield error_body(api_error)
 
 
 async def unless_client_leaves(
-    request: Request,
+    receive: Receive,
     work: Coroutine[Any, Any, T],
     events: AsyncGenerator[object, None] | None = None,
 ) -> T:
-    """The result of `work`, which is cancelled when the client leaves. The body has been read.
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Args:
+        receive: The request's, whose body has been read.
+        work: Runs in the caller's task.
+        events: The stream whose first event `work` waits for; closed when the client leaves.
 
     Raises:
-        ApiError: 499, which nobody will read.
+        ClientLeft: No answer reaches the client any more.
     """
     task = asyncio.current_task()
     assert task is not None, "endpoints run in tasks"
@@ -93,8 +109,8 @@ async def unless_client_leaves(
         has_left = True
         task.cancel()
 
-    # The work runs in this task: a task of its own for each request costs more than this watch.
-    gone = asyncio.create_task(_wait_until_gone(request.receive))
+    # `work` runs in this task. Only the watch has its own: a task for `work` would cost more.
+    gone = asyncio.create_task(_wait_until_gone(receive))
     gone.add_done_callback(on_gone)
     try:
         return await work
@@ -104,7 +120,7 @@ async def unless_client_leaves(
         if not has_left:
             raise
         task.uncancel()
-        raise ApiError(499, "the client has left") from None
+        raise ClientLeft from None
     finally:
         gone.remove_done_callback(on_gone)
         gone.cancel()
@@ -115,27 +131,7 @@ async def _wait_until_gone(receive: Receive) -> None:
         pass
 
 
-async def _chain(first: object, rest: AsyncGenerator[object, None]) -> AsyncGenerator[object, None]:
-    try:
-        yield first
-        async for event in rest:
-            yield event
-    finally:
-        await rest.aclose()
-
-
-async def _with_errors(events: AsyncIterator[object]) -> AsyncIterator[object]:
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:
-        api_error = as_api_error(error)
-        if api_error is None:
-            raise
-        yield error_body(api_error)
-
-
 async def _send_part(send: Send, body: bytes) -> None:
-    # A client that has left is noticed by the other task; the write itself may fail first.
+    # The other task notices that the client has left; this write may fail before it does.
     with contextlib.suppress(OSError):
         await send({"type": "http.response.body", "body": body, "more_body": True})

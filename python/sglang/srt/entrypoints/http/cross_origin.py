@@ -1,8 +1,8 @@
-"""Answers for pages of other origins (CORS), as a browser wants them before it shows any to a page.
+"""Cross-origin requests (CORS): the headers that let a page of another origin read an answer.
 
-Any origin may ask, as with SGLang. That opens nothing to who has no key: a page has to send the
-bearer token itself. What browsers add by themselves, cookies and the like, the server neither reads
-nor lets a page of another origin send along, since a proxy in front may well read it.
+Any origin may ask, as with SGLang. That opens nothing to a page without the key, because a page has
+to send the bearer token itself. Credentials that browsers add by themselves, such as cookies, are
+not allowed with such requests: the server does not read them, but a proxy in front of it may.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_cross_origin_middleware(app: Starlette) -> None:
 
 
 class _CrossOriginMiddleware:
-    """Starlette's middleware for requests with an `Origin`; the others pass by it untouched."""
+    """Starlette's middleware for requests with an `Origin`; all others bypass it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,7 +36,7 @@ class _CrossOriginMiddleware:
         )
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """One request; no coroutine of its own, which each event of a stream would pass through."""
+        """Handle one request. Not a coroutine: each event of a stream would pass through it."""
         if scope["type"] == "http":
             for name, _ in scope["headers"]:
                 if name == b"origin":

@@ -1,0 +1,1 @@
+"""HTTP itself: connections, bodies, answers and streams, errors as clients see them."""

@@ -1,0 +1,136 @@
+"""The server process's two sockets: to the scheduler, and from scheduler and detokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.asyncio
+
+from sglang.srt.managers.messages.io_struct import (
+    Message,
+    ToServer,
+    encode,
+    frame_of,
+    server_decoder,
+)
+from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
+from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.ipc import IpcAddresses
+
+logger = logging.getLogger(__name__)
+
+
+class ServerChannel:
+    """Sends what one turn of the event loop has in one frame, and reads in a task of its own.
+
+    All methods are for the event loop that called `start`, but for `call_soon_threadsafe`.
+    """
+
+    def __init__(
+        self,
+        ipc: IpcAddresses,
+        on_message: Callable[[ToServer], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Nothing is opened before `start`.
+
+        Args:
+            ipc: Where to bind and to connect.
+            on_message: Gets each message.
+            on_failure: Gets the reason why no further message will come.
+        """
+        self._ipc = ipc
+        self._on_message = on_message
+        self._on_failure = on_failure
+        self._decoder = server_decoder()
+        self._bad = BadMessages(logger, "message")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._sink: zmq.Socket[bytes] | None = None
+        self._outbox: list[bytes] = []
+        """Encoded messages for the scheduler, until `_flush`."""
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `send` sends."""
+        return self._sink is not None
+
+    async def start(self) -> None:
+        """Open the sockets on the running loop and begin to read."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        source = self._context.socket(zmq.PULL)
+        source.set_hwm(0)
+        source.bind(self._ipc.server_input)
+        # A plain socket: without a high-water mark a send never waits, so there is no future in it.
+        self._sink = zmq.Socket(self._context, zmq.PUSH)
+        self._sink.set_hwm(0)
+        self._sink.connect(self._ipc.scheduler_input)
+        self._reader = asyncio.create_task(self._read(source), name="server-channel-reader")
+
+    async def close(self) -> None:
+        """Send what is left and close the sockets. Idempotent."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+            self._reader = None
+        self._flush()
+        if self._context is not None:
+            # A little time for the last message; the peer may be gone already.
+            if self._sink is not None:
+                self._sink.close(linger=200)
+            self._context.destroy(linger=200)
+            self._context = None
+            self._sink = None
+
+    def send(self, message: Message) -> None:
+        """Let `message` leave at the end of this turn of the event loop.
+
+        The messages of one turn go together: one wake-up of the scheduler, and one prefill batch
+        for requests that came together.
+
+        Raises:
+            EngineUnavailable: The channel is not open.
+        """
+        if self._loop is None or self._sink is None:
+            raise EngineUnavailable("the engine has been shut down")
+        # Encoded here, so that a message that cannot be fails its sender alone.
+        encoded = encode(message)
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(encoded)
+
+    def call_soon_threadsafe(self, callback: Callable[[str], None], argument: str) -> None:
+        """Call on the event loop, from any thread; nothing where the loop has ended."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, argument)
+
+    def _flush(self) -> None:
+        """Send what has collected. The socket never blocks."""
+        if self._outbox and self._sink is not None:
+            self._sink.send(frame_of(self._outbox), zmq.NOBLOCK)
+        self._outbox.clear()
+
+    async def _read(self, source: zmq.asyncio.Socket) -> None:
+        try:
+            while True:
+                payload = await source.recv()
+                try:
+                    message = self._decoder.decode(payload)
+                except MALFORMED as error:
+                    self._bad.add(error)
+                    continue
+                self._on_message(message)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.critical("the reader of engine messages failed", exc_info=True)
+            self._on_failure("the server failed to read the engine's messages; see its log")
+            raise

@@ -1,0 +1,52 @@
+"""A checked request and its tokens as the scheduler takes them. Pure, but for a drawn seed."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from typing import Final
+
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.request_limits import RequestLimits
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.utils.cache_key import combine_extra_key
+
+_SEED_BITS: Final = 63
+
+
+def tokenized(
+    request: GenerateRequest, tokens: TokenArray, limits: RequestLimits, created_time: float
+) -> TokenizedGenerateReqInput:
+    """The message for `request`, whose parameters are settled in a copy of their own.
+
+    Args:
+        request: Passed `check_request`, and with `tokens` `check_prompt`.
+        tokens: The prompt.
+        limits: The server's.
+        created_time: `time.monotonic()` on arrival.
+    """
+    params = copy.copy(request.sampling_params)
+    params.normalize()
+    if params.top_k > limits.vocab_size:
+        params.top_k = -1
+    if request.default_max_new_tokens is not None:
+        room = limits.context_len - len(tokens)
+        default = max(min(request.default_max_new_tokens or room, room), 1)
+        # Asking for a least number of tokens asks for at least as many.
+        params.max_new_tokens = max(default, params.min_new_tokens)
+    seed = params.sampling_seed
+    return TokenizedGenerateReqInput(
+        rid=request.rid,
+        input_ids=tokens,
+        sampling_params=params,
+        seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
+        stream=request.stream,
+        return_logprob=request.return_logprob,
+        top_logprobs_num=request.top_logprobs_num,
+        logprob_start_len=request.logprob_start_len,
+        extra_key=combine_extra_key(request.extra_key, request.cache_salt),
+        priority=request.priority,
+        sample_of=request.sample_of,
+        created_time=created_time,
+    )

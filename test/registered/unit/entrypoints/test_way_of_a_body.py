@@ -1,0 +1,194 @@
+"""How many functions a body passes from its route to the socket, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, Final
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http.server_context import ServerContext
+from sglang.srt.entrypoints.native_routes import generate
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.serving_chat import chat_completions
+from sglang.srt.entrypoints.openai.serving_completions import completions
+from sglang.srt.server_args import ServerArgs
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_engine import FakeEngine, fake_engine
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+MAX_STOPS: Final = 20
+MAX_FUNCTIONS: Final = 60
+SRT: Final = "/sglang/srt/"
+SUBMIT: Final = "tokenizer_manager:TokenizerManager.submit"
+END: Final = "server_channel:ServerChannel._flush"
+STAGES: Final = (
+    "body:read_json",
+    "request_limits:check_request",
+    "prompt_encoder:PromptEncoder.encode_now",
+    "request_limits:check_prompt",
+    "tokenized_request:tokenized",
+    "server_channel:ServerChannel.send",
+    END,
+)
+TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+TEMPLATE: Final = (
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '|' }}{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}"
+)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+BODIES: Final[dict[str, tuple[Endpoint, dict[str, Any]]]] = {
+    "generate_ids": (generate, {"input_ids": [65, 66], "sampling_params": {"max_new_tokens": 2}}),
+    "generate_text": (
+        generate,
+        {"text": "ab", "sampling_params": {"max_new_tokens": 2, "stop": "x"}, "stream": True},
+    ),
+    "chat_with_tools": (
+        chat_completions,
+        {
+            "messages": [
+                {"role": "system", "content": "look"},
+                {"role": "user", "content": [{"type": "text", "text": "where?"}]},
+            ],
+            "tools": [TOOL],
+            "max_tokens": 2,
+            "stream": True,
+        },
+    ),
+    "completion_of_two": (completions, {"prompt": "ab", "n": 2, "max_tokens": 2}),
+}
+
+
+@dataclass
+class Walk:
+    """The functions of `sglang.srt` that a body passes, in the order in which they are entered.
+
+    The walk begins at the endpoint and ends where the socket has the message. It leaves out what
+    runs between `submit`, which hands the message over, and `END`, which sends it: the endpoint
+    prepares its answer meanwhile.
+
+    A stop is a function that enters another: a reader has to follow it. One that enters none is a
+    leaf, read where it is called. Each function counts once, however often it runs; a comprehension
+    or a lambda is part of the function that it stands in. Functions of libraries do not count, nor
+    do initialisers that `dataclass` and msgspec make.
+    """
+
+    functions: list[str] = field(default_factory=list)
+    callers: set[str] = field(default_factory=set)
+    is_handed_over: bool = False
+    has_ended: bool = False
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        """`sys.setprofile`'s callback; the walk ends where `END` returns."""
+        name = name_of(frame)
+        if name == END:
+            self.is_handed_over = False
+            self.has_ended = event == "return"
+        if name is None or self.has_ended or self.is_handed_over:
+            return
+        if event == "return":
+            self.is_handed_over = name == SUBMIT
+        elif event == "call":
+            if name not in self.functions:
+                self.functions.append(name)
+            caller = frame.f_back
+            while caller is not None and name_of(caller) is None:
+                caller = caller.f_back
+            if caller is not None and name_of(caller) != name:
+                self.callers.add(str(name_of(caller)))
+
+    @property
+    def stops(self) -> list[str]:
+        return [one for one in self.functions if one in self.callers]
+
+
+def name_of(frame: FrameType) -> str | None:
+    """`module:function` of a frame of `sglang.srt`, None elsewhere."""
+    path = frame.f_code.co_filename
+    if SRT not in path:
+        return None
+    names = frame.f_code.co_qualname.split(".")
+    while names[-1].startswith("<"):
+        names.pop()
+    return f"{Path(path).stem}:{'.'.join(names)}"
+
+
+def request_of(body: dict[str, Any], context: ServerContext) -> Request:
+    """A request whose body is here already, and whose client stays."""
+    raw = json.dumps(body).encode()
+    parts = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop() if parts else await asyncio.Future()
+
+    app = SimpleNamespace(state=SimpleNamespace(context=context))
+    headers = [(b"content-length", str(len(raw)).encode())]
+    return Request({"type": "http", "app": app, "headers": headers}, receive)
+
+
+async def run_to_the_socket(
+    engine: FakeEngine, endpoint: Endpoint, body: dict[str, Any], template: str
+) -> Walk:
+    manager = engine.manager()
+    await manager.start()
+    context = ServerContext(
+        args=ServerArgs(model_path="dummy", tool_call_parser="qwen25").resolve(),
+        manager=manager,
+        chat_template=ChatTemplate(engine.tokenizer, template),
+        ready_details={},
+    )
+    await asyncio.sleep(0)  # The reader of the engine's messages begins.
+    walk = Walk()
+    sys.setprofile(walk.note)
+    try:
+        response = await endpoint(request_of(body, context))
+    finally:
+        sys.setprofile(None)
+    # Its client leaves at once: a stream that nobody reads is closed.
+    await response({"type": "http"}, leave, drop)
+    await manager.close()
+    return walk
+
+
+async def leave() -> dict[str, Any]:
+    return {"type": "http.disconnect"}
+
+
+async def drop(_: object) -> None:
+    """A socket that nobody reads."""
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_passes_at_most_twenty_stops(name: str, tmp_path: Path) -> None:
+    endpoint, body = BODIES[name]
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    with fake_engine() as engine:
+        walk = asyncio.run(run_to_the_socket(engine, endpoint, body, str(template)))
+    assert walk.has_ended, "the message was sent"
+    assert len(walk.stops) <= MAX_STOPS, walk.stops
+    assert len(walk.functions) <= MAX_FUNCTIONS, walk.functions
+    assert [one for one in walk.functions if ":TokenizerManager." in one] == [SUBMIT]
+    order = [walk.functions.index(one) for one in STAGES]
+    assert order == sorted(order), walk.functions
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
