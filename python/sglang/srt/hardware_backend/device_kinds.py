@@ -88,8 +88,8 @@ NPU: Final = DeviceKind(
         ("attention_backend", "ascend"),
         ("hicache_io_backend", "kernel_ascend"),
     ),
-    package_remedy="install CANN and the torch-npu release that fits this torch, or use "
-    "--device cpu or cuda",
+    package_remedy="install CANN and the torch-npu release that fits this torch, or leave the "
+    "flag out",
 )
 
 # In the order in which `--device auto` takes them.

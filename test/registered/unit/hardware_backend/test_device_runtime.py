@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.cpu import runtime as cpu_runtime
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.hardware_backend.device_kinds import CUDA, DEVICE_KINDS, device_kind
@@ -116,6 +117,16 @@ def test_a_copy_thread_works_in_order_beside_the_caller() -> None:
     stream.close()
     stream.close()
     assert done == [1, 2]
+
+
+def test_copies_that_nobody_waits_for_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    gave_way: list[str] = []
+    monkeypatch.setattr(
+        cpu_runtime, "give_way", lambda: gave_way.append(threading.current_thread().name)
+    )
+    for name, is_urgent in (("load", True), ("write", False)):
+        device_runtime("cpu").make_copy_stream(name, is_urgent=is_urgent).close()
+    assert gave_way == ["write"]
 
 
 def test_a_cpu_stages_nothing_and_has_no_handles() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.host import host_copy, page_copier
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
@@ -18,6 +21,7 @@ from sglang.srt.mem_cache.host.page_copier import (
     make_page_copier,
     register_page_copier,
 )
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import page_slots
 
@@ -104,6 +108,46 @@ def test_wrong_slots_are_refused_when_a_load_begins(
             host.begin_load(device, slots, there, io_backend)
 
 
+def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_time(
+    device: MHATokenToKVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device: the pools are in host memory, and the kernel is one that takes notes."""
+    pytest.importorskip("triton")
+    from sglang.srt.mem_cache.host import token_copy
+    from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
+
+    launched: list[tuple[range, list[int], list[int]]] = []
+    staged: list[int] = []
+
+    def launch(*args: Any, **_: Any) -> None:
+        launched.append((args[5], args[3].tolist(), args[4].tolist()))
+
+    def stage(_: CpuRuntime, tensor: torch.Tensor) -> torch.Tensor:
+        staged.append(len(tensor))
+        return tensor
+
+    monkeypatch.setattr(token_copy, "copy_tokens", launch)
+    monkeypatch.setattr(CpuRuntime, "stage_to_device", stage)
+    host = MHATokenToKVPoolHost(device, 1.0, 0, PAGE, "page_first")
+    copier = CudaPageCopier(host._paired_with(device))
+    slots, there = page_slots([2], PAGE), page_slots([5], PAGE)
+    first = copier.begin_load(slots, there, "kernel")
+    second = copier.begin_load(slots, there + PAGE, "kernel")
+    for layer in (0, 1):
+        first.issue(layer)
+    second.issue(2)
+    assert staged == [4, 4, 4, 4]
+    here = [8, 9, 10, 11]
+    assert launched == [
+        (range(1), here, [20, 21, 22, 23]),
+        (range(1, 2), here, [20, 21, 22, 23]),
+        (range(2, 3), here, [24, 25, 26, 27]),
+    ]
+    assert not copier.prefers_cpu_slots("kernel")
+    with pytest.raises(ValueError, match="CUDA pools copy with kernel or direct"):
+        copier.begin_load(slots, there, "kernel_ascend")
+
+
 @pytest.fixture
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets what a test registers."""
@@ -134,6 +178,11 @@ def test_a_device_without_a_copier_is_refused_until_it_has_one() -> None:
     pools = PoolPair((), ((torch.empty(1, device="meta"),),), 1, 1, 1)
     with pytest.raises(ValueError, match="start without --enable-hierarchical-cache"):
         make_page_copier(pools)
+    pool = MHATokenToKVPool(8 * PAGE, PAGE, torch.float32, 1, 2, LAYERS, "meta")
+    with pytest.raises(ValueError, match="has no copies on meta yet"):
+        build_kv_host_stack(
+            pool, ratio=1.0, size_gb=0, io_backend="auto", layout="auto", has_storage=False
+        )
     register_page_copier("meta", NoCopier)
     copier = make_page_copier(pools)
     assert isinstance(copier, NoCopier)
