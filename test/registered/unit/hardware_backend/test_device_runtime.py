@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from sglang.srt.hardware_backend.device_runtime import (
     register_device_runtime,
 )
 from sglang.srt.layers.fused_kernels import fused_kernels
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -95,6 +97,16 @@ def test_kinds_are_listed_in_the_order_of_auto() -> None:
     assert all(name == kind.name for name, kind in DEVICE_KINDS.items())
     kind = device_runtime("cpu").kind
     assert (kind.overlaps_steps, kind.has_own_memory, kind.captures_graphs) == (False, False, False)
+
+
+def test_what_a_kind_takes_is_what_flags_offer() -> None:
+    choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(ServerArgs)}
+    for kind in DEVICE_KINDS.values():
+        assert kind.name in choices["device"]
+        assert set(kind.attention_backends) <= {*choices["attention_backend"]}
+        assert set(kind.kv_cache_dtypes) <= {*choices["kv_cache_dtype"]}
+        for field, value in kind.package_flags:
+            assert value in choices[field]
 
 
 def test_a_copy_thread_works_in_order_beside_the_caller() -> None:
