@@ -28,13 +28,13 @@ from sglang.benchmark.device_limits import (
     measure_limits,
 )
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.srt.utils.device import device_memory
 from sglang.test.qwen3_8b import VOCAB_SIZE, dummy_model
 
 REST_S = 1.0
@@ -192,7 +192,7 @@ def main() -> None:
     )
     model = rig.runner.model_config
     kv_bytes = rig.runner.kv_bytes_per_token()
-    free, total = device_memory("cuda")
+    free, total = device_runtime("cuda").memory()
     report(
         rows, "start", load_s=rig.load_s, pools_and_graphs_s=rig.init_s,
         free_gib=free / 2**30, total_gib=total / 2**30,

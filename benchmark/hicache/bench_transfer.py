@@ -22,10 +22,10 @@ import torch
 from transfer_rig import HEAD_DIM, HEADS, LAYERS, Pools, Timeline, Work
 
 from sglang.benchmark.report import emit, provenance
-from sglang.srt.mem_cache.host.host_copy_cuda import EngineUse
+from sglang.srt.hardware_backend.device_runtime import CopyStream, device_runtime
+from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
-from sglang.srt.utils.device import CopyStream
 
 PAIRS: Final = (
     ("layer_first", "kernel"),
@@ -65,7 +65,7 @@ EXPECTED: Final[dict[tuple[str, str], dict[str, dict[int, float]]]] = {
 def limits(timeline: Timeline, repeat: int) -> dict[str, float]:
     """GB/s of one large copy each way, and of two at once in sum."""
     size = 1 << 30
-    host = [allocate_pinned(size) for _ in range(2)]
+    host = [allocate_pinned(size, device_runtime("cuda")) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     for one in host:
         one.copy_(device[0].view(torch.int64).random_().view(torch.uint8))
@@ -177,7 +177,10 @@ def pinning() -> Iterator[dict[str, Any]]:
     """Bringing up page-locked memory: this project's way, and torch's."""
     size = 8 << 30
     ways: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
-        "threads touch, then one registration": (lambda: allocate_pinned(size), 10.0),
+        "threads touch, then one registration": (
+            lambda: allocate_pinned(size, device_runtime("cuda")),
+            10.0,
+        ),
         "torch.empty(pin_memory=True)": (
             lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True),
             2.0,
@@ -211,7 +214,8 @@ def tuning(
         ("page_first_direct", 64, True, True, 1024),
     ):
         pools = Pools(timeline, layout, "kernel", page_size, tokens)
-        copier = pools.host._cuda_copier(pools.device)
+        copier = pools.host._copier_of(pools.device)
+        assert isinstance(copier, CudaPageCopier)
         copier.engine_use["kernel"] = EngineUse(load=load_by_engine, backup=backup_by_engine)
         copier.staged_load_tuning = StagedLoadTuning(run_kib << 10)
         timeline.load.submit(pools.load)

@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import CopyStream, device_runtime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.utils.device import CopyStream
 
 LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 
@@ -28,8 +28,9 @@ class Timeline:
     """Runs work on a load and a write stream and times it with events."""
 
     def __init__(self) -> None:
-        self.load = CopyStream("cuda", "bench-load")
-        self.write = CopyStream("cuda", "bench-write")
+        runtime = device_runtime("cuda")
+        self.load = runtime.make_copy_stream("bench-load")
+        self.write = runtime.make_copy_stream("bench-write")
 
     def seconds(self, load: Work | None, write: Work | None, repeat: int) -> tuple[float, float]:
         """Median seconds of one direction: on the device, and to issue it on the CPU."""
@@ -143,10 +144,9 @@ class Pools:
 
     def load(self, first: torch.Event | None = None) -> None:
         """An event a layer, as the engine has; `first` is the first layer's."""
+        load = self.host.begin_load(self.device, self.host_slots, self.target, self.io_backend)
         for layer in range(LAYERS):
-            self.host.load_to_device_per_layer(
-                self.device, self.host_slots, self.target, layer, self.io_backend
-            )
+            load.issue(layer)
             event = torch.Event("cuda") if layer or first is None else first
             event.record()
 

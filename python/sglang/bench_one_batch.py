@@ -32,12 +32,12 @@ from sglang.benchmark.report import append, provenance
 from sglang.srt.arg_groups.cli import check_choices, flag_name, parse_flags
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.scheduler.process import on_this_machine
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.model_executor.pool_sizing import size_kv_pool
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.device import detect_device, device_memory, device_name
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
 
@@ -164,9 +164,10 @@ def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWor
     )
     need = requests * -(-tokens_each // args.page_size) * args.page_size
     is_sized = args.max_total_tokens is not None or args.mem_fraction_static is not None
-    free, total = device_memory(args.device)
+    runtime = device_runtime(args.device)
+    free, total = runtime.memory()
     size = size_kv_pool(
-        device=args.device,
+        has_own_memory=runtime.kind.has_own_memory,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         page_size=args.page_size,
         total_bytes=total,
@@ -196,9 +197,10 @@ def run(own: argparse.Namespace, args: ServerArgs) -> None:
         Path(own.result_filename).open("ab").close()
     assert args.model_path is not None
     config = ModelConfig.from_path(args.model_path, dtype=args.dtype)
+    device_name = device_runtime(args.device).device_name()
     limits = measure_limits(args.device, config.dtype)
     print(
-        f"{device_name(args.device)}: copies {limits.copy_bytes_per_s / 1e12:.3f} TB/s, multiplies "
+        f"{device_name}: copies {limits.copy_bytes_per_s / 1e12:.3f} TB/s, multiplies "
         f"{limits.product_flop_per_s / 1e12:.3f} TFLOP/s"
     )
     longest = max(own.input_len) + max(own.output_len) - 1
@@ -216,7 +218,7 @@ def run(own: argparse.Namespace, args: ServerArgs) -> None:
             **_against_limits(times, config, limits, worker),
         }
         _print(record)
-        facts = {"device": device_name(args.device), "attention_backend": args.attention_backend}
+        facts = {"device": device_name, "attention_backend": args.attention_backend}
         append({**record, **facts, **provenance()}, own.result_filename or None)
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.utils.device import synchronize
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 _GROUPS: Final = 9
 _PER_GROUP: Final = 5
@@ -50,8 +50,8 @@ class StepWork:
 
 def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
     """Measure both rates; takes up to 8 GiB of a GPU's memory for a moment, 0.5 GiB of a CPU's."""
-    on_cpu = torch.device(device).type == "cpu"
-    size, width = (1 << 28, 1024) if on_cpu else (1 << 32, 8192)
+    is_large = device_runtime(device).kind.has_own_memory
+    size, width = (1 << 32, 8192) if is_large else (1 << 28, 1024)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _median_seconds(lambda: target.copy_(source), device)
@@ -104,13 +104,14 @@ def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: int) -> S
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device | str) -> float:
+    synchronize = device_runtime(device).synchronize
     work()
     seconds = []
     for _ in range(_GROUPS):
-        synchronize(device)
+        synchronize()
         begun = time.perf_counter()
         for _ in range(_PER_GROUP):
             work()
-        synchronize(device)
+        synchronize()
         seconds.append((time.perf_counter() - begun) / _PER_GROUP)
     return statistics.median(seconds)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork, make_prefill_batch
 from sglang.srt.managers.scheduler.batch_pools import BatchPools
@@ -20,7 +21,6 @@ from sglang.srt.managers.scheduler.req import Req
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.device import synchronize
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -157,20 +157,21 @@ def time_batch(
     Args:
         on_step: Told each decode step's number, from 0, and its seconds.
     """
+    synchronize = device_runtime(device).synchronize
     batch = StaticBatch(worker, prompts, device)
     try:
-        synchronize(device)
+        synchronize()
         begun = time.perf_counter()
         token_ids = batch.prefill()
-        synchronize(device)
+        synchronize()
         prefill_s = time.perf_counter() - begun
         batch.begin_decoding(token_ids.tolist())
         steps = []
         for number in range(output_len - 1):
-            synchronize(device)
+            synchronize()
             begun = time.perf_counter()
             batch.decode()
-            synchronize(device)
+            synchronize()
             steps.append(time.perf_counter() - begun)
             if on_step is not None:
                 on_step(number, steps[-1])

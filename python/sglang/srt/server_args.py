@@ -38,13 +38,12 @@ from sglang.srt.constants import (
 )
 from sglang.srt.environ import envs
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
+from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, DeviceKind, device_kind
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
 from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_CHUNK_TOKENS: Final = {"cpu": 2048, "cuda": 8192}
-_DEFAULT_ATTENTION: Final = {"cpu": "torch_native", "cuda": "triton"}
 _NEEDS_STORAGE: Final = ("hicache_storage_backend_extra_config",)
 
 
@@ -119,8 +118,8 @@ class ServerArgs:
     # Memory and scheduling
     device: str = flag(
         "auto",
-        "Where the model runs; auto: on a GPU where torch sees one.",
-        choices=("auto", "cpu", "cuda", "npu"),
+        "Where the model runs; auto: on a GPU or an NPU where torch sees one.",
+        choices=("auto", *sorted(DEVICE_KINDS)),
     )
     mem_fraction_static: float | None = flag(
         None,
@@ -264,21 +263,22 @@ class ServerArgs:
         """Of a resolved copy: fill what depends on the device, and refuse what it cannot do.
 
         Args:
-            device: `cpu` or `cuda`: what `auto` means on this machine, or the device named.
+            device: Of `DEVICE_KINDS`: what `auto` means on this machine, or the device named.
 
         Raises:
             ValueError: One line that names the flag and the remedy.
         """
-        _check_device(self, device)
+        kind = device_kind(device)
+        _check_device(self, kind)
         page_size = self.page_size
         assert page_size is not None, "resolved arguments have a page size"
         chunk = self.chunked_prefill_size
         if chunk is None:
-            chunk = max(_DEFAULT_CHUNK_TOKENS[device] // page_size, 1) * page_size
+            chunk = max(kind.prefill_chunk_tokens // page_size, 1) * page_size
         return dataclasses.replace(
             self,
             device=device,
-            attention_backend=self.attention_backend or _DEFAULT_ATTENTION[device],
+            attention_backend=self.attention_backend or kind.attention_backends[0],
             chunked_prefill_size=chunk,
         )
 
@@ -313,31 +313,25 @@ def _check_not_yet(args: ServerArgs) -> None:
         raise _not_yet(
             args, "disaggregation_mode", "a server prefills and decodes; leave it at null"
         )
-    if args.device == "npu":
-        raise _not_yet(args, "device", "models run on the CPU or on a GPU; use cpu or cuda")
-    if args.attention_backend == "ascend":
-        raise _not_yet(args, "attention_backend", "it needs an NPU; leave the flag out")
 
 
-def _check_device(args: ServerArgs, device: str) -> None:
-    """Refuse what `device` cannot do, and what would change nothing there."""
-    if device not in _DEFAULT_ATTENTION:
-        raise _not_yet(
-            dataclasses.replace(args, device=device),
-            "device",
-            "models run on the CPU or on a GPU; use --device cpu",
-        )
-    if device == "cuda":
-        return
-    if args.kv_cache_dtype == "fp8_e4m3":
+def _check_device(args: ServerArgs, kind: DeviceKind) -> None:
+    """Refuse what the kind of device cannot do, and what would change nothing there."""
+    if args.kv_cache_dtype not in kind.kv_cache_dtypes:
         raise ValueError(
-            "--kv-cache-dtype fp8_e4m3 needs a GPU; use auto, bfloat16, float16 or float32"
+            f"--kv-cache-dtype {args.kv_cache_dtype} does not work on {kind.title}; "
+            f"use {' or '.join(kind.kv_cache_dtypes)}"
         )
-    if args.attention_backend in ("triton", "flashinfer"):
+    backend = args.attention_backend
+    # What comes with the kind's package is judged where the package is looked for.
+    runs = (*kind.attention_backends, *kind.values_of_package("attention_backend"))
+    if backend is not None and backend not in runs:
         raise ValueError(
-            f"--attention-backend {args.attention_backend} needs a GPU; use torch_native"
+            f"--attention-backend {backend} does not run on {kind.title}; "
+            f"use {' or '.join(kind.attention_backends)}"
         )
-    _refuse_ignored(args, "cuda_graph_max_bs", "on a CPU")
+    if not kind.captures_graphs:
+        _refuse_ignored(args, "cuda_graph_max_bs", f"on {kind.title}")
 
 
 def _check_numbers(args: ServerArgs) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -29,7 +30,6 @@ from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.srt.utils.device import detect_device, synchronize
 
 RIG_DEVICE = detect_device()
 """A GPU where there is one."""
@@ -289,7 +289,7 @@ class HeldStream:
         chosen, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
         for work in chosen:
             work()
-        synchronize(RIG_DEVICE)
+        device_runtime(RIG_DEVICE).synchronize()
 
     def close(self) -> None:
         self.run()

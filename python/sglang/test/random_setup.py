@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
+from sglang.srt.mem_cache.host.page_copier import PageLoad
 from sglang.srt.mem_cache.l3 import (
     circuit_breaker,
     fetch_choice,
@@ -149,12 +150,26 @@ def impatient() -> Iterator[None]:
 
 def slow_down_copies(tree: HiRadixCache, rng: random.Random, chance: float) -> None:
     """Let some copies between L1 and L2 take a while, before and between their layers."""
-    for name in ("load_to_device_per_layer", "backup_from_device_all_layer"):
-        copy = getattr(tree.host_pool, name)
 
-        def slow(*args: Any, copy: Callable[..., None] = copy) -> None:
-            if rng.random() < chance:
-                time.sleep(rng.random() * 0.003)
-            copy(*args)
+    def pause() -> None:
+        if rng.random() < chance:
+            time.sleep(rng.random() * 0.003)
 
-        setattr(tree.host_pool, name, slow)
+    def backup(*args: Any) -> None:
+        pause()
+        host_backup(*args)
+
+    pool = tree.host_pool
+    host_load, host_backup = pool.begin_load, pool.backup_from_device_all_layer
+    vars(pool)["begin_load"] = lambda *args: _SlowLoad(host_load(*args), pause)
+    vars(pool)["backup_from_device_all_layer"] = backup
+
+
+class _SlowLoad(PageLoad):
+    def __init__(self, load: PageLoad, pause: Callable[[], None]) -> None:
+        self._load = load
+        self._pause = pause
+
+    def issue(self, layer: int) -> None:
+        self._pause()
+        self._load.issue(layer)

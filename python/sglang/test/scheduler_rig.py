@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
@@ -31,7 +32,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfi
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.device import detect_device
 from sglang.srt.utils.portable_tokenizer import DecodingTokenizer
 from sglang.test.tiny_models import save_tiny_checkpoint
 

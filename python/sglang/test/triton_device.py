@@ -10,7 +10,7 @@ import importlib.util
 
 import pytest
 
-from sglang.srt.utils.device import detect_device
+from sglang.srt.hardware_backend.device_runtime import detect_device
 
 
 def triton_device() -> str:

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.utils.device import detect_device
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.engine_server import Answer, EngineServer
 from sglang.test.mooncake_cluster import MooncakeCluster

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from sglang.srt.utils.device import detect_device
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,8 @@ import msgspec
 import pytest
 import zmq
 
+from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
     ControlReqOutput,
@@ -33,7 +36,6 @@ from sglang.srt.managers.scheduler.process import on_this_machine, run_scheduler
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.device import detect_device
 from sglang.srt.utils.network import IpcNames
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -137,16 +139,19 @@ def test_life_of_a_scheduler(tmp_path: Path) -> None:
         assert process.exitcode == 0
 
 
-def test_auto_means_the_best_device_of_the_machine() -> None:
+def test_auto_means_the_best_device_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ServerArgs(model_path="dummy").resolve()
     for detected, backend in (("cpu", "torch_native"), ("cuda", "triton")):
         settled = on_this_machine(args, detected)
         assert (settled.device, settled.attention_backend) == (detected, backend)
     on_cpu = ServerArgs(model_path="dummy", device="cpu").resolve()
     assert on_this_machine(on_cpu, "cuda").device == "cpu"
-    with pytest.raises(ValueError, match="--device npu"):
-        on_this_machine(args, "npu")
+    on_npu = ServerArgs(model_path="dummy", device="npu").resolve()
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ValueError, match="--device npu: torch_npu "):
+        on_this_machine(on_npu, "cpu")
     on_gpu = ServerArgs(model_path="dummy", device="cuda").resolve()
+    monkeypatch.setattr(CudaRuntime, "why_absent", lambda _: "torch sees no CUDA device here")
     with pytest.raises(ValueError, match="torch sees no CUDA device here; use --device cpu"):
         on_this_machine(on_gpu, "cpu")
 

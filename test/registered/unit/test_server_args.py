@@ -63,7 +63,8 @@ def test_resolve_is_idempotent_and_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "chunk"), [("cpu", "torch_native", 2048), ("cuda", "triton", 8192)]
+    ("device", "backend", "chunk"),
+    [("cpu", "torch_native", 2048), ("cuda", "triton", 8192), ("npu", "torch_native", 8192)],
 )
 def test_what_depends_on_the_device(device: str, backend: str, chunk: int) -> None:
     want = (device, backend, chunk)
@@ -80,21 +81,32 @@ def test_what_depends_on_the_device(device: str, backend: str, chunk: int) -> No
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--kv-cache-dtype", "fp8_e4m3"], "fp8_e4m3 needs a GPU; use auto"),
-        (["--attention-backend", "triton"], "triton needs a GPU; use torch_native"),
-        (["--attention-backend", "flashinfer"], "flashinfer needs a GPU; use torch_native"),
-        (["--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs 8 has no effect on a CPU"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "fp8_e4m3 does not work on {}; use auto or"),
+        (["--attention-backend", "triton"], "triton does not run on {}; use torch_native"),
+        (["--attention-backend", "flashinfer"], "flashinfer does not run on {}; use torch_native"),
+        (["--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs 8 has no effect on {}"),
     ],
 )
 def test_what_only_a_gpu_can_do(argv: list[str], message: str) -> None:
     prepare(*argv).on_device("cuda")
     prepare(*argv, "--device", "cuda")
-    with pytest.raises(ValueError, match=message):
-        prepare(*argv, "--device", "cpu")
-    with pytest.raises(ValueError, match=message):
-        prepare(*argv).on_device("cpu")
-    with pytest.raises(ValueError, match="--device npu: SGLang has it"):
-        prepare(*argv).on_device("npu")
+    for device, title in (("cpu", "a CPU"), ("npu", "an NPU")):
+        with pytest.raises(ValueError, match=message.format(title)):
+            prepare(*argv, "--device", device)
+        with pytest.raises(ValueError, match=message.format(title)):
+            prepare(*argv).on_device(device)
+
+
+def test_what_needs_a_package_is_left_to_who_looks_for_it() -> None:
+    args = prepare("--device", "npu", "--attention-backend", "ascend")
+    assert (args.device, args.attention_backend) == ("npu", "ascend")
+    with pytest.raises(ValueError, match="ascend does not run on a GPU; use triton or flashinfer"):
+        prepare("--attention-backend", "ascend").on_device("cuda")
+
+
+def test_no_unknown_device_is_taken_for_another() -> None:
+    with pytest.raises(ValueError, match="device 'xpu' is not supported; use cuda or npu or cpu"):
+        prepare().on_device("xpu")
 
 
 def test_storage_implies_the_hierarchical_cache_and_says_so(
@@ -140,8 +152,6 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--tensor-parallel-size", "2"], "--tp-size 2: SGLang has it, .* not yet"),
         (["--attn-cp-size", "2"], "--attn-cp-size 2: SGLang has it"),
         (["--nnodes", "2"], "--nnodes 2: SGLang has it"),
-        (["--device", "npu"], "--device npu: SGLang has it, .* not yet"),
-        (["--attention-backend", "ascend"], "ascend: SGLang has it, .* NPU"),
         (["--cuda-graph-max-bs", "0"], "--cuda-graph-max-bs 0: must be at least 1"),
         (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], "with --disable-cuda-graph"),
         (["--cuda-graph-bs", "1"], "not yet: tuning of CUDA graphs"),

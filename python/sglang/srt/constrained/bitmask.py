@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import xgrammar
 
-from sglang.srt.utils.device import stage_to_device
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 _BITS = 32
 
@@ -48,5 +48,5 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
             f"bitmask of shape {tuple(bitmask.shape)} does not belong to logits of shape "
             f"{(batch, vocab)}: allocate it with allocate_bitmask({batch}, {vocab})"
         )
-    bitmask = stage_to_device(bitmask, logits.device)
+    bitmask = device_runtime(logits.device).stage_to_device(bitmask)
     xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=vocab, indices=list(rows))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.configs.config_file import supported_architecture
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     list_rdma_devices,
@@ -15,6 +16,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
 )
 from sglang.srt.entrypoints.openai.chat_template import read_template
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
 from sglang.srt.mem_cache.storage.mooncake_store.client import check_reachable
@@ -27,13 +29,29 @@ from sglang.srt.utils.hf_tokenizer import check_tokenizer_files
 
 
 def check_start(args: ServerArgs) -> None:
-    """Look at the files and the store that resolved `args` name.
+    """Look at the device, the files and the store that resolved `args` name.
 
     Raises:
         ValueError: One line with the remedy.
     """
+    check_device(args)
     check_model(args)
     check_storage(args)
+
+
+def check_device(args: ServerArgs) -> None:
+    """Look for the package that the device, or what runs on it alone, needs.
+
+    Raises:
+        ValueError: One line that names the flag, and what to install.
+    """
+    for kind in DEVICE_KINDS.values():
+        for field, value in kind.package_flags:
+            if getattr(args, field) != value:
+                continue
+            missing = kind.missing_package()
+            if missing is not None:
+                raise ValueError(f"{flag_name(field)} {value}: {missing}")
 
 
 def check_model(args: ServerArgs) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.utils.device import Event, on_device
+from sglang.srt.hardware_backend.device_runtime import Event, on_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend

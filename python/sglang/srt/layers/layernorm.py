@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
@@ -16,13 +17,12 @@ class RMSNorm(WeightedLayer):
         super().__init__(placement)
         self.eps = eps
         self.weight = placement.empty(size)
+        self._kernels = fused_kernels(placement.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
-        if x.is_cuda:
-            from sglang.srt.layers.triton_ops import norm
-
-            return norm.rms_norm(x, self.weight, self.eps)
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)
 
     def add_(
@@ -40,10 +40,8 @@ class RMSNorm(WeightedLayer):
         """
         if x is None:
             return self.forward(residual), residual
-        if x.is_cuda:
-            from sglang.srt.layers.triton_ops import norm
-
-            norm.add_rms_norm_(x, residual, self.weight, self.eps)
+        if self._kernels is not None:
+            self._kernels.add_rms_norm_(x, residual, self.weight, self.eps)
             return x, residual
         residual = x.add_(residual)
         return self.forward(residual), residual

@@ -12,14 +12,12 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 _ROWS_AS_THEY_ARE: Final = 32
 """Small batches come in every number, and often: there rows would cost more than they save."""
-_ROWS_ADDED_IN_PRODUCT: Final = 512
-"""On CUDA. A product of so many rows has time to read what it is added to, and a norm that reads
-and writes the sum by itself takes twice as long: 1% of a long prompt's prefill."""
 
 
 def apply_linear(
@@ -39,15 +37,14 @@ def apply_linear(
         out_dtype: Of the result; None: that of `x`. On CUDA the sums are not rounded to the
             dtype of `x` first.
     """
-    if x.is_cuda:
-        from sglang.srt.layers.triton_ops import gemv
-
-        config = gemv.plan(*weight.shape) if x.shape[0] == 1 else None
+    kernels = fused_kernels(x.device)
+    if kernels is not None:
+        config = kernels.plan_gemv(*weight.shape) if x.shape[0] == 1 else None
         if config is not None:
             if out is None:
                 shape = (1, weight.shape[0])
                 out = torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
-            gemv.gemv(x, weight, bias, out, config)
+            kernels.gemv(x, weight, bias, out, config)
             return out
         if out_dtype not in (None, x.dtype) and bias is None:
             if out is not None:
@@ -121,6 +118,11 @@ class RowParallelLinear(WeightedLayer):
         super().__init__(placement)
         self.weight = placement.empty(output_size, input_size)
         self.bias = placement.empty(output_size) if bias else None
+        kernels = fused_kernels(placement.device)
+        self._rows_added: int | None = None
+        """From so many rows on, the residual is added inside the product; None: never."""
+        if kernels is not None and self.bias is None:
+            self._rows_added = kernels.rows_added_in_product
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor
@@ -135,7 +137,7 @@ class RowParallelLinear(WeightedLayer):
             What is still to be added to the residual, None where the product has added it, and
             the residual.
         """
-        if x.is_cuda and len(x) >= _ROWS_ADDED_IN_PRODUCT and self.bias is None:
+        if self._rows_added is not None and len(x) >= self._rows_added:
             return None, residual.addmm_(x, self.weight.t())
         return apply_linear(x, self.weight, self.bias), residual
 

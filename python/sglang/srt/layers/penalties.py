@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.device import on_device
 
 
 class TokenHistory:

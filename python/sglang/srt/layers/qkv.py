@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.fused_kernels import FusedKernels, fused_kernels
 from sglang.srt.layers.layernorm import QKNorm
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
@@ -22,14 +23,15 @@ def prepare_qkv(
 
     Args:
         qkv: Contiguous `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. Changed in place
-            on CUDA.
+            by fused kernels.
 
     Returns:
         Queries, keys and values as `RadixAttention.forward` takes them.
     """
     num_rotated = attn.num_heads + attn.num_kv_heads
-    if qkv.is_cuda:
-        _fused(qkv, qk_norm, rotation, attn, forward_batch)
+    kernels = fused_kernels(qkv.device)
+    if kernels is not None:
+        _fused(kernels, qkv, qk_norm, rotation, attn, forward_batch)
         return qkv[:, : attn.num_heads], qkv[:, attn.num_heads : num_rotated], qkv[:, num_rotated:]
     # Queries and keys lie side by side: both are normalised and rotated in one pass.
     qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
@@ -42,14 +44,13 @@ def prepare_qkv(
 
 
 def _fused(
+    kernels: FusedKernels,
     qkv: torch.Tensor,
     qk_norm: QKNorm | None,
     rotation: Rotation,
     attn: RadixAttention,
     forward_batch: ForwardBatch,
 ) -> None:
-    from sglang.srt.layers.triton_ops import qkv as kernels
-
     k_pool, v_pool = _buffers(forward_batch.token_to_kv_pool, attn.layer_id)
     kernels.normalise_rotate_store_(
         qkv,

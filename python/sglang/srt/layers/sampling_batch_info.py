@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers.grammar_mask import GrammarMask, GrammarRow
 from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties, TokenHistory
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.device import on_device
 
 
 @dataclass(frozen=True, slots=True)

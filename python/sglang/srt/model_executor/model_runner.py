@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
-from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import DeviceKind
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import (
     create_attention_backend,
     default_attention_backend,
@@ -27,9 +28,6 @@ from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import LoadConfig, get_model
 
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-CUDA_KV_CACHE_DTYPES = (*KV_CACHE_DTYPES, "fp8_e4m3")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerConfig:
@@ -38,7 +36,7 @@ class ModelRunnerConfig:
     model_config: ModelConfig
     device: str = "cpu"
     kv_cache_dtype: str = "auto"
-    """One of `KV_CACHE_DTYPES`, on CUDA of `CUDA_KV_CACHE_DTYPES`; "auto" is the model's own."""
+    """One of the device's `DeviceKind.kv_cache_dtypes`; "auto" is the model's own."""
     page_size: int = 1
     attention_backend: str | None = None
     """None: the best of the device."""
@@ -77,13 +75,13 @@ class ModelRunner:
         """
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
-        if torch.device(config.device).type == "cpu":
-            envs.ONEDNN_PRIMITIVE_CACHE_CAPACITY.export_default()
-            envs.LRU_CACHE_CAPACITY.export_default()
+        runtime = device_runtime(config.device)
+        runtime.prepare()
+        self._device_kind = runtime.kind
         self.config = config
         self.model_config = config.model_config
         self.kv_cache_dtype = _resolve_kv_dtype(
-            config.kv_cache_dtype, config.model_config.dtype, config.device
+            config.kv_cache_dtype, config.model_config.dtype, self._device_kind
         )
         self._graphs: list[CudaGraphRunner | ExtendGraphRunner] = []
         self.attn_backend = create_attention_backend(
@@ -122,8 +120,7 @@ class ModelRunner:
 
     def graph_bytes(self) -> int:
         """Estimate of the device memory that captured steps take; 0 where there are none."""
-        on_cuda = torch.device(self.config.device).type == "cuda"
-        if not on_cuda or self.config.disable_cuda_graph or not self.attn_backend.can_be_captured:
+        if not self._captures_graphs or not self.attn_backend.can_be_captured:
             return 0
         largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
         return estimate_graph_bytes(largest, self.model_config.vocab_size)
@@ -131,7 +128,7 @@ class ModelRunner:
     def init_memory_pool(
         self, max_total_tokens: int, max_running_requests: int, longest_pass: int = 0
     ) -> None:
-        """Make the pools and the allocator; on CUDA, warm up and capture graphs.
+        """Make the pools and the allocator; warm up and capture graphs where the device does so.
 
         Args:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
@@ -161,15 +158,19 @@ class ModelRunner:
             self.config.device,
         )
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
-        if torch.device(self.config.device).type != "cuda":
+        if not self._device_kind.warms_up:
             return
         self.attn_backend.warm_up()
         self.token_to_kv_pool_allocator.warm_up()
         pools = self.req_to_token_pool, self.token_to_kv_pool
         for batch in warm_up_batches(*pools, longest_pass):
             self.forward(batch)
-        if not self.config.disable_cuda_graph:
+        if self._captures_graphs:
             self._capture(graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests))
+
+    @property
+    def _captures_graphs(self) -> bool:
+        return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
 
     def _capture(self, batch_sizes: list[int]) -> None:
         """Capture what the attention backend lets be captured; decoding of `batch_sizes`."""
@@ -208,9 +209,8 @@ class ModelRunner:
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
 
 
-def _resolve_kv_dtype(name: str, model_dtype: torch.dtype, device: str) -> torch.dtype:
-    on_cuda = torch.device(device).type == "cuda"
-    supported = CUDA_KV_CACHE_DTYPES if on_cuda else KV_CACHE_DTYPES
+def _resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> torch.dtype:
+    supported = kind.kv_cache_dtypes
     if name not in supported:
         raise ValueError(
             f"kv_cache_dtype {name!r} is not supported here: supported are {', '.join(supported)}"

@@ -29,7 +29,7 @@ class Sizing(NamedTuple):
 
 def size_kv_pool(
     *,
-    device: str,
+    has_own_memory: bool,
     kv_bytes_per_token: int,
     page_size: int,
     total_bytes: int,
@@ -43,7 +43,7 @@ def size_kv_pool(
     """Decide how many tokens the device pool (L1) holds.
 
     Args:
-        device: "cpu", "cuda" or "npu".
+        has_own_memory: Of the device; False: it shares the host's, as a CPU does.
         kv_bytes_per_token: Bytes of one token's keys and values over all layers.
         page_size: Tokens per page; one more page, the padding page, is paid for here.
         total_bytes: Memory of the device.
@@ -60,11 +60,11 @@ def size_kv_pool(
         ValueError: Not one page fits, or not the shortest request, or the memory for it is not
             there; names the flag.
     """
-    budget, reason = _budget(device, total_bytes, mem_fraction_static, weight_bytes)
-    if mem_fraction_static is None and device != "cpu":
+    budget, reason = _budget(has_own_memory, total_bytes, mem_fraction_static, weight_bytes)
+    if mem_fraction_static is None and has_own_memory:
         budget, reason = _default_budget(budget, reason, total_bytes, available_bytes, graph_bytes)
     tokens = budget // kv_bytes_per_token - page_size
-    if mem_fraction_static is None and device != "cpu" and context_len is not None:
+    if mem_fraction_static is None and has_own_memory and context_len is not None:
         most = MAX_RUNNING_REQUESTS * context_len
         if most < tokens:
             tokens, reason = most, f"{MAX_RUNNING_REQUESTS} contexts of {context_len} tokens"
@@ -88,9 +88,9 @@ def size_kv_pool(
 
 
 def _budget(
-    device: str, total_bytes: int, mem_fraction_static: float | None, weight_bytes: int
+    has_own_memory: bool, total_bytes: int, mem_fraction_static: float | None, weight_bytes: int
 ) -> tuple[int, str]:
-    if mem_fraction_static is None and device == "cpu":
+    if mem_fraction_static is None and not has_own_memory:
         tenth = int(total_bytes * CPU_POOL_FRACTION)
         if tenth < CPU_POOL_BYTES:
             return tenth, f"10% of {total_bytes / GIB:.1f} GiB memory"

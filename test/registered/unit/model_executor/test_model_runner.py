@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.layers.forward_batch_info import compute_extend_positions
+from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
@@ -51,6 +54,25 @@ def test_pools_have_the_sizes_that_were_asked_for(checkpoint: Path) -> None:
 def test_refusals(checkpoint: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_runner(checkpoint, **fields)
+
+
+def test_a_device_is_prepared_before_anything_is_made_on_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any) -> Any:
+            order.append(name)
+            return call(*args)
+
+        return note
+
+    monkeypatch.setattr(CpuRuntime, "prepare", noted("prepare", lambda _: None))
+    for name in ("create_attention_backend", "get_model"):
+        monkeypatch.setattr(model_runner, name, noted(name, getattr(model_runner, name)))
+    make_runner(checkpoint)
+    assert order == ["prepare", "create_attention_backend", "get_model"]
 
 
 def test_pool_that_is_not_whole_pages_is_refused(checkpoint: Path) -> None:

@@ -13,7 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 BASE = {
-    "device": "cpu",
+    "has_own_memory": False,
     "kv_bytes_per_token": 1024,
     "page_size": 64,
     "total_bytes": 24 * GIB,
@@ -39,7 +39,7 @@ def test_tokens(fields: dict[str, Any], tokens: int, reason: str) -> None:
     assert reason in got.reason
 
 
-GPU = BASE | {"device": "cuda", "total_bytes": 100 * GIB, "available_bytes": 80 * GIB}
+GPU = BASE | {"has_own_memory": True, "total_bytes": 100 * GIB, "available_bytes": 80 * GIB}
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.model_loader.dummy_weights import dummy_tensor
-from sglang.srt.utils.device import detect_device
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

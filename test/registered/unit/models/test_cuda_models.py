@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.srt.utils.device import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from sglang.srt.utils.device import CopyStream
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -39,7 +39,7 @@ def test_a_thread_that_leaves_the_cores_works_alone_and_the_others_do_not() -> N
 
 
 def test_copies_on_a_cpu_use_one_thread() -> None:
-    stream = CopyStream("cpu", "copies")
+    stream = device_runtime("cpu").make_copy_stream("copies")
     seen: list[int] = []
     stream.submit(lambda: seen.append(torch.get_num_threads()))
     stream.close()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Final
 
 import torch
 
+from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def default_attention_backend(device: str) -> str:
     """The name of the backend that is best on `device`, e.g. "cpu" or "cuda:0"."""
-    return "triton" if torch.device(device).type == "cuda" else "torch_native"
+    return device_kind(device).attention_backends[0]
 
 
 def create_attention_backend(name: str, config: AttentionConfig) -> AttentionBackend:
@@ -25,32 +27,32 @@ def create_attention_backend(name: str, config: AttentionConfig) -> AttentionBac
         ValueError: There is none of that name, which lists those that there are, or it does not
             run on the device, or not this model.
     """
-    if name == "torch_native":
-        return TorchNativeAttnBackend(config)
-    if name == "triton":
-        _check_on_cuda(name, config.device)
-        # Triton is not installed where there is no CUDA.
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        return TritonAttnBackend(config)
-    if name == "flashinfer":
-        _check_on_cuda(name, config.device)
-        _check_flashinfer(config)
-        # Installed where somebody wants it.
-        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-        return FlashInferAttnBackend(config)
-    raise ValueError(
-        f"attention backend {name!r} is not supported: "
-        f"supported are {', '.join(ATTENTION_BACKENDS)}"
-    )
-
-
-def _check_on_cuda(name: str, device: str) -> None:
-    if torch.device(device).type != "cuda":
+    if name not in _FACTORIES:
         raise ValueError(
-            f"attention backend {name!r} needs a CUDA device, not {device!r}: use torch_native"
+            f"attention backend {name!r} is not supported: supported are {', '.join(_FACTORIES)}"
         )
+    kind = device_kind(config.device)
+    if name not in kind.attention_backends:
+        raise ValueError(
+            f"attention backend {name!r} does not run on {config.device!r}: "
+            f"use {' or '.join(kind.attention_backends)}"
+        )
+    return _FACTORIES[name](config)
+
+
+def _make_triton(config: AttentionConfig) -> AttentionBackend:
+    # Triton is not installed where there is no CUDA.
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    return TritonAttnBackend(config)
+
+
+def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
+    _check_flashinfer(config)
+    # Installed where somebody wants it.
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    return FlashInferAttnBackend(config)
 
 
 def _check_flashinfer(config: AttentionConfig) -> None:
@@ -71,3 +73,10 @@ def _check_flashinfer(config: AttentionConfig) -> None:
             "attention backend 'flashinfer' takes a head_dim of "
             f"{', '.join(map(str, _FLASHINFER_HEAD_DIMS))}, not {config.head_dim}: use triton"
         )
+
+
+_FACTORIES: Final[dict[str, Callable[[AttentionConfig], AttentionBackend]]] = {
+    "torch_native": TorchNativeAttnBackend,
+    "triton": _make_triton,
+    "flashinfer": _make_flashinfer,
+}

@@ -17,9 +17,9 @@ import flashinfer
 import torch
 
 from sglang.srt.constants import MIB
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.triton_ops.pages import page_indices
-from sglang.srt.utils.device import make_event, stage_to_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -64,6 +64,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
+        self._runtime = device_runtime(config.device)
         self._scaling = config.head_dim**-0.5
         self._use_tensor_cores = config.group >= TENSOR_CORE_GROUP
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=config.device)
@@ -80,7 +81,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self._captured_indices: torch.Tensor | None = None
         self._extending = self._paged
         self._decoding = self._eager
-        self._plan_copied = make_event(config.device)
+        self._plan_copied = self._runtime.make_event()
         self._has_planned = False
 
     def warm_up(self) -> None:
@@ -197,7 +198,7 @@ class FlashInferAttnBackend(AttentionBackend):
         indices = page_indices(
             batch.req_to_token_pool.req_to_token,
             batch.req_pool_indices,
-            stage_to_device(indptr, self._config.device),
+            self._runtime.stage_to_device(indptr),
             total=sum(counts),
             longest=max(counts),
             page_size=page,

@@ -44,7 +44,7 @@ def attend(
         causal: Row i sees keys 0 to i (rows and keys are then equal in number).
         mask: Added to the scores, broadcast to `[n, heads, rows, keys]`; not with `causal`.
     """
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return _attend_plainly(q, k, v, scale=scale, causal=causal, mask=mask)
     # The kernel that scaled_dot_product_attention runs on a CPU, called by name because the
     # public function drops the log-sum-exp.

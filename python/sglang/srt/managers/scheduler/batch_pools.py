@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime, on_device
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 from sglang.srt.managers.scheduler.req import NO_SLOTS, Req
-from sglang.srt.utils.device import on_device, stage_to_device
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -38,7 +38,8 @@ class BatchPools:
         0.05 ms. They share memory that nobody may write to."""
         ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
         lengths = [len(column) for column in columns]
-        return torch.split(stage_to_device(torch.from_numpy(ids), self.device), lengths)
+        staged = device_runtime(self.device).stage_to_device(torch.from_numpy(ids))
+        return torch.split(staged, lengths)
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:

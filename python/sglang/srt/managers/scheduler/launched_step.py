@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang.srt.utils.device import Event, HostCopies
+from sglang.srt.hardware_backend.device_runtime import Event, device_runtime
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class StepResult:
 
     def __init__(self, output: LogitsProcessorOutput, token_ids: torch.Tensor) -> None:
         self.input_logprobs: InputLogprobs | None = output.input_logprobs
-        self._copies = HostCopies(
+        self._copies = device_runtime(token_ids.device).copy_to_host(
             [
                 token_ids,
                 output.next_token_logprobs,

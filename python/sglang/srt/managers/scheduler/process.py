@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.channel import ZmqChannel
@@ -27,7 +28,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfi
 from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
-from sglang.srt.utils.device import detect_device, device_memory
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
@@ -121,8 +121,8 @@ def build_scheduler(
             model_config.eos_token_ids,
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
-        # A CPU computes while a forward is launched: nothing would overlap.
-        overlap=server_args.device != "cpu" and not server_args.disable_overlap_schedule,
+        overlap=device_runtime(server_args.device).kind.overlaps_steps
+        and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
         parts = dataclasses.replace(parts, forward_guard=watchdog.guard)
@@ -140,8 +140,10 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
         ValueError: The device named is not there, or cannot do what was asked for.
     """
     device = detected if server_args.device == "auto" else server_args.device
-    if device == "cuda" and detected != "cuda":
-        raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if device != detected:
+        absent = device_runtime(device).why_absent()
+        if absent is not None:
+            raise ValueError(f"--device {device}: {absent}; use --device {detected}")
     return server_args.on_device(device)
 
 
@@ -206,10 +208,11 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
     Raises:
         ValueError: No size fits; names the flag.
     """
-    available, total = device_memory(server_args.device)
+    runtime = device_runtime(server_args.device)
+    available, total = runtime.memory()
     page_size = runner.config.page_size
     size = size_kv_pool(
-        device=server_args.device,
+        has_own_memory=runtime.kind.has_own_memory,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         page_size=page_size,
         total_bytes=total,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
     ControlReqOutput,
@@ -45,7 +46,6 @@ from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.results import ResultProcessor
 from sglang.srt.managers.scheduler.state import SchedulerState
 from sglang.srt.managers.scheduler.stop import StopChecker
-from sglang.srt.utils.device import make_event
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class Scheduler:
         )
         batch = make_prefill_batch(works, state.pools, info, load)
         if self._parts.overlap:
-            batch.forward.mostly_done = make_event(state.pools.device)
+            batch.forward.mostly_done = device_runtime(state.pools.device).make_event()
         started = time.monotonic()
         result, _ = self._forward(batch)
         self._turns.on_prefill(state.now)

@@ -190,7 +190,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     def _give_pages(self, pages: torch.Tensor) -> None:
         """Take back `pages`, which are distinct."""
         freed_twice = self._is_free[pages]
-        if self.device.type == "cpu":
+        if pages.is_cpu:
             assert not bool(freed_twice.any()), f"pages freed twice: {pages[freed_twice].tolist()}"
         else:
             # Without waiting for the device.

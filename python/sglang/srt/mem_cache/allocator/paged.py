@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime, on_device
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator, Lengths
-from sglang.srt.utils.device import on_device, stage_to_device
 
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
@@ -40,14 +40,15 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         pages = self._take_pages(int(pages_new.sum()))
         if pages is None:
             return None
+        stage_to_device = device_runtime(self.device).stage_to_device
         # Of each request: its first new page's place in `pages`.
-        first_new = stage_to_device(pages_new.cumsum(0) - pages_new, self.device)
+        first_new = stage_to_device(pages_new.cumsum(0) - pages_new)
         counts = seq_lens - prefix_lens
         owner = torch.repeat_interleave(counts, output_size=extend_num_tokens)
         token = torch.arange(extend_num_tokens, dtype=torch.int64, device=self.device)
         nth = token - (counts.cumsum(0) - counts)[owner]
         position = prefix_lens[owner] + nth
-        page_of_request = position // page - stage_to_device(pages_held, self.device)[owner]
+        page_of_request = position // page - stage_to_device(pages_held)[owner]
         in_old_page = last_loc[owner] + 1 + nth
         if len(pages) == 0:
             return in_old_page

@@ -8,16 +8,15 @@ runs beside the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang.srt.mem_cache.host.host_copy_cuda import check_equally_many
 from sglang.srt.mem_cache.host.host_layout import IoBackend
-from sglang.srt.mem_cache.host.host_page_list import whole_pages
+from sglang.srt.mem_cache.host.host_page_list import check_equally_many, whole_pages
+from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 
 PageView: TypeAlias = npt.NDArray[np.uint8]
 PagePair: TypeAlias = tuple[PageView, PageView]
@@ -31,44 +30,27 @@ def page_view(pages: torch.Tensor) -> PageView:
     return view
 
 
-class CpuPageCopier:
-    """Copies between a host pool and a device pool on the CPU, in the caller's thread.
+class CpuPageCopier(PageCopier):
+    """Copies between a host pool and a device pool on the CPU, in the caller's thread."""
 
-    Args:
-        layers: For each layer its parts (K and V).
-        page_size: Tokens.
-        host_pages: In the host pool.
-        device_pages: In the device pool, the padding page included.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Sequence[PagePair]],
-        page_size: int,
-        host_pages: int,
-        device_pages: int,
-    ) -> None:
-        self._layers = layers
-        self._page_size = page_size
-        self._host_pages = host_pages
-        self._device_pages = device_pages
+    def __init__(self, pools: PoolPair) -> None:
+        self._layers = _layer_pairs(pools)
+        self._page_size = pools.page_size
+        self._host_pages = pools.host_pages
+        self._device_pages = pools.device_pages
 
     def backup(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Copy all layers of whole pages to the host."""
         to, source = self._indices(host_indices, device_indices, io_backend)
         for layer in self._layers:
             for host, device in layer:
                 host[to] = device[source]
 
-    def load_layer(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, layer: int, io_backend: str
-    ) -> None:
-        """Copy one layer of whole pages to the device."""
-        source, to = self._indices(host_indices, device_indices, io_backend)
-        for host, device in self._layers[layer]:
-            device[to] = host[source]
+    def begin_load(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> PageLoad:
+        return _CpuLoad(self._layers, *self._indices(host_indices, device_indices, io_backend))
 
     def _indices(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
@@ -80,6 +62,37 @@ class CpuPageCopier:
             page_index(whole_pages(host_indices, self._page_size, self._host_pages)),
             page_index(whole_pages(device_indices, self._page_size, self._device_pages)),
         )
+
+
+class _CpuLoad(PageLoad):
+    def __init__(
+        self, layers: list[list[PagePair]], host_pages: PageIndex, device_pages: PageIndex
+    ) -> None:
+        self._layers = layers
+        self._host_pages = host_pages
+        self._device_pages = device_pages
+
+    def issue(self, layer: int) -> None:
+        for host, device in self._layers[layer]:
+            device[self._device_pages] = host[self._host_pages]
+
+
+def _layer_pairs(pools: PoolPair) -> list[list[PagePair]]:
+    """Per layer its parts, `[pages, page_size, bytes of a token]` each."""
+    return [
+        [
+            (page_view(host), page_view(_whole_pages(device, pools.page_size)))
+            for host, device in zip(host_parts, device_parts, strict=True)
+        ]
+        for host_parts, device_parts in zip(
+            zip(*pools.host, strict=True), zip(*pools.device, strict=True), strict=True
+        )
+    ]
+
+
+def _whole_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+    whole = len(buffer) // page_size
+    return buffer[: whole * page_size].view(whole, page_size, -1)
 
 
 def page_index(pages: npt.NDArray[np.int64]) -> PageIndex:

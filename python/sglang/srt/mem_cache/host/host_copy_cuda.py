@@ -19,17 +19,14 @@ from typing import Final
 import torch
 
 from sglang.srt.constants import KIB
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.host.copy_engine import CopyEngine
 from sglang.srt.mem_cache.host.copy_runs import is_token_major, pages_are_runs, runs_from_pool
 from sglang.srt.mem_cache.host.host_layout import IoBackend, suits_copy_engines
-from sglang.srt.mem_cache.host.host_page_list import whole_pages
-from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning
+from sglang.srt.mem_cache.host.host_page_list import check_equally_many, whole_pages
+from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning, part_rows
+from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 from sglang.srt.mem_cache.host.staged_copy import StagedBackup, StagedLoad, StagedLoadTuning
-from sglang.srt.utils.device import (
-    current_stream_handle,
-    keep_for_current_stream,
-    stage_to_device,
-)
 
 # As few multiprocessors as come within 1% of what more of them reach.
 LOAD_TUNING: Final = TokenCopyTuning(programs=8, tile_bytes=65536, num_warps=16)
@@ -65,7 +62,7 @@ class EngineUse:
 
 
 class PageCopy(ABC):
-    """One set of pages on its way. Lives until its last layer is issued."""
+    """One set of pages on its way, in either direction. Lives until its last layer is issued."""
 
     @abstractmethod
     def issue(self, layers: range, *, to_host: bool) -> None:
@@ -79,9 +76,9 @@ class _KernelCopy(PageCopy):
         if device.is_cpu:
             whole_pages(device, pool.page_size, pool.device_pages)
         # Made on another stream and maybe freed there while this one still reads it.
-        keep_for_current_stream(device)
-        self._host_slots = stage_to_device(host, pool.device)
-        self._device_slots = stage_to_device(device, pool.device)
+        pool.runtime.keep_for_current_stream(device)
+        self._host_slots = pool.runtime.stage_to_device(host)
+        self._device_slots = pool.runtime.stage_to_device(device)
 
     def issue(self, layers: range, *, to_host: bool) -> None:
         from sglang.srt.mem_cache.host.token_copy import copy_tokens
@@ -107,8 +104,8 @@ class _StagedLoad(PageCopy):
         pages = whole_pages(host, pool.page_size, pool.host_pages)
         if device.is_cpu:
             whole_pages(device, pool.page_size, pool.device_pages)
-        keep_for_current_stream(device)
-        self._chunks = stage.start(pages, stage_to_device(device, pool.device))
+        pool.runtime.keep_for_current_stream(device)
+        self._chunks = stage.start(pages, pool.runtime.stage_to_device(device))
         self._num_layers = pool.num_layers
         self._issued_until = 0
 
@@ -128,31 +125,28 @@ class _StagedLoad(PageCopy):
             self._issued_until = layers.stop
 
 
-class CudaPageCopier:
-    """What stays the same between the copies of one pair of pools.
+class _CudaLoad(PageLoad):
+    def __init__(self, copy: PageCopy) -> None:
+        self._copy = copy
 
-    Args:
-        parts: K and V.
-        page_size: Tokens.
-        host_pages: Pages in the host pool.
-        device_pages: Pages in the device pool, the padding page included.
-        device: Of the device pool.
-    """
+    def issue(self, layer: int) -> None:
+        self._copy.issue(range(layer, layer + 1), to_host=False)
 
-    def __init__(
-        self,
-        parts: Sequence[PartRows],
-        page_size: int,
-        host_pages: int,
-        device_pages: int,
-        device: torch.device,
-    ) -> None:
-        self.parts = tuple(parts)
+
+class CudaPageCopier(PageCopier):
+    """What stays the same between the copies of one pair of pools."""
+
+    def __init__(self, pools: PoolPair) -> None:
+        self.parts = tuple(
+            part_rows(host, device) for host, device in zip(pools.host, pools.device, strict=True)
+        )
+        page_size = pools.page_size
         self.page_size = page_size
-        self.host_pages = host_pages
-        self.device_pages = device_pages
-        self.device = device
-        self.num_layers = len(parts[0].device_addresses)
+        self.host_pages = pools.host_pages
+        self.device_pages = pools.device_pages
+        self.device = pools.device[0][0].device
+        self.runtime = device_runtime(self.device)
+        self.num_layers = len(self.parts[0].device_addresses)
         self.load_tuning = LOAD_TUNING
         self.backup_tuning = BACKUP_TUNING
         self.staged_load_tuning = StagedLoadTuning()
@@ -165,27 +159,20 @@ class CudaPageCopier:
         self._engine: CopyEngine | None = None
         self._staged: StagedBackup | None = None
         self._staged_load: StagedLoad | None = None
-        self._loading: tuple[torch.Tensor, torch.Tensor, PageCopy] | None = None
 
-    def backup(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> None:
-        """Copy all layers of the pages of these slots to the host.
-
-        Args:
-            host: int64 `[tokens]` on the CPU.
-            device: int64 `[tokens]` on the CPU or the device.
-            io_backend: `kernel` or `direct`.
-
-        Raises:
-            ValueError: Slots that the CPU can see are not whole pages of their pool.
-        """
+    def backup(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        """As `PageCopier.backup`, with `kernel` or `direct`."""
         _check_backend(io_backend)
-        check_equally_many(host, device)
-        if device.is_cpu and self.prefers_cpu_slots(io_backend):
-            self._backup_runs(host, device)
+        check_equally_many(host_indices, device_indices)
+        if device_indices.is_cpu and self.prefers_cpu_slots(io_backend):
+            self._backup_runs(host_indices, device_indices)
         elif self.engine_use[io_backend].backup:
-            self._backup_staged(host, device)
+            self._backup_staged(host_indices, device_indices)
         else:
-            _KernelCopy(self, host, device).issue(range(self.num_layers), to_host=True)
+            copy = _KernelCopy(self, host_indices, device_indices)
+            copy.issue(range(self.num_layers), to_host=True)
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """Whether a backup whose device slots are on the CPU spares the device its kernels.
@@ -205,36 +192,24 @@ class CudaPageCopier:
         host_pages = whole_pages(host, self.page_size, self.host_pages)
         device_pages = whole_pages(device, self.page_size, self.device_pages)
         runs = runs_from_pool(self.parts, self.page_size, host_pages, device_pages)
-        self._copy_engine().copy(runs, current_stream_handle(self.device))
+        self._copy_engine().copy(runs, self.runtime.current_stream_handle())
 
     def _backup_staged(self, host: torch.Tensor, device: torch.Tensor) -> None:
         pages = whole_pages(host, self.page_size, self.host_pages)
         if device.is_cpu:
             whole_pages(device, self.page_size, self.device_pages)
-        keep_for_current_stream(device)
+        self.runtime.keep_for_current_stream(device)
         if self._staged is None:
             self._staged = StagedBackup(
                 self.groups, self.page_size, self.device, self._copy_engine()
             )
-        self._staged.backup(pages, stage_to_device(device, self.device))
+        self._staged.backup(pages, self.runtime.stage_to_device(device))
 
-    def load_layer(
-        self, host: torch.Tensor, device: torch.Tensor, layer: int, io_backend: str
-    ) -> None:
-        """Copy one layer to the device; otherwise as `backup`.
-
-        Layers that follow may come with it: they are part of the same load.
-        Indices are checked and staged once for all layers of a load, so they must not change
-        before its last one. Layer 0 starts afresh.
-        """
-        known, self._loading = self._loading, None
-        if layer and known is not None and known[0] is host and known[1] is device:
-            copy = known[2]
-        else:
-            copy = self._prepare(host, device, io_backend)
-        copy.issue(range(layer, layer + 1), to_host=False)
-        if layer + 1 < self.num_layers:
-            self._loading = (host, device, copy)
+    def begin_load(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> PageLoad:
+        """As `PageCopier.begin_load`, with `kernel` or `direct`."""
+        return _CudaLoad(self._prepare(host_indices, device_indices, io_backend))
 
     def _prepare(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> PageCopy:
         check_equally_many(host, device)
@@ -264,11 +239,3 @@ class CudaPageCopier:
 def _check_backend(io_backend: str) -> None:
     if io_backend not in _BACKENDS:
         raise ValueError(f"io_backend {io_backend}: CUDA pools copy with kernel or direct")
-
-
-def check_equally_many(host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-    """Raise ValueError unless there is one device slot for each host slot."""
-    if len(host_indices) != len(device_indices):
-        raise ValueError(
-            f"{len(host_indices)} host_indices for {len(device_indices)} device_indices"
-        )

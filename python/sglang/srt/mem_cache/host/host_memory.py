@@ -18,8 +18,11 @@ from tqdm import tqdm
 
 from sglang.srt.constants import GIB, MIB
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
 from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
 
+HOST_DEVICE: Final = "cpu"
+"""Where host pools are."""
 _CGROUP = Path("/sys/fs/cgroup")
 _TOUCH_BYTES = 64 * MIB
 
@@ -28,11 +31,16 @@ class HostTensorAllocator:
     """Allocates the buffers of host pools. A subclass may take them from elsewhere."""
 
     def allocate(
-        self, dims: Sequence[int], dtype: torch.dtype, device: str = "cpu", *, pin: bool = False
+        self,
+        dims: Sequence[int],
+        dtype: torch.dtype,
+        device: str = HOST_DEVICE,
+        *,
+        pinned_by: DeviceRuntime | None = None,
     ) -> torch.Tensor:
-        """A zeroed, contiguous tensor; page-locked if `pin`. Shows progress above 1 GiB."""
-        if pin:
-            return allocate_pinned(nbytes(dims, dtype)).view(dtype).view(tuple(dims))
+        """A zeroed, contiguous tensor, page-locked by `pinned_by`. Shows progress above 1 GiB."""
+        if pinned_by is not None:
+            return allocate_pinned(nbytes(dims, dtype), pinned_by).view(dtype).view(tuple(dims))
         tensor = torch.empty(tuple(dims), dtype=dtype, device=device)
         touch(tensor)
         return tensor

@@ -96,7 +96,7 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
     Raises:
         ValueError: The slots are not whole, aligned pages inside the pool.
     """
-    if indices.dtype != torch.int64 or indices.device.type != "cpu" or indices.dim() != 1:
+    if indices.dtype != torch.int64 or not indices.is_cpu or indices.dim() != 1:
         raise ValueError(
             f"host_indices: need a 1-d int64 CPU tensor, got {indices.dtype} "
             f"{tuple(indices.shape)} on {indices.device}"
@@ -115,3 +115,11 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
             f"{page_num * page_size} slots"
         )
     return pages
+
+
+def check_equally_many(host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    """Raise ValueError unless there is one device slot for each host slot."""
+    if len(host_indices) != len(device_indices):
+        raise ValueError(
+            f"{len(host_indices)} host_indices for {len(device_indices)} device_indices"
+        )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import GB
+from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
 from sglang.srt.mem_cache.host.host_layout import (
     is_zero_copy,
     parse_layout,
@@ -26,7 +27,7 @@ from sglang.srt.mem_cache.host.host_memory import (
     get_allocator_from_storage,
 )
 from sglang.srt.mem_cache.host.host_page_list import HostPageList, whole_pages
-from sglang.srt.utils.device import can_pin_memory
+from sglang.srt.mem_cache.host.page_copier import PageLoad
 
 
 class DevicePool(Protocol):
@@ -96,7 +97,9 @@ class HostKVCache(ABC):
         self.page_size = page_size
         self.layout = parse_layout(layout).value
         self.device = device
-        self.pin_memory = pin_memory and can_pin_memory(device_pool.device)
+        runtime = device_runtime(device_pool.device)
+        self.pin_memory = pin_memory and runtime.pins_memory
+        self._pinned_by: DeviceRuntime | None = runtime if self.pin_memory else None
         self.allocator = get_allocator_from_storage(allocator_type)
         self.dtype = device_pool.store_dtype
         self.layer_num = device_pool.layer_num
@@ -142,6 +145,16 @@ class HostKVCache(ABC):
         """Allocate the buffers: contiguous tensors that hold whole pages."""
 
     @abstractmethod
+    def begin_load(
+        self,
+        device_pool: DevicePool,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> PageLoad:
+        """A load of whole pages to the device pool, whose layers (0-based in this pool) are still
+        to be issued. The indices must not change before the last of them is."""
+
     def load_to_device_per_layer(
         self,
         device_pool: DevicePool,
@@ -150,7 +163,11 @@ class HostKVCache(ABC):
         layer_id: int,
         io_backend: str,
     ) -> None:
-        """Copy one layer (0-based in this pool) of whole pages to the device pool."""
+        """Copy one layer (0-based in this pool) of whole pages to the device pool.
+
+        Who loads more than one is faster with `begin_load`, which looks at the indices once.
+        """
+        self.begin_load(device_pool, host_indices, device_indices, io_backend).issue(layer_id)
 
     @abstractmethod
     def backup_from_device_all_layer(

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import DevicePool, HostKVCache
+from sglang.srt.mem_cache.host.page_copier import PageLoad
 
 
 @dataclass(slots=True)
@@ -60,6 +61,25 @@ class HostPoolGroup:
 
     # -- copies ------------------------------------------------------------------------------------
 
+    def begin_load(
+        self,
+        device_pool: DevicePool,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+    ) -> PageLoad:
+        """A load of the anchor's pages and of every transfer's, to be issued by layers of the
+        model; copy thread."""
+        anchor = self.anchor.begin_load(device_pool, host_indices, device_indices, io_backend)
+        loads = [(self.anchor_entry.layer_mapper, anchor)]
+        for transfer in pool_transfers or ():
+            entry = self._entry(transfer.name)
+            host, device = _both_indices(transfer)
+            load = entry.host_pool.begin_load(entry.device_pool, host, device, io_backend)
+            loads.append((entry.layer_mapper, load))
+        return _GroupLoad(loads)
+
     def load_to_device_per_layer(
         self,
         device_pool: DevicePool,
@@ -70,19 +90,10 @@ class HostPoolGroup:
         pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> None:
         """Copy one layer of the anchor's pages and of every transfer's; copy thread."""
-        own = self.anchor_entry.layer_mapper(layer_id)
-        if own is not None:
-            self.anchor.load_to_device_per_layer(
-                device_pool, host_indices, device_indices, own, io_backend
-            )
-        for transfer in pool_transfers or ():
-            entry = self._entry(transfer.name)
-            layer = entry.layer_mapper(layer_id)
-            if layer is not None:
-                host, device = _both_indices(transfer)
-                entry.host_pool.load_to_device_per_layer(
-                    entry.device_pool, host, device, layer, io_backend
-                )
+        load = self.begin_load(
+            device_pool, host_indices, device_indices, io_backend, pool_transfers
+        )
+        load.issue(layer_id)
 
     def backup_from_device_all_layer(
         self,
@@ -224,6 +235,17 @@ class HostPoolGroup:
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
         self.anchor.set_from_flat_data_page(index, data_page)
+
+
+class _GroupLoad(PageLoad):
+    def __init__(self, loads: list[tuple[Callable[[int], int | None], PageLoad]]) -> None:
+        self._loads = loads
+
+    def issue(self, layer: int) -> None:
+        for layer_mapper, load in self._loads:
+            own = layer_mapper(layer)
+            if own is not None:
+                load.issue(own)
 
 
 def _both_indices(transfer: PoolTransfer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
 
-from sglang.srt.mem_cache.host.host_copy import CpuPageCopier, PagePair, PageView, page_view
-from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
+from sglang.srt.mem_cache.host.host_copy import PageView, page_view
 from sglang.srt.mem_cache.host.host_layout import (
     HostLayout,
     PageByteOrder,
@@ -15,16 +12,19 @@ from sglang.srt.mem_cache.host.host_layout import (
 )
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import DevicePool, HostKVCache
-from sglang.srt.mem_cache.host.host_rows import part_rows
-
-_PageCopier: TypeAlias = CpuPageCopier | CudaPageCopier
+from sglang.srt.mem_cache.host.page_copier import (
+    PageCopier,
+    PageLoad,
+    PoolPair,
+    make_page_copier,
+)
 
 
 class MHATokenToKVPoolHost(HostKVCache):
     """Host pool of keys and values per head, in any of the four layouts."""
 
     kv_buffer: list[torch.Tensor]
-    _copier: tuple[DevicePool, _PageCopier] | None = None
+    _copier: tuple[DevicePool, PageCopier] | None = None
 
     def get_size_per_token(self) -> int:
         pool = self.device_pool
@@ -68,40 +68,36 @@ class MHATokenToKVPoolHost(HostKVCache):
         self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
 
     def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
-        copier = self._copier_of(device_pool)
-        return isinstance(copier, CudaPageCopier) and copier.prefers_cpu_slots(io_backend)
+        return self._copier_of(device_pool).prefers_cpu_slots(io_backend)
 
-    def load_to_device_per_layer(
+    def begin_load(
         self,
         device_pool: DevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
-        layer_id: int,
         io_backend: str,
-    ) -> None:
+    ) -> PageLoad:
         copier = self._copier_of(device_pool)
-        copier.load_layer(host_indices, device_indices, layer_id, io_backend)
+        return copier.begin_load(host_indices, device_indices, io_backend)
 
-    def _copier_of(self, device_pool: DevicePool) -> _PageCopier:
+    def _copier_of(self, device_pool: DevicePool) -> PageCopier:
         """What copies between this pool and `device_pool`, made when first asked for."""
         if self._copier is None or self._copier[0] is not device_pool:
-            make = self._cuda_copier if device_pool.k_buffer[0].is_cuda else self._cpu_copier
-            self._copier = (device_pool, make(device_pool))
+            self._copier = (device_pool, make_page_copier(self._paired_with(device_pool)))
         return self._copier[1]
 
-    def _cuda_copier(self, device_pool: DevicePool) -> CudaPageCopier:
-        parts = [
-            part_rows([self._layer_pages(host, layer) for layer in range(self.layer_num)], dev)
-            for host, dev in ((self._k, device_pool.k_buffer), (self._v, device_pool.v_buffer))
-        ]
-        device_pages = device_pool.size // self.page_size + 1
-        device = device_pool.k_buffer[0].device
-        return CudaPageCopier(parts, self.page_size, self.page_num, device_pages, device)
-
-    def _cpu_copier(self, device_pool: DevicePool) -> CpuPageCopier:
-        layers = [self._layer_pairs(device_pool, layer) for layer in range(self.layer_num)]
-        device_pages = device_pool.size // self.page_size + 1
-        return CpuPageCopier(layers, self.page_size, self.page_num, device_pages)
+    def _paired_with(self, device_pool: DevicePool) -> PoolPair:
+        layers = range(self.layer_num)
+        return PoolPair(
+            host=tuple(
+                tuple(self._layer_pages(part, layer) for layer in layers)
+                for part in (self._k, self._v)
+            ),
+            device=(tuple(device_pool.k_buffer), tuple(device_pool.v_buffer)),
+            page_size=self.page_size,
+            host_pages=self.page_num,
+            device_pages=device_pool.size // self.page_size + 1,
+        )
 
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
         pages = whole_pages(indices, self.page_size, self.page_num).tolist()
@@ -127,21 +123,7 @@ class MHATokenToKVPoolHost(HostKVCache):
                 return (self.page_num, layers, size, heads, dim)
 
     def _allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.allocator.allocate(shape, self.dtype, self.device, pin=self.pin_memory)
-
-    def _layer_pairs(self, device_pool: DevicePool, layer: int) -> list[PagePair]:
-        """One layer's K and V, `[pages, page_size, bytes of a token]` each."""
-        return [
-            (
-                page_view(self._layer_pages(host, layer)),
-                page_view(self._device_pages(device[layer])),
-            )
-            for host, device in ((self._k, device_pool.k_buffer), (self._v, device_pool.v_buffer))
-        ]
-
-    def _device_pages(self, buffer: torch.Tensor) -> torch.Tensor:
-        whole = len(buffer) // self.page_size
-        return buffer[: whole * self.page_size].view(whole, self.page_size, -1)
+        return self.allocator.allocate(shape, self.dtype, self.device, pinned_by=self._pinned_by)
 
     def _layer_pages(self, part: torch.Tensor, layer: int) -> torch.Tensor:
         match self.layout:

@@ -19,21 +19,18 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.constants import GIB, MIB
-from sglang.srt.utils.device import (
-    host_cpus_near_device,
-    register_host_memory,
-    unregister_host_memory,
-)
+from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
 
 _HUGE_PAGE: Final = 2 * MIB
 _TOUCH_BYTES: Final = 64 * MIB
 _MAX_THREADS: Final = 16
 
 
-def allocate_pinned(size: int) -> torch.Tensor:
-    """Zeroed, page-locked bytes: uint8 `[size]`, starting on a huge page, one registration.
+def allocate_pinned(size: int, runtime: DeviceRuntime) -> torch.Tensor:
+    """Zeroed bytes, page-locked by `runtime` in one registration: uint8 `[size]`.
 
-    Shows progress above 1 GiB. The memory goes back with the last view of the tensor.
+    They start on a huge page. Shows progress above 1 GiB. The memory goes back with the last view
+    of the tensor.
 
     Raises:
         MemoryError: The machine has not got that much, or the driver refused to lock it.
@@ -41,20 +38,20 @@ def allocate_pinned(size: int) -> torch.Tensor:
     region, offset = _map(size)
     block = (ctypes.c_uint8 * size).from_buffer(region, offset)
     address = ctypes.addressof(block)
-    touch_and_lock(address, size)
+    touch_and_lock(address, size, runtime)
     # Locked memory is unlocked before it is unmapped: the finalizer holds the mapping. At exit
     # both go with the process, and the driver may be gone before.
-    weakref.finalize(block, _release, address, region).atexit = False
+    weakref.finalize(block, _release, address, region, runtime).atexit = False
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
-def touch_and_lock(address: int, size: int) -> None:
+def touch_and_lock(address: int, size: int, runtime: DeviceRuntime) -> None:
     """Zero and page-lock memory that was never touched. Shows progress above 1 GiB.
 
     Raises MemoryError where the driver refuses.
     """
-    _touch_in_threads(address, size)
-    register_host_memory(address, size)
+    _touch_in_threads(address, size, runtime.host_cpus_near_device())
+    runtime.register_host_memory(address, size)
 
 
 def _map(size: int) -> tuple[mmap.mmap, int]:
@@ -70,10 +67,10 @@ def _map(size: int) -> tuple[mmap.mmap, int]:
     return region, -start % _HUGE_PAGE
 
 
-def _touch_in_threads(address: int, size: int) -> None:
+def _touch_in_threads(address: int, size: int, cpus_near_device: frozenset[int]) -> None:
     """Zero memory for the first time, on CPUs near the device where the machine says which."""
     own = os.sched_getaffinity(0)
-    cpus = (host_cpus_near_device() & own) or own
+    cpus = (cpus_near_device & own) or own
     bar = tqdm(
         total=size,
         unit="B",
@@ -103,6 +100,6 @@ def _zero(address: int, size: int) -> int:
     return size
 
 
-def _release(address: int, region: mmap.mmap) -> None:
-    unregister_host_memory(address)
+def _release(address: int, region: mmap.mmap, runtime: DeviceRuntime) -> None:
+    runtime.unregister_host_memory(address)
     del region  # was held until here, so that it is unmapped after that

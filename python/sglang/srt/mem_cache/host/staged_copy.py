@@ -20,16 +20,10 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import KIB, MIB
+from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, Event, device_runtime
 from sglang.srt.mem_cache.host.copy_engine import CopyEngine
 from sglang.srt.mem_cache.host.copy_runs import BufferRuns, PageRuns, is_token_major, join_runs
 from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning
-from sglang.srt.utils.device import (
-    Event,
-    SideStream,
-    current_stream_handle,
-    device_memory,
-    make_event,
-)
 
 _BUFFER_SHARE: Final = 1 / 1024
 """Of the device's memory, for one of four buffers. Long pieces, since each costs the CPU 0.1 ms and
@@ -97,12 +91,12 @@ class _Stage:
     ) -> None:
         self.groups = groups
         self.page_size = page_size
-        self.device = device
-        self.side = SideStream(device)
+        self._runtime = device_runtime(device)
+        self.side = self._runtime.make_side_stream()
         self._engine = engine
         parts = [part for group, _ in groups for part in group]
         token_bytes = sum(part.rows.row_bytes for part in parts) * layers
-        self.chunk_pages = max(1, _buffer_bytes(device) // (token_bytes * page_size))
+        self.chunk_pages = max(1, _buffer_bytes(self._runtime) // (token_bytes * page_size))
         self._parts = [PageRuns(part, page_size, layers, self.chunk_pages) for part in parts]
         self._offsets = [0]
         for part in self._parts:
@@ -125,7 +119,7 @@ class _Stage:
         before = self._emptied[self._turn]
         if before is not None:
             before.wait()
-        emptied = self._emptied[self._turn] = make_event(self.device)
+        emptied = self._emptied[self._turn] = self._runtime.make_event()
         return self._buffers[self._turn].data_ptr(), emptied
 
     def chunks(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
@@ -150,7 +144,7 @@ class _Stage:
             )
             chunk.num_layers = len(layers)
         runs = chunk.runs.to_host(buffer) if to_host else chunk.runs.to_buffer(buffer, layers.start)
-        self._engine.copy(runs, current_stream_handle(self.device))
+        self._engine.copy(runs, self._runtime.current_stream_handle())
 
     def run_kernel(self, buffer: int, chunk: Chunk, layers: range, *, to_buffer: bool) -> None:
         """Move `layers` between the buffer and the device pool."""
@@ -237,6 +231,6 @@ class StagedLoad:
             emptied.record()
 
 
-def _buffer_bytes(device: torch.device) -> int:
-    _, total = device_memory(device)
+def _buffer_bytes(runtime: DeviceRuntime) -> int:
+    _, total = runtime.memory()
     return min(max(int(_BUFFER_SHARE * total), _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)

@@ -17,6 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import (
+    CopyStream,
+    Event,
+    HostCopies,
+    device_runtime,
+)
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l3.storage_groups import pages_per_read
@@ -25,8 +31,7 @@ from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSetti
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
-from sglang.srt.utils.device import CopyStream, Event, HostCopies, make_event
-from sglang.srt.utils.threads import give_way, share_interpreter
+from sglang.srt.utils.threads import share_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ class LayerDoneCounter:
 
     def __init__(self, num_layers: int, device: torch.device | str) -> None:
         self.num_layers = num_layers
-        self._device = device
+        self._make_event = device_runtime(device).make_event
         self._next = 0
         self._events: dict[int, list[Event]] = {}
         self._waiting_for: list[Event] | None = None
@@ -55,7 +60,7 @@ class LayerDoneCounter:
         """A new load: its index, and one event per layer for it to record."""
         index = self._next
         self._next += 1
-        self._events[index] = [make_event(self._device) for _ in range(self.num_layers)]
+        self._events[index] = [self._make_event() for _ in range(self.num_layers)]
         return index, self._events[index]
 
     def set_consumer(self, index: int) -> None:
@@ -137,10 +142,11 @@ class HiCacheController:
         self._metrics = metrics
         self._agree_hit = agree_hit
         device = self.mem_pool_device.device
+        self._runtime = device_runtime(device)
         self.layer_done_counter = LayerDoneCounter(self.mem_pool_device.layer_num, device)
         self.mem_pool_device.register_layer_transfer_counter(self.layer_done_counter)
-        self._write_stream = CopyStream(device, "hicache-write", is_urgent=False)
-        self._load_stream = CopyStream(device, "hicache-load")
+        self._write_stream = self._runtime.make_copy_stream("hicache-write", is_urgent=False)
+        self._load_stream = self._runtime.make_copy_stream("hicache-load")
         self._next_id = 0
         self.write_queue: list[CacheOperation] = []
         self._locating: deque[_Locating] = deque()
@@ -149,12 +155,8 @@ class HiCacheController:
         self.ack_load_queue: deque[HiCacheAck] = deque()
         self.storage_io: StorageIO | None = None
         self._locates = mem_pool_host.prefers_cpu_slots(mem_pool_host.device_pool, io_backend)
-        if device.type == "cuda":
+        if self._runtime.kind.warms_up:
             self._warm_up()
-        else:
-            # Writes have time: their pages stay where they are meanwhile, and the forward, which
-            # the rest of its team would wait for, keeps its cores.
-            self._write_stream.submit(give_way)
 
     def _warm_up(self) -> None:
         """Copy the padding page to the host and back, while nothing owns a page.
@@ -164,10 +166,8 @@ class HiCacheController:
         page = torch.arange(self.page_size, dtype=torch.int64)
         on_device = page.to(self.mem_pool_device.device)
         written = page if self._locates else on_device
-        layers = [
-            make_event(self.mem_pool_device.device) for _ in range(self.mem_pool_host.layer_num)
-        ]
-        saved, loaded = (make_event(self.mem_pool_device.device) for _ in range(2))
+        layers = [self._runtime.make_event() for _ in range(self.mem_pool_host.layer_num)]
+        saved, loaded = (self._runtime.make_event() for _ in range(2))
         self._write_stream.submit(lambda: self._copy_to_host(page, written, saved))
         saved.synchronize()
         self._load_stream.submit(lambda: self._copy_to_device(page, on_device, layers, loaded))
@@ -202,7 +202,9 @@ class HiCacheController:
             slots = _joined([operation.device_indices for operation in operations])
             if self._locates:
                 host = _joined([operation.host_indices for operation in operations])
-                self._locating.append(_Locating(operations, host, HostCopies([slots])))
+                self._locating.append(
+                    _Locating(operations, host, self._runtime.copy_to_host([slots]))
+                )
             else:
                 ack = self._issue(operations, slots, self._write_stream, self._copy_to_host)
                 self.ack_write_queue.append(ack)
@@ -230,7 +232,7 @@ class HiCacheController:
         (device,) = write.device.wait()
         assert device is not None
         part = slice(begin, end)
-        finish = make_event(self.mem_pool_device.device) if end == total else None
+        finish = self._runtime.make_event() if end == total else None
         # The step that fills them has ended: nothing to wait for.
         self._write_stream.submit(
             lambda: self._copy_to_host(write.host[part], device[part], finish),
@@ -276,10 +278,11 @@ class HiCacheController:
     def _copy_to_device(
         self, host: torch.Tensor, device: torch.Tensor, layers: Sequence[Event], finish: Event
     ) -> None:
+        load = self.mem_pool_host.begin_load(
+            self.mem_pool_host.device_pool, host, device, self.io_backend
+        )
         for layer, event in enumerate(layers):
-            self.mem_pool_host.load_to_device_per_layer(
-                self.mem_pool_host.device_pool, host, device, layer, self.io_backend
-            )
+            load.issue(layer)
             event.record()
         finish.record()
 
@@ -292,7 +295,7 @@ class HiCacheController:
     ) -> HiCacheAck:
         """Begin one copy for all `operations`, whose device slots are `device`."""
         host = _joined([operation.host_indices for operation in operations])
-        finish = make_event(self.mem_pool_device.device)
+        finish = self._runtime.make_event()
         ids = [operation.operation_id for operation in operations]
         ack = HiCacheAck(finish, ids, len(host), time.monotonic())
         stream.submit(lambda: copy(host, device, finish))
@@ -321,7 +324,7 @@ class HiCacheController:
             ValueError: The configuration cannot work.
             StorageUnavailable: The store cannot be reached and the settings do not allow that.
         """
-        if self.mem_pool_device.device.type != "cpu":
+        if self._runtime.kind.overlaps_steps:
             share_interpreter()
         if settings.on_unreachable is OnUnreachable.WAIT:
             connect = _first_waiting(connect)

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.page_copier import check_has_copier
 
 
 def build_kv_host_stack(
@@ -44,6 +45,7 @@ def build_kv_host_stack(
             f"the hierarchical cache has no host pool for {type(device_pool).__name__}; "
             "start without --enable-hierarchical-cache"
         )
+    check_has_copier(device_pool.device)
     elements = device_pool.head_num * min(device_pool.head_dim, device_pool.v_head_dim)
     token_bytes = elements * device_pool.layer_num * device_pool.store_dtype.itemsize
     io_backend, layout = resolve_layout_and_io(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.utils.device import detect_device
 from sglang.test.attention_cases import (
     FP8,
     PagedContexts,

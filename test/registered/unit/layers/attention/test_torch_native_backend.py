@@ -210,11 +210,15 @@ def test_parts_join_to_the_whole_even_where_one_weighs_nothing() -> None:
 def test_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'flashy' is not supported: supported are torch_native"):
         create_attention_backend("flashy", CONFIG)
+    with pytest.raises(ValueError, match="'ascend' is not supported: supported are torch_native"):
+        create_attention_backend("ascend", dataclasses.replace(CONFIG, device="npu:0"))
+    with pytest.raises(ValueError, match="device 'mps' is not supported; use cuda or npu or cpu"):
+        create_attention_backend("torch_native", dataclasses.replace(CONFIG, device="mps"))
 
 
 def test_flashinfer_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     half = dataclasses.replace(CONFIG, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="'flashinfer' needs a CUDA device, not 'cpu'"):
+    with pytest.raises(ValueError, match="'flashinfer' does not run on 'cpu': use torch_native"):
         create_attention_backend("flashinfer", half)
     half = dataclasses.replace(half, device="cuda:0")
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # as where it is not installed

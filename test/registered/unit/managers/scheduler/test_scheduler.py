@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers import penalties
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.messages.io_struct import (
@@ -31,7 +32,6 @@ from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.device import on_device
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 

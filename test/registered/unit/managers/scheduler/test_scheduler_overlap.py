@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,7 +126,8 @@ def test_a_prompt_behind_another_waits_until_that_is_mostly_done(
         def synchronize(self) -> None:
             events.append("wait")
 
-    monkeypatch.setattr(scheduler_module, "make_event", lambda device: Milestone())
+    runtime = SimpleNamespace(make_event=Milestone)
+    monkeypatch.setattr(scheduler_module, "device_runtime", lambda device: runtime)
     rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=16)
     rig.run(rig.request("long", prompt(1, 30), greedy(1)))
     first, second = ["launch", "mostly done"], ["wait", "launch", "mostly done"]

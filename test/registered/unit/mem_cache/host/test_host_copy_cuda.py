@@ -7,11 +7,16 @@ import time
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import (
+    CopyStream,
+    Event,
+    detect_device,
+    device_runtime,
+)
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
 from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.utils.device import CopyStream, Event, detect_device, make_event
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.host_pools import page_slots
 
@@ -19,6 +24,7 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a CUDA device")
 
+RUNTIME = device_runtime("cuda")
 PAIRS = [
     ("layer_first", "kernel"),
     ("page_first", "kernel"),
@@ -70,7 +76,7 @@ def backup(
 ) -> Event:
     """Issue a backup; the index tensors are gone when this returns."""
     device_slots = page_slots(pages, pool.page_size).to("cuda")
-    done = make_event("cuda")
+    done = RUNTIME.make_event()
 
     def work() -> None:
         host.backup_from_device_all_layer(pool, slots, device_slots, io_backend)
@@ -90,11 +96,12 @@ def load(
 ) -> list[Event]:
     """Issue a load; an event a layer. The index tensors are gone when this returns."""
     device_slots = page_slots(pages, pool.page_size).to("cuda")
-    events = [make_event("cuda") for _ in range(LAYERS)]
+    events = [RUNTIME.make_event() for _ in range(LAYERS)]
 
     def work() -> None:
+        copy = host.begin_load(pool, slots, device_slots, io_backend)
         for layer, event in enumerate(events):
-            host.load_to_device_per_layer(pool, slots, device_slots, layer, io_backend)
+            copy.issue(layer)
             event.record()
 
     stream.submit(work)
@@ -129,7 +136,7 @@ def test_round_trips_are_bit_exact(
     source, target = pool(0), pool(1)
     host = MHATokenToKVPoolHost(source, 2.0, 0, page_size, layout)
     host.alloc(page_size)
-    stream = CopyStream("cuda", "test")
+    stream = RUNTIME.make_copy_stream("test")
     untouched = bits(target, [0, 2, 48])
     for pages, into in (([3, 1, 47, 8], [14, 4, 10, 11]), ([5, 6, 7], [20, 21, 22]), ([9], [40])):
         slots = host.alloc(len(pages) * page_size)
@@ -160,7 +167,7 @@ def test_long_pages_whose_slots_the_cpu_knows_go_straight_from_the_pool(
     pages, into = [3, 1, 47, 8], [14, 4, 10, 11]
     slots = host.alloc(len(pages) * page_size)
     assert slots is not None
-    stream, done = CopyStream("cuda", "test"), make_event("cuda")
+    stream, done = RUNTIME.make_copy_stream("test"), RUNTIME.make_event()
 
     def work() -> None:
         host.backup_from_device_all_layer(source, slots, page_slots(pages, page_size), "direct")
@@ -179,7 +186,7 @@ def test_the_host_holds_what_the_layout_says(layout: str, io_backend: str) -> No
     """The page's bytes are those that a CPU pool of the same layout would give to L3."""
     source = make_pool(16)
     host = MHATokenToKVPoolHost(source, 2.0, 0, 16, layout)
-    stream = CopyStream("cuda", "test")
+    stream = RUNTIME.make_copy_stream("test")
     slots = host.alloc(16)
     assert slots is not None
     backup(stream, host, source, slots, [7], io_backend).synchronize()
@@ -201,7 +208,7 @@ def test_copies_follow_what_the_caller_queued(layout: str, io_backend: str) -> N
     though index tensors die and their memory is taken again while the copies wait."""
     source, target = make_pool(16), make_pool(16, seed=1)
     host = MHATokenToKVPoolHost(source, 2.0, 0, 16, layout)
-    stream = CopyStream("cuda", "test")
+    stream = RUNTIME.make_copy_stream("test")
     pages = list(range(1, 41))
     slots = host.alloc(len(pages) * 16)
     assert slots is not None
@@ -229,14 +236,17 @@ def test_copies_follow_what_the_caller_queued(layout: str, io_backend: str) -> N
 def test_a_driver_that_takes_no_lists_is_called_for_each_run(layout: str) -> None:
     source, target = make_pool(64), make_pool(64, seed=1)
     host = MHATokenToKVPoolHost(source, 2.0, 0, 64, layout)
-    copier = host._cuda_copier(source)
+    copier = host._copier_of(source)
+    assert isinstance(copier, CudaPageCopier)
     copier._copy_engine()._batch = None
-    stream = CopyStream("cuda", "test")
+    stream = RUNTIME.make_copy_stream("test")
     pages, into = [3, 4, 1, 40, 41, 42], [7, 9, 8, 20, 30, 31]
     slots = host.alloc(len(pages) * 64)
     assert slots is not None
     backup(stream, host, source, slots, pages, "direct").synchronize()
-    host._cuda_copier(target)._copy_engine()._batch = None
+    copier = host._copier_of(target)
+    assert isinstance(copier, CudaPageCopier)
+    copier._copy_engine()._batch = None
     load(stream, host, target, slots, into, "direct")[-1].synchronize()
     assert torch.equal(bits(target, into), bits(source, pages))
     stream.close()
@@ -249,14 +259,14 @@ def test_copies_are_issued_without_waiting_for_the_device(
 ) -> None:
     source = make_pool(page_size)
     host = MHATokenToKVPoolHost(source, 2.0, 0, page_size, layout)
-    stream = CopyStream("cuda", "test")
+    stream = RUNTIME.make_copy_stream("test")
     pages = list(range(1, 33))
     slots = host.alloc(len(pages) * page_size)
     assert slots is not None
     backup(stream, host, source, slots, pages, io_backend)
     load(stream, host, source, slots, pages, io_backend)[-1].synchronize()
     device_slots = page_slots(pages, page_size).to("cuda")
-    events = [make_event("cuda") for _ in range(LAYERS)]
+    events = [RUNTIME.make_event() for _ in range(LAYERS)]
     busy = torch.randn(8192, 8192, device="cuda") / 90
     float((busy @ busy)[0, 0])
     for _ in range(40):  # most of a second; the copies are ordered behind it
@@ -264,8 +274,9 @@ def test_copies_are_issued_without_waiting_for_the_device(
 
     def work() -> None:
         host.backup_from_device_all_layer(source, slots, device_slots, io_backend)
+        copy = host.begin_load(source, slots, device_slots, io_backend)
         for layer, event in enumerate(events):
-            host.load_to_device_per_layer(source, slots, device_slots, layer, io_backend)
+            copy.issue(layer)
             event.record()
 
     started = time.monotonic()
@@ -279,7 +290,7 @@ def test_copies_are_issued_without_waiting_for_the_device(
 
 def test_pinned_memory_is_zeroed_aligned_and_locked() -> None:
     for size in (1, 4096, (2 << 20) + 5, 200 << 20):
-        raw = allocate_pinned(size)
+        raw = allocate_pinned(size, RUNTIME)
         assert raw.numel() == size
         assert raw.data_ptr() % (2 << 20) == 0
         assert raw.is_pinned()

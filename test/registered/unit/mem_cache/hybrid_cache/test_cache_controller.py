@@ -7,10 +7,11 @@ import time
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache import cache_controller
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
-from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -32,7 +33,8 @@ class SlowSlots:
 def make_controller(monkeypatch: pytest.MonkeyPatch) -> HiCacheController:
     """Of a pool that wants device slots on the CPU; with one write of a page queued."""
     monkeypatch.setattr(MHATokenToKVPoolHost, "prefers_cpu_slots", lambda *_: True)
-    monkeypatch.setattr(cache_controller, "HostCopies", SlowSlots)
+    runtime = type(device_runtime(RIG_DEVICE))
+    monkeypatch.setattr(runtime, "copy_to_host", lambda _, tensors: SlowSlots(tensors))
     rig = CacheRig(settings=HiCacheSettings())
     controller = rig.hi.cache_controller
     slots = rig.allocator.alloc(rig.page_size)

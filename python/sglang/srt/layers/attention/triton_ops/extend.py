@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.triton_ops.combine import combine_splits
 from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
-from sglang.srt.utils.device import stage_to_device
 
 PROGRAMS = 264
 MAX_SPLITS = 64
@@ -144,7 +144,7 @@ def plan_blocks(
     if window:
         context = min(context, window + rows // group)
     splits = _count_splits(len(blocks), last - first, context, group, num_kv_heads, head_dim)
-    return ExtendWork(stage_to_device(blocks, device), rows, splits, first, last)
+    return ExtendWork(device_runtime(device).stage_to_device(blocks), rows, splits, first, last)
 
 
 def plan_any_blocks(
@@ -172,7 +172,7 @@ def put_blocks(work: ExtendWork, segments: Sequence[tuple[int, int, int, int]], 
     blocks = cut_into_blocks(segments, work.rows // group)
     full = torch.zeros(work.blocks.shape, dtype=torch.int32)
     full[: len(blocks)] = blocks
-    work.blocks.copy_(stage_to_device(full, work.blocks.device))
+    work.blocks.copy_(device_runtime(work.blocks.device).stage_to_device(full))
 
 
 def cut_into_blocks(segments: Sequence[tuple[int, int, int, int]], per_block: int) -> torch.Tensor:

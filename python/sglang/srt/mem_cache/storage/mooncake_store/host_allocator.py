@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator, nbytes, touch
+from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
+from sglang.srt.mem_cache.host.host_memory import HOST_DEVICE, HostTensorAllocator, nbytes, touch
 from sglang.srt.mem_cache.host.pinned_memory import touch_and_lock
 from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
-from sglang.srt.utils.device import unregister_host_memory
 
 
 class MooncakeHostTensorAllocator(HostTensorAllocator):
@@ -23,9 +23,14 @@ class MooncakeHostTensorAllocator(HostTensorAllocator):
         self._source = load_mooncake().MooncakeHostMemAllocator()
 
     def allocate(
-        self, dims: Sequence[int], dtype: torch.dtype, device: str = "cpu", *, pin: bool = False
+        self,
+        dims: Sequence[int],
+        dtype: torch.dtype,
+        device: str = HOST_DEVICE,
+        *,
+        pinned_by: DeviceRuntime | None = None,
     ) -> torch.Tensor:
-        if device != "cpu":
+        if device != HOST_DEVICE:
             raise ValueError(f"allocator_type mooncake gives host memory only, not {device!r}")
         size = nbytes(dims, dtype)
         address: int = self._source.alloc(size)
@@ -33,18 +38,18 @@ class MooncakeHostTensorAllocator(HostTensorAllocator):
             raise MemoryError(f"Mooncake could not allocate {size} bytes of host memory")
         block = (ctypes.c_uint8 * size).from_address(address)
         # torch keeps `block` alive as long as any view of the tensor.
-        finalizer = weakref.finalize(block, _release, self._source, address, pin)
-        if pin:
+        finalizer = weakref.finalize(block, _release, self._source, address, pinned_by)
+        if pinned_by is not None:
             # At exit both go with the process, and the driver may be gone before.
             finalizer.atexit = False
-            touch_and_lock(address, size)
+            touch_and_lock(address, size, pinned_by)
         tensor = torch.frombuffer(block, dtype=dtype).view(tuple(dims))
-        if not pin:
+        if pinned_by is None:
             touch(tensor)
         return tensor
 
 
-def _release(source: Any, address: int, is_locked: bool) -> None:
-    if is_locked:
-        unregister_host_memory(address)
+def _release(source: Any, address: int, pinned_by: DeviceRuntime | None) -> None:
+    if pinned_by is not None:
+        pinned_by.unregister_host_memory(address)
     source.free(address)

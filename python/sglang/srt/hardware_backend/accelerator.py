@@ -1,0 +1,164 @@
+"""What devices with streams of their own have in common.
+
+`torch.cuda` and `torch.npu` name the same things alike, so that one text serves both and a test
+can record its calls without a device.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import (
+    CopyStream,
+    DeviceRuntime,
+    Event,
+    HostCopies,
+    SideStream,
+)
+
+_URGENT = -1
+"""Priority of a stream whose kernels go before those of the caller's."""
+
+
+class AcceleratorRuntime(DeviceRuntime):
+    """A device with streams.
+
+    Args:
+        device: As `api` takes it.
+        api: `torch.cuda`, or a module with the same names.
+    """
+
+    def __init__(self, device: torch.device | int, api: Any) -> None:
+        self._device = device
+        self._api = api
+
+    def set_device(self, index: int) -> None:
+        self._api.set_device(index)
+
+    def make_event(self) -> Event:
+        return _StreamEvent(self._api)
+
+    def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
+        return _DeviceCopyStream(self._api, self._device, is_urgent=is_urgent)
+
+    def make_side_stream(self) -> SideStream:
+        return _DeviceSideStream(self._api, self._device)
+
+    def synchronize(self) -> None:
+        self._api.synchronize(self._device)
+
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_cpu:
+            tensor.record_stream(self._api.current_stream(tensor.device))
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
+        return _PinnedCopies(self._api, tensors, self.download)
+
+    def memory(self) -> tuple[int, int]:
+        self._api.empty_cache()
+        free, total = self._api.mem_get_info(self._device)
+        return free, total
+
+    def device_name(self) -> str:
+        return str(self._api.get_device_name(self._device))
+
+    @abstractmethod
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A page-locked copy of a tensor on the device, made in order with the current stream.
+
+        It holds the values once the stream has come so far.
+        """
+
+
+def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """`AcceleratorRuntime.download` by torch's own copy."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+class _StreamEvent:
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self._event = api.Event()
+        self._recorded = False
+
+    def record(self) -> None:
+        self._event.record(self._api.current_stream())
+        self._recorded = True
+
+    def query(self) -> bool:
+        return self._recorded and bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def wait(self) -> None:
+        self._api.current_stream().wait_event(self._event)
+
+
+class _DeviceCopyStream(CopyStream):
+    """The caller issues work into a stream that first waits for the caller's current stream."""
+
+    def __init__(self, api: Any, device: torch.device | int, *, is_urgent: bool) -> None:
+        self._api = api
+        self._device = device
+        self._stream = api.Stream(device, priority=_URGENT if is_urgent else 0)
+
+    def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
+        if follows_caller:
+            self._stream.wait_stream(self._api.current_stream(self._device))
+        with self._api.stream(self._stream):
+            work()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _DeviceSideStream(SideStream):
+    def __init__(self, api: Any, device: torch.device | int) -> None:
+        self._api = api
+        self._device = device
+        self._stream = api.Stream(device, priority=_URGENT)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(self._api.current_stream(self._device))
+
+    def use(self) -> AbstractContextManager[Any]:
+        used: AbstractContextManager[Any] = self._api.stream(self._stream)
+        return used
+
+    def join(self) -> None:
+        self._api.current_stream(self._device).wait_stream(self._stream)
+
+
+class _PinnedCopies(HostCopies):
+    def __init__(
+        self,
+        api: Any,
+        tensors: Sequence[torch.Tensor | None],
+        download: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._event: _StreamEvent | None = None
+        self._copies: list[torch.Tensor | None] = []
+        for tensor in tensors:
+            if tensor is None or tensor.is_cpu:
+                self._copies.append(tensor)
+                continue
+            self._copies.append(download(tensor))
+            self._event = self._event or _StreamEvent(api)
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def is_done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[torch.Tensor | None]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies

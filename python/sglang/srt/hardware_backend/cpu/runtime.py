@@ -1,0 +1,161 @@
+"""The CPU as a device. Copies are asynchronous here too: torch and numpy release the GIL while they
+copy, so whatever holds for copies in flight is exercised on every machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import psutil
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import CPU
+from sglang.srt.hardware_backend.device_runtime import (
+    CopyStream,
+    DeviceRuntime,
+    Event,
+    HostCopies,
+    SideStream,
+)
+from sglang.srt.utils.threads import give_way, leave_cores_to_model
+
+logger = logging.getLogger(__name__)
+
+
+class CpuRuntime(DeviceRuntime):
+    """The CPU, of which there is one for all ranks."""
+
+    kind = CPU
+
+    def __init__(self, device: str) -> None:
+        """`device`: `cpu`, or `cpu:0`."""
+
+    def why_absent(self) -> str | None:
+        return None
+
+    def prepare(self) -> None:
+        """Bound the caches that oneDNN and torch keep of compiled code."""
+        envs.ONEDNN_PRIMITIVE_CACHE_CAPACITY.export_default()
+        envs.LRU_CACHE_CAPACITY.export_default()
+
+    def set_device(self, index: int) -> None:
+        pass
+
+    def make_event(self) -> Event:
+        return _ThreadEvent()
+
+    def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
+        return _CopyThread(name, is_urgent=is_urgent)
+
+    def make_side_stream(self) -> SideStream:
+        return _InOrder()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: what was called is done."""
+
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def stage_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_cpu, f"a tensor to stage is in host memory, not on {tensor.device}"
+        return tensor
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
+        return _AlreadyHere(tensors)
+
+    def memory(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def device_name(self) -> str:
+        return self.kind.name
+
+
+class _ThreadEvent:
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+
+    def record(self) -> None:
+        self._reached.set()
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+
+    wait = synchronize
+
+
+class _CopyThread(CopyStream):
+    """A daemon thread with a FIFO queue, which `close` ends.
+
+    Work that nobody waits for has time: its pages stay where they are meanwhile, and the forward,
+    which the rest of its team would wait for, keeps its cores.
+
+    A copy that raises is a bug of ours that would leave wrong bytes in a cache: the process
+    ends with the cause (`os._exit`), since nobody may go on reading those pages.
+    """
+
+    def __init__(self, name: str, *, is_urgent: bool) -> None:
+        self._name = name
+        self._is_urgent = is_urgent
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._work, name=name, daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
+        self._queue.put(work)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        leave_cores_to_model()
+        if not self._is_urgent:
+            give_way()
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.critical("copy stream %s failed; its pages are unusable", self._name)
+                logger.exception("the cause")
+                logging.shutdown()
+                os._exit(70)
+
+
+class _InOrder(SideStream):
+    """The calling thread itself: everything is in order."""
+
+    def follow(self) -> None:
+        pass
+
+    def use(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def join(self) -> None:
+        pass
+
+
+class _AlreadyHere(HostCopies):
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._tensors = list(tensors)
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> list[torch.Tensor | None]:
+        return self._tensors

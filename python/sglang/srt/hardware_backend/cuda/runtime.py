@@ -1,0 +1,78 @@
+"""CUDA devices through `torch.cuda`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime, copy_to_pinned
+from sglang.srt.hardware_backend.device_kinds import CUDA
+
+_PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
+
+
+class CudaRuntime(AcceleratorRuntime):
+    """One CUDA device; `cuda` without an index is the current one."""
+
+    kind = CUDA
+
+    def __init__(self, device: str, api: Any = torch.cuda) -> None:
+        """`api`: a test gives one that records."""
+        self._target = torch.device(device)
+        super().__init__(self._target, api)
+
+    def why_absent(self) -> str | None:
+        return None if self._api.is_available() else "torch sees no CUDA device here"
+
+    def stage_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cuda:
+            return tensor
+        from sglang.srt.hardware_backend.cuda import small_copies
+
+        if small_copies.suits(tensor):
+            return small_copies.upload(tensor, self._target)
+        # The page-locked copy belongs to torch's cache, which reuses it only after the transfer.
+        return tensor.pin_memory().to(self._target, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        from sglang.srt.hardware_backend.cuda import small_copies
+
+        if small_copies.suits(tensor):
+            return small_copies.download(tensor)
+        return copy_to_pinned(tensor)
+
+    def current_stream_handle(self) -> int:
+        """The `cudaStream_t` of the current stream; 0 is the default stream."""
+        return int(self._api.current_stream(self._target).cuda_stream)
+
+    @property
+    def pins_memory(self) -> bool:
+        return bool(self._api.is_available())
+
+    def register_host_memory(self, address: int, size: int) -> None:
+        """As `DeviceRuntime.register_host_memory`. Releases the GIL."""
+        code = self._api.cudart().cudaHostRegister(address, size, 0)
+        if int(code):
+            raise MemoryError(
+                f"cudaHostRegister of {size} bytes failed with CUDA error {int(code)}"
+            )
+
+    def unregister_host_memory(self, address: int) -> None:
+        self._api.cudart().cudaHostUnregister(address)
+
+    def host_cpus_near_device(self) -> frozenset[int]:
+        """CPUs of the NUMA node that the current CUDA device hangs on; empty where unknown."""
+        # torch's type stubs do not know all of the properties.
+        gpu: Any = self._api.get_device_properties(self._api.current_device())
+        try:
+            address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+            ranges = (_PCI_DEVICES / address / "local_cpulist").read_text().strip()
+            return frozenset(
+                cpu
+                for first, _, last in (part.partition("-") for part in ranges.split(","))
+                for cpu in range(int(first), int(last or first) + 1)
+            )
+        except (OSError, ValueError, AttributeError):
+            return frozenset()

@@ -1,0 +1,1 @@
+"""Ascend NPUs. Nothing outside this folder imports `torch_npu`."""

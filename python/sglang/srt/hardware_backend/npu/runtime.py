@@ -1,0 +1,65 @@
+"""Ascend NPUs through `torch_npu`, whose `torch.npu` repeats the names of `torch.cuda`.
+
+Written against the library's documented interface, and tested with a module that records its
+calls; not run on hardware yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime, copy_to_pinned
+from sglang.srt.hardware_backend.device_kinds import NPU
+
+
+class NpuRuntime(AcceleratorRuntime):
+    """One NPU; `npu` without an index is the first."""
+
+    kind = NPU
+
+    def __init__(self, device: str) -> None:
+        """Raises ValueError where `torch_npu` cannot be imported, and says what to install."""
+        index = int(device.partition(":")[2] or 0)
+        super().__init__(index, _load_torch_npu())
+        self._index = index
+        self._name = f"{self.kind.name}:{index}"
+
+    def why_absent(self) -> str | None:
+        return None if self._api.is_available() else "torch_npu sees no NPU here"
+
+    def prepare(self) -> None:
+        """Make the device current: without one, what touches an NPU finds no context."""
+        self.set_device(self._index)
+
+    def stage_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cpu:
+            return tensor
+        # The page-locked copy belongs to torch's cache, which reuses it only after the transfer.
+        return tensor.pin_memory().to(self._name, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_to_pinned(tensor)
+
+    def current_stream_handle(self) -> int:
+        """The `aclrtStream` of the current stream."""
+        return int(self._api.current_stream(self._index).npu_stream)
+
+
+def _load_torch_npu() -> Any:
+    """The module `torch.npu`, which importing `torch_npu` makes.
+
+    Raises:
+        ValueError: It is not installed, or does not load; says why and what to install.
+    """
+    missing = NPU.missing_package()
+    if missing is not None:
+        raise ValueError(f"--device {NPU.name}: {missing}")
+    try:
+        return importlib.import_module("torch_npu").npu
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise ValueError(
+            f"--device {NPU.name}: torch_npu does not load ({error}); {NPU.package_remedy}"
+        ) from error

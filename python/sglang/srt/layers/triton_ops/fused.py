@@ -1,0 +1,22 @@
+"""The fused kernels of CUDA devices, as `layers/fused_kernels.py` hands them out."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sglang.srt.layers.fused_kernels import FusedKernels
+from sglang.srt.layers.triton_ops import activation, gemv, norm, qkv
+
+_ROWS_ADDED_IN_PRODUCT: Final = 512
+"""A product of so many rows has time to read what it is added to, and a norm that reads and writes
+the sum by itself takes twice as long: 1% of a long prompt's prefill."""
+
+KERNELS: Final = FusedKernels(
+    silu_and_mul=activation.silu_and_mul,
+    rms_norm=norm.rms_norm,
+    add_rms_norm_=norm.add_rms_norm_,
+    plan_gemv=gemv.plan,
+    gemv=gemv.gemv,
+    normalise_rotate_store_=qkv.normalise_rotate_store_,
+    rows_added_in_product=_ROWS_ADDED_IN_PRODUCT,
+)

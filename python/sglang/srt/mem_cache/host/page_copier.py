@@ -1,0 +1,103 @@
+"""Copiers of pages between a host pool and its device pool, by kind of device.
+
+A copier belongs to one pair of pools. Its methods run where copies are issued: inside a
+`CopyStream`'s work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPair:
+    """A host pool and a device pool, as their copier sees them: parts (K, V), each by layers."""
+
+    host: tuple[tuple[torch.Tensor, ...], ...]
+    """Views `[host_pages, page_size, elements]` of host memory, equally far apart in each part."""
+    device: tuple[tuple[torch.Tensor, ...], ...]
+    """Contiguous buffers `[slots, ...]` on the device."""
+    page_size: int
+    """Tokens."""
+    host_pages: int
+    device_pages: int
+    """The padding page included."""
+
+
+class PageLoad(ABC):
+    """One set of pages on its way to the device. Its index tensors must not change meanwhile."""
+
+    @abstractmethod
+    def issue(self, layer: int) -> None:
+        """Copy one layer; those that follow may come with it. Layers may be left out."""
+
+
+class PageCopier(ABC):
+    """Copies whole pages between two pools.
+
+    Slots on the host are int64 `[tokens]` on the CPU; those on the device, equally many, on the
+    CPU or the device. `io_backend` is one of `IoBackend`.
+    """
+
+    @abstractmethod
+    def backup(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        """Copy all layers of the pages of these slots to the host.
+
+        Raises:
+            ValueError: Slots that the CPU can see are not whole pages of their pool, or the
+                device has no such `io_backend`.
+        """
+
+    @abstractmethod
+    def begin_load(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> PageLoad:
+        """Check and stage the slots of a load once for all of its layers. Raises as `backup`."""
+
+    def prefers_cpu_slots(self, io_backend: str) -> bool:
+        """Whether backups had better be given their `device_indices` on the CPU."""
+        return False
+
+
+CopierFactory: TypeAlias = Callable[[PoolPair], PageCopier]
+
+_BUILT_IN: Final = {
+    "cpu": ("sglang.srt.mem_cache.host.host_copy", "CpuPageCopier"),
+    "cuda": ("sglang.srt.mem_cache.host.host_copy_cuda", "CudaPageCopier"),
+}
+_REGISTERED: Final[dict[str, CopierFactory]] = {}
+
+
+def register_page_copier(kind: str, factory: CopierFactory) -> None:
+    """Let `factory` make the copiers of devices whose type is `kind`, from now on."""
+    _REGISTERED[kind] = factory
+
+
+def check_has_copier(device: torch.device | str) -> None:
+    """Raise ValueError where pages of `device` cannot be copied; lists the devices that can."""
+    kind = str(device).partition(":")[0]
+    known = (*_BUILT_IN, *_REGISTERED)
+    if kind not in known:
+        raise ValueError(
+            f"the hierarchical cache has no copies on {kind} yet, only on "
+            f"{', '.join(known)}: start without --enable-hierarchical-cache"
+        )
+
+
+def make_page_copier(pools: PoolPair) -> PageCopier:
+    """The copier of the device that `pools.device` is on. Raises as `check_has_copier`."""
+    device = pools.device[0][0].device
+    check_has_copier(device)
+    if device.type in _REGISTERED:
+        return _REGISTERED[device.type](pools)
+    module, name = _BUILT_IN[device.type]
+    factory: CopierFactory = getattr(importlib.import_module(module), name)
+    return factory(pools)

@@ -1,0 +1,264 @@
+"""What CUDA and NPU runtimes call of their library, and in which order. Needs no device."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime
+from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.hardware_backend.npu import runtime as npu_runtime
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.recorded_calls import RecordedCalls, fake_torch_npu
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+ANSWERS = {
+    "Event().query()": True,
+    "is_available()": True,
+    "mem_get_info(1)": (3, 10),
+    "mem_get_info(cuda:1)": (3, 10),
+    "current_stream(1)": types.SimpleNamespace(npu_stream=77),
+    "cudart().cudaHostRegister(4096, 8192, 0)": 0,
+    "cudart().cudaHostRegister(4096, 1, 0)": 2,
+    "get_device_name(1)": "Ascend910",
+}
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture(params=["cuda", "npu"])
+def runtime(
+    request: pytest.FixtureRequest, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[AcceleratorRuntime]:
+    """The second device of either kind; the log writes it as `N`."""
+    answers = {k: v for k, v in ANSWERS.items() if k != "current_stream(1)"}
+    if request.param == "cuda":
+        yield CudaRuntime("cuda:1", RecordedCalls(log, answers))
+        return
+    monkeypatch.setitem(sys.modules, "torch_npu", fake_torch_npu(log, answers))
+    yield npu_runtime.NpuRuntime("npu:1")
+
+
+def written(log: list[str]) -> list[str]:
+    """The log with the device as `N`, and empty again."""
+    lines = [line.replace("cuda:1", "N").replace("(1", "(N") for line in log]
+    log.clear()
+    return lines
+
+
+def test_a_copy_stream_follows_its_caller_unless_told_otherwise(
+    runtime: AcceleratorRuntime, log: list[str]
+) -> None:
+    stream = runtime.make_copy_stream("copies")
+    stream.submit(lambda: log.append("work"))
+    assert written(log) == [
+        "Stream(N, priority=-1)",
+        "current_stream(N)",
+        "Stream(N, priority=-1).wait_stream(current_stream(N))",
+        "stream(Stream(N, priority=-1))",
+        "with stream(Stream(N, priority=-1)):",
+        "work",
+        "end of stream(Stream(N, priority=-1))",
+    ]
+    stream.submit(lambda: log.append("work"), follows_caller=False)
+    stream.close()
+    assert written(log) == [
+        "stream(Stream(N, priority=-1))",
+        "with stream(Stream(N, priority=-1)):",
+        "work",
+        "end of stream(Stream(N, priority=-1))",
+        "Stream(N, priority=-1).synchronize()",
+    ]
+    runtime.make_copy_stream("writes", is_urgent=False)
+    assert written(log) == ["Stream(N, priority=0)"]
+
+
+def test_an_event_is_not_reached_before_it_is_recorded(
+    runtime: AcceleratorRuntime, log: list[str]
+) -> None:
+    event = runtime.make_event()
+    assert not event.query()
+    assert written(log) == ["Event()"]
+    event.record()
+    assert event.query()
+    event.wait()
+    event.synchronize()
+    assert written(log) == [
+        "current_stream()",
+        "Event().record(current_stream())",
+        "Event().query()",
+        "current_stream()",
+        "current_stream().wait_event(Event())",
+        "Event().synchronize()",
+    ]
+
+
+def test_a_side_stream_forks_and_joins(runtime: AcceleratorRuntime, log: list[str]) -> None:
+    side = runtime.make_side_stream()
+    side.follow()
+    with side.use():
+        log.append("work")
+    side.join()
+    assert written(log) == [
+        "Stream(N, priority=-1)",
+        "current_stream(N)",
+        "Stream(N, priority=-1).wait_stream(current_stream(N))",
+        "stream(Stream(N, priority=-1))",
+        "with stream(Stream(N, priority=-1)):",
+        "work",
+        "end of stream(Stream(N, priority=-1))",
+        "current_stream(N)",
+        "current_stream(N).wait_stream(Stream(N, priority=-1))",
+    ]
+
+
+def test_sizes_are_asked_after_unused_memory_went_back(
+    runtime: AcceleratorRuntime, log: list[str]
+) -> None:
+    assert runtime.memory() == (3, 10)
+    runtime.synchronize()
+    runtime.set_device(3)
+    assert runtime.why_absent() is None
+    assert written(log) == [
+        "empty_cache()",
+        "mem_get_info(N)",
+        "synchronize(N)",
+        "set_device(3)",
+        "is_available()",
+    ]
+
+
+class FakeTensor:
+    """A tensor on a device, as far as a runtime looks at it."""
+
+    is_cpu = False
+    is_cuda = True
+    device = "1"
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def record_stream(self, stream: object) -> None:
+        self._log.append(f"record_stream({stream})")
+
+    def pin_memory(self) -> FakeTensor:
+        self._log.append("pin_memory()")
+        return self
+
+    def to(self, device: object, *, non_blocking: bool) -> FakeTensor:
+        self._log.append(f"to({device}, {non_blocking})")
+        return self
+
+
+def test_host_copies_are_begun_at_once_and_waited_for_alone(
+    runtime: AcceleratorRuntime, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = torch.arange(2), FakeTensor(log)
+
+    def download(tensor: object) -> torch.Tensor:
+        assert tensor is there
+        log.append("download")
+        return torch.arange(9)
+
+    monkeypatch.setattr(runtime, "download", download)
+    copies = runtime.copy_to_host([here, there, None, there])  # type: ignore[list-item]
+    assert written(log) == [
+        "download",
+        "Event()",
+        "download",
+        "current_stream()",
+        "Event().record(current_stream())",
+    ]
+    assert copies.is_done
+    got = copies.wait()
+    assert written(log) == ["Event().query()", "Event().synchronize()"]
+    assert [None if tensor is None else len(tensor) for tensor in got] == [2, 9, None, 9]
+    nothing = runtime.copy_to_host([here])
+    assert nothing.is_done
+    assert nothing.wait() == [here]
+    assert not log
+
+
+def test_a_tensor_of_another_stream_is_kept(runtime: AcceleratorRuntime, log: list[str]) -> None:
+    runtime.keep_for_current_stream(FakeTensor(log))  # type: ignore[arg-type]
+    assert written(log) == ["current_stream(N)", "record_stream(current_stream(N))"]
+    runtime.keep_for_current_stream(torch.arange(2))
+    assert not log
+
+
+def test_cuda_locks_host_memory_in_place(log: list[str]) -> None:
+    runtime = CudaRuntime("cuda", RecordedCalls(log, ANSWERS))
+    assert runtime.pins_memory
+    runtime.register_host_memory(4096, 8192)
+    runtime.unregister_host_memory(4096)
+    assert log[1:] == [
+        "cudart()",
+        "cudart().cudaHostRegister(4096, 8192, 0)",
+        "cudart()",
+        "cudart().cudaHostUnregister(4096)",
+    ]
+    with pytest.raises(MemoryError, match="of 1 bytes failed with CUDA error 2"):
+        runtime.register_host_memory(4096, 1)
+
+
+def test_cuda_says_why_it_is_absent(log: list[str]) -> None:
+    runtime = CudaRuntime("cuda", RecordedCalls(log, {"is_available()": False}))
+    assert runtime.why_absent() == "torch sees no CUDA device here"
+    assert not runtime.pins_memory
+
+
+@pytest.fixture
+def npu(log: list[str], monkeypatch: pytest.MonkeyPatch) -> npu_runtime.NpuRuntime:
+    monkeypatch.setitem(sys.modules, "torch_npu", fake_torch_npu(log, ANSWERS))
+    return npu_runtime.NpuRuntime("npu:1")
+
+
+def test_an_npu_is_made_current_before_anything_else(
+    npu: npu_runtime.NpuRuntime, log: list[str]
+) -> None:
+    npu.prepare()
+    assert npu.device_name() == "Ascend910"
+    assert npu.current_stream_handle() == 77
+    assert log == ["set_device(1)", "get_device_name(1)", "current_stream(1)"]
+
+
+def test_an_npu_stages_through_locked_memory(npu: npu_runtime.NpuRuntime, log: list[str]) -> None:
+    there = FakeTensor(log)
+    assert npu.stage_to_device(there) is there  # type: ignore[arg-type, comparison-overlap]
+    assert not log
+    there.is_cpu = True
+    npu.stage_to_device(there)  # type: ignore[arg-type]
+    assert log == ["pin_memory()", "to(npu:1, True)"]
+    assert not npu.pins_memory
+
+
+def test_without_torch_npu_an_npu_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ValueError, match="torch_npu is not installed; install CANN and the torch"):
+        device_runtime("npu")
+    broken = fake_torch_npu([], {})
+    del broken.npu
+    monkeypatch.setitem(sys.modules, "torch_npu", broken)
+    with pytest.raises(ValueError, match=r"torch_npu does not load \(.*'npu'\); install CANN"):
+        device_runtime("npu")
+
+
+def test_an_npu_that_is_not_there_says_so(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = fake_torch_npu(log, {"is_available()": False})
+    monkeypatch.setitem(sys.modules, "torch_npu", fake)
+    assert npu_runtime.NpuRuntime("npu").why_absent() == "torch_npu sees no NPU here"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,194 @@
+"""Loads that know themselves by an object, and which device has a copier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.host import host_copy, page_copier
+from sglang.srt.mem_cache.host.host_page_list import whole_pages
+from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.page_copier import (
+    PageCopier,
+    PageLoad,
+    PoolPair,
+    check_has_copier,
+    make_page_copier,
+    register_page_copier,
+)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import page_slots
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+LAYERS = 3
+PAGE = 4
+
+
+@pytest.fixture
+def device() -> MHATokenToKVPool:
+    """Eight pages; every element of layer n is its slot plus 1000 n, values negative."""
+    pool = MHATokenToKVPool(8 * PAGE, PAGE, torch.float32, 1, 2, LAYERS, "cpu")
+    for layer in range(LAYERS):
+        slots = torch.arange(9 * PAGE, dtype=torch.float32).view(-1, 1, 1)
+        pool.k_buffer[layer].copy_((slots + 1000 * layer).expand(-1, 1, 2))
+        pool.v_buffer[layer].copy_(-pool.k_buffer[layer])
+    return pool
+
+
+@pytest.fixture
+def host(device: MHATokenToKVPool) -> MHATokenToKVPoolHost:
+    return MHATokenToKVPoolHost(device, 1.0, 0, PAGE, "page_first_direct")
+
+
+def test_a_load_looks_at_its_slots_once(
+    device: MHATokenToKVPool, host: MHATokenToKVPoolHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, here = page_slots([2, 5], PAGE), page_slots([1, 3], PAGE)
+    host.backup_from_device_all_layer(device, slots, here, "direct")
+    looks: list[int] = []
+
+    def count(indices: torch.Tensor, page_size: int, page_num: int) -> np.ndarray:
+        looks.append(len(indices))
+        return whole_pages(indices, page_size, page_num)
+
+    monkeypatch.setattr(host_copy, "whole_pages", count)
+    load = host.begin_load(device, slots, page_slots([7, 8], PAGE), "direct")
+    for layer in range(LAYERS):
+        load.issue(layer)
+    assert looks == [8, 8]
+    for layer in range(LAYERS):
+        got = device.k_buffer[layer][page_slots([7, 8], PAGE), 0, 0]
+        assert got.tolist() == [1000 * layer + slot for slot in here.tolist()]
+        assert device.v_buffer[layer][page_slots([7, 8], PAGE), 0, 0].tolist() == (-got).tolist()
+
+
+def test_two_loads_with_the_same_slots_are_two_loads(
+    device: MHATokenToKVPool, host: MHATokenToKVPoolHost
+) -> None:
+    slots, there = page_slots([0], PAGE), page_slots([6], PAGE)
+    host.backup_from_device_all_layer(device, slots, page_slots([1], PAGE), "direct")
+    first = host.begin_load(device, slots, there, "direct")
+    first.issue(0)
+    second = host.begin_load(device, slots, there, "direct")
+    second.issue(2)
+    first.issue(1)
+    seen = [int(device.k_buffer[layer][6 * PAGE, 0, 0]) for layer in range(LAYERS)]
+    assert seen == [4, 1004, 2004]
+    assert int(device.k_buffer[0][7 * PAGE, 0, 0]) == 28
+
+
+def test_one_layer_alone_is_a_load_of_one_layer(
+    device: MHATokenToKVPool, host: MHATokenToKVPoolHost
+) -> None:
+    slots, there = page_slots([0], PAGE), page_slots([6], PAGE)
+    host.backup_from_device_all_layer(device, slots, page_slots([1], PAGE), "direct")
+    host.load_to_device_per_layer(device, slots, there, 1, "direct")
+    seen = [int(device.k_buffer[layer][6 * PAGE, 0, 0]) for layer in range(LAYERS)]
+    assert seen == [24, 1004, 2024]
+
+
+def test_wrong_slots_are_refused_when_a_load_begins(
+    device: MHATokenToKVPool, host: MHATokenToKVPoolHost
+) -> None:
+    good = page_slots([1], PAGE)
+    for slots, there, io_backend, message in (
+        (good + 800, good, "direct", "leave the pool"),
+        (good, page_slots([1, 2], PAGE), "direct", "4 host_indices for 8 device_indices"),
+        (good, good + 1, "direct", "not whole pages"),
+        (good, good, "kernel", "copies with direct only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            host.begin_load(device, slots, there, io_backend)
+
+
+def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_time(
+    device: MHATokenToKVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device: the pools are in host memory, and the kernel is one that takes notes."""
+    pytest.importorskip("triton")
+    from sglang.srt.mem_cache.host import token_copy
+    from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
+
+    launched: list[tuple[range, list[int], list[int]]] = []
+    staged: list[int] = []
+
+    def launch(*args: Any, **_: Any) -> None:
+        launched.append((args[5], args[3].tolist(), args[4].tolist()))
+
+    def stage(_: CpuRuntime, tensor: torch.Tensor) -> torch.Tensor:
+        staged.append(len(tensor))
+        return tensor
+
+    monkeypatch.setattr(token_copy, "copy_tokens", launch)
+    monkeypatch.setattr(CpuRuntime, "stage_to_device", stage)
+    host = MHATokenToKVPoolHost(device, 1.0, 0, PAGE, "page_first")
+    copier = CudaPageCopier(host._paired_with(device))
+    slots, there = page_slots([2], PAGE), page_slots([5], PAGE)
+    first = copier.begin_load(slots, there, "kernel")
+    second = copier.begin_load(slots, there + PAGE, "kernel")
+    for layer in (0, 1):
+        first.issue(layer)
+    second.issue(2)
+    assert staged == [4, 4, 4, 4]
+    here = [8, 9, 10, 11]
+    assert launched == [
+        (range(1), here, [20, 21, 22, 23]),
+        (range(1, 2), here, [20, 21, 22, 23]),
+        (range(2, 3), here, [24, 25, 26, 27]),
+    ]
+    assert not copier.prefers_cpu_slots("kernel")
+    with pytest.raises(ValueError, match="CUDA pools copy with kernel or direct"):
+        copier.begin_load(slots, there, "kernel_ascend")
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets what a test registers."""
+    monkeypatch.setattr(page_copier, "_REGISTERED", {})
+
+
+class NoCopier(PageCopier):
+    def __init__(self, pools: PoolPair) -> None:
+        self.pools = pools
+
+    def backup(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        raise AssertionError
+
+    def begin_load(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> PageLoad:
+        raise AssertionError
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_device_without_a_copier_is_refused_until_it_has_one() -> None:
+    for device in ("npu:0", torch.device("meta")):
+        with pytest.raises(ValueError, match=r"no copies on (npu|meta) yet, only on cpu, cuda"):
+            check_has_copier(device)
+    check_has_copier("cuda:1")
+    pools = PoolPair((), ((torch.empty(1, device="meta"),),), 1, 1, 1)
+    with pytest.raises(ValueError, match="start without --enable-hierarchical-cache"):
+        make_page_copier(pools)
+    pool = MHATokenToKVPool(8 * PAGE, PAGE, torch.float32, 1, 2, LAYERS, "meta")
+    with pytest.raises(ValueError, match="has no copies on meta yet"):
+        build_kv_host_stack(
+            pool, ratio=1.0, size_gb=0, io_backend="auto", layout="auto", has_storage=False
+        )
+    register_page_copier("meta", NoCopier)
+    copier = make_page_copier(pools)
+    assert isinstance(copier, NoCopier)
+    assert copier.pools is pools
+    assert not copier.prefers_cpu_slots("direct")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
