@@ -8,7 +8,6 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import QKNorm
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 
 
 def prepare_qkv(
@@ -50,7 +49,7 @@ def _fused(
 ) -> None:
     from sglang.srt.layers.triton_ops import qkv as kernels
 
-    k_pool, v_pool = _buffers(forward_batch.token_to_kv_pool, attn.layer_id)
+    k_pool, v_pool = forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id)
     kernels.normalise_rotate_store_(
         qkv,
         None if qk_norm is None else (qk_norm.weight, qk_norm.eps),
@@ -59,10 +58,3 @@ def _fused(
         k_pool,
         v_pool,
     )
-
-
-def _buffers(pool: KVCache, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's buffers, without waiting for a load: it fills other slots than are written."""
-    assert isinstance(pool, MHATokenToKVPool)
-    index = layer_id - pool.start_layer
-    return pool.k_buffer[index].view(pool.dtype), pool.v_buffer[index].view(pool.dtype)
