@@ -1,7 +1,7 @@
 """Linear layers. Projections that read the same input are merged into one matmul at load.
 
-The names say how tensor parallelism will split each of them; `TensorPlacement` admits one
-rank for now.
+The names say how tensor parallelism splits their weights. The sum over the ranks that a
+row-parallel layer needs is not taken here: a model runs on one rank for now.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 _ROWS_AS_THEY_ARE: Final = 32
@@ -76,24 +76,27 @@ def _linear_on_cpu(
 
 
 class MergedColumnParallelLinear(WeightedLayer):
-    """Several projections of one input as a single matmul, outputs side by side."""
+    """Several projections of one input as a single matmul, outputs side by side.
+
+    Each rank has some of the outputs of each projection.
+    """
 
     def __init__(
         self,
         input_size: int,
-        parts: Sequence[tuple[str, int]],
+        parts: Sequence[tuple[str, Share]],
         *,
         bias: bool,
         placement: TensorPlacement,
     ) -> None:
         """Args:
         input_size: Features of the input.
-        parts: Name in the checkpoint and output features of each projection.
+        parts: Name in the checkpoint and this rank's output features of each projection.
         placement: Of the layer that the projections belong to: they are not named together.
         """
         super().__init__(placement)
         self.parts = tuple(parts)
-        output_size = sum(size for _, size in parts)
+        output_size = sum(share.size for _, share in parts)
         self.weight = placement.empty(output_size, input_size)
         self.bias = placement.empty(output_size) if bias else None
 
@@ -103,24 +106,31 @@ class MergedColumnParallelLinear(WeightedLayer):
 
     def weight_slots(self) -> NamedSlots:
         begin = 0
-        for name, size in self.parts:
-            weight = self.weight[begin : begin + size]
-            yield f"{self.prefix}.{name}.weight", WeightSlot.of(weight)
+        for name, share in self.parts:
+            end = begin + share.size
+            yield f"{self.prefix}.{name}.weight", WeightSlot.of(self.weight[begin:end], share)
             if self.bias is not None:
-                bias = self.bias[begin : begin + size]
-                yield f"{self.prefix}.{name}.bias", WeightSlot.of(bias)
-            begin += size
+                yield f"{self.prefix}.{name}.bias", WeightSlot.of(self.bias[begin:end], share)
+            begin = end
 
 
 class RowParallelLinear(WeightedLayer):
-    """A plain projection, of features that a column-parallel layer may have split."""
+    """A projection of features that a column-parallel layer may have split over the ranks.
+
+    What a rank computes is a part of the sum. The first rank alone adds the bias.
+    """
 
     def __init__(
-        self, input_size: int, output_size: int, *, bias: bool, placement: TensorPlacement
+        self, inputs: Share, output_size: int, *, bias: bool, placement: TensorPlacement
     ) -> None:
+        """Args:
+        inputs: The input features that this rank has.
+        """
         super().__init__(placement)
-        self.weight = placement.empty(output_size, input_size)
-        self.bias = placement.empty(output_size) if bias else None
+        self.inputs = inputs
+        self.weight = placement.empty(output_size, inputs.size)
+        self.has_bias = bias
+        self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor
@@ -140,6 +150,9 @@ class RowParallelLinear(WeightedLayer):
         return apply_linear(x, self.weight, self.bias), residual
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight, self.inputs, dim=1)
+        name = f"{self.prefix}.bias"
         if self.bias is not None:
-            yield f"{self.prefix}.bias", WeightSlot.of(self.bias)
+            yield name, WeightSlot.of(self.bias)
+        elif self.has_bias:
+            yield name, WeightSlot.of(self.weight[:0, 0], Share(0, 0, len(self.weight)))

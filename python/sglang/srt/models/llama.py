@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
+from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class LlamaMLP(torch.nn.Module):
         self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size = placement.share(config.intermediate_size, "features of the feed-forward layers")
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
             [("gate_proj", size), ("up_proj", size)],
@@ -69,25 +71,26 @@ class LlamaAttention(torch.nn.Module):
         layer_id: int,
     ) -> None:
         super().__init__()
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = placement.share(config.num_attention_heads, "attention heads")
+        kv_heads = placement.kv_head_share(config.num_key_value_heads)
         self.head_dim = config.head_dim
-        q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedColumnParallelLinear(
             config.hidden_size,
-            [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)],
+            [("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
             bias=options.qkv_bias,
             placement=placement,
         )
         self.o_proj = RowParallelLinear(
-            q_size,
+            q,
             config.hidden_size,
             bias=options.out_bias,
             placement=placement.at("o_proj"),
         )
         self.qk_norm = (
             QKNorm(
-                num_heads,
-                num_kv_heads,
+                heads.size,
+                kv_heads.size,
                 self.head_dim,
                 config.rms_norm_eps,
                 placement=placement,
@@ -96,7 +99,7 @@ class LlamaAttention(torch.nn.Module):
             else None
         )
         self.attn = RadixAttention(
-            num_heads, self.head_dim, self.head_dim**-0.5, num_kv_heads, layer_id
+            heads.size, self.head_dim, self.head_dim**-0.5, kv_heads.size, layer_id
         )
 
     def forward(
@@ -205,6 +208,7 @@ class LlamaForCausalLM(torch.nn.Module):
             )
         )
         self.logits_processor = LogitsProcessor()
+        self._kv_share = placement.kv_state_share(config.num_key_value_heads)
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
@@ -227,6 +231,19 @@ class LlamaForCausalLM(torch.nn.Module):
         hidden_states = self.model.forward(input_ids, positions, forward_batch)
         head = self.lm_head or self.model.embed_tokens
         return self.logits_processor.forward(hidden_states, head.weight, forward_batch)
+
+    def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """Keys and values of every layer."""
+        layers = list(self.attention_layers())
+        ids, first, share = tuple(layer.layer_id for layer in layers), layers[0], self._kv_share
+        return (
+            KVSpec.of_heads(ids, first.num_kv_heads, first.head_dim, kv_dtype, share=share),
+        )
+
+    def attention_layers(self) -> Iterator[RadixAttention]:
+        """The attention of each layer."""
+        for layer in self.model.decoder_layers:
+            yield layer.self_attn.attn
 
     def weight_slots(self) -> NamedSlots:
         """Every checkpoint tensor of the model, by full name."""
