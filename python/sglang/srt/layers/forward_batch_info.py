@@ -7,7 +7,7 @@ number of requests in the batch, `num_tokens` the number of tokens computed in t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from sglang.srt.utils.device import Event, on_device
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.mem_cache.device.state_pool import StatePool
+    from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
 class ForwardMode(IntEnum):
@@ -82,6 +84,8 @@ class ForwardBatch:
     """Called with each layer's number before its attention is launched. For captured graphs."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
+    pools: Mapping[PoolName, StatePool] | None = None
+    """The pools of all state, `token_to_kv_pool` among them. Set by the runner."""
     mostly_done: Event | None = None
     """Recorded when three quarters of the layers are done, where somebody wants to know."""
 
@@ -94,9 +98,10 @@ class ForwardBatch:
         """Attention of a layer is about to be launched."""
         if self.on_layer is not None:
             self.on_layer(layer_id)
-        pool = self.token_to_kv_pool
-        if self.mostly_done is not None and layer_id == pool.start_layer + 3 * pool.layer_num // 4:
-            self.mostly_done.record()
+        if self.mostly_done is not None:
+            layers = self.token_to_kv_pool.spec.layers
+            if layer_id == layers[3 * len(layers) // 4]:
+                self.mostly_done.record()
 
     def rows_for_logits(self) -> torch.Tensor | None:
         """Which of the step's tokens the model has to bring to the end: each request's last.

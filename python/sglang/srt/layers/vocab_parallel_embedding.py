@@ -26,6 +26,4 @@ class VocabParallelEmbedding(WeightedLayer):
         return F.embedding(input_ids, self.weight)
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.weight", WeightSlot.of(
-            self.weight[: self.tokens.size], self.tokens
-        )
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight[: self.tokens.size], self.tokens)

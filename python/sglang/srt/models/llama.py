@@ -236,9 +236,7 @@ class LlamaForCausalLM(torch.nn.Module):
         """Keys and values of every layer."""
         layers = list(self.attention_layers())
         ids, first, share = tuple(layer.layer_id for layer in layers), layers[0], self._kv_share
-        return (
-            KVSpec.of_heads(ids, first.num_kv_heads, first.head_dim, kv_dtype, share=share),
-        )
+        return (KVSpec.of_heads(ids, first.num_kv_heads, first.head_dim, kv_dtype, share=share),)
 
     def attention_layers(self) -> Iterator[RadixAttention]:
         """The attention of each layer."""

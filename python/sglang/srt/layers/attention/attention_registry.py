@@ -1,56 +1,125 @@
-"""Attention backends by the name that `--attention-backend` takes."""
+"""Attention backends by kind of attention, by the name that `--attention-backend` takes, by device.
+
+The backend that is registered first for a kind and a device is the best one there.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Mapping
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
+from sglang.srt.layers.attention.base_attn_backend import (
+    FULL_ATTENTION,
+    AttentionBackend,
+    AttentionConfig,
+    AttentionKind,
+)
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
+MakeBackend = Callable[[AttentionConfig], AttentionBackend]
+
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_BACKENDS: dict[tuple[AttentionKind, str, str], MakeBackend] = {}
 
 
-def default_attention_backend(device: str) -> str:
-    """The name of the backend that is best on `device`, e.g. "cpu" or "cuda:0"."""
-    return "triton" if torch.device(device).type == "cuda" else "torch_native"
+def register_attention_backend(
+    kind: AttentionKind, name: str, device_type: str, make: MakeBackend
+) -> None:
+    """From now on `make` makes the backend `name` for layers of `kind` on such devices.
+
+    Args:
+        device_type: As `torch.device.type`: "cpu", "cuda".
+        make: Raises ValueError where it does not take the model.
+
+    Raises:
+        ValueError: Another one is registered.
+    """
+    if (kind, name, device_type) in _BACKENDS:
+        raise ValueError(f"attention backend {name!r} is there for {kind!r} on {device_type!r}")
+    _BACKENDS[kind, name, device_type] = make
 
 
-def create_attention_backend(name: str, config: AttentionConfig) -> AttentionBackend:
-    """Make the backend called `name`.
+def default_attention_backend(device: str, kind: AttentionKind = FULL_ATTENTION) -> str:
+    """The name of the backend that is best on `device`, e.g. "cpu" or "cuda:0".
+
+    Raises:
+        ValueError: None runs there.
+    """
+    names = _names(kind, device)
+    if not names:
+        raise ValueError(f"there is no attention backend for layers of kind {kind!r} on {device!r}")
+    return names[0]
+
+
+def create_attention_backend(
+    name: str, config: AttentionConfig, kind: AttentionKind = FULL_ATTENTION
+) -> AttentionBackend:
+    """Make the backend called `name` for layers of one kind.
 
     Raises:
         ValueError: There is none of that name, which lists those that there are, or it does not
             run on the device, or not this model.
     """
-    if name == "torch_native":
-        return TorchNativeAttnBackend(config)
-    if name == "triton":
-        _check_on_cuda(name, config.device)
-        # Triton is not installed where there is no CUDA.
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        return TritonAttnBackend(config)
-    if name == "flashinfer":
-        _check_on_cuda(name, config.device)
-        _check_flashinfer(config)
-        # Installed where somebody wants it.
-        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-        return FlashInferAttnBackend(config)
+    make = _BACKENDS.get((kind, name, torch.device(config.device).type))
+    if make is not None:
+        return make(config)
+    there = _names(kind, config.device)
+    types = sorted({d for k, n, d in _BACKENDS if (k, n) == (kind, name)})
+    if types:
+        raise ValueError(
+            f"attention backend {name!r} needs a {' or '.join(types).upper()} device, "
+            f"not {config.device!r}: use {' or '.join(there)}"
+        )
     raise ValueError(
-        f"attention backend {name!r} is not supported: "
-        f"supported are {', '.join(ATTENTION_BACKENDS)}"
+        f"attention backend {name!r} is not supported: supported are {', '.join(there)}"
     )
 
 
-def _check_on_cuda(name: str, device: str) -> None:
-    if torch.device(device).type != "cuda":
-        raise ValueError(
-            f"attention backend {name!r} needs a CUDA device, not {device!r}: use torch_native"
-        )
+def create_attention_backends(
+    name: str | None, configs: Mapping[AttentionKind, AttentionConfig]
+) -> dict[AttentionKind, AttentionBackend]:
+    """The backends of a model, one for each kind of its layers.
+
+    Args:
+        name: Taken by every kind that has a backend of that name, the others take their best; None:
+            all take their best.
+        configs: By the kinds of the model's layers.
+
+    Raises:
+        ValueError: As `create_attention_backend`, where no kind has a backend of that name, or
+            where a kind has none on the device.
+    """
+    having = [kind for kind, config in configs.items() if name in _names(kind, config.device)]
+    made: dict[AttentionKind, AttentionBackend] = {}
+    for kind, config in configs.items():
+        # A name that no kind has goes to the first, which is refused with the reason.
+        best = default_attention_backend(config.device, kind)
+        chosen = name if name is not None and (kind in having or not having) else best
+        made[kind] = create_attention_backend(chosen, config, kind)
+    return made
+
+
+def _names(kind: AttentionKind, device: str) -> list[str]:
+    """Backends for such layers there, the best first."""
+    device_type = torch.device(device).type
+    return [n for k, n, d in _BACKENDS if (k, d) == (kind, device_type)]
+
+
+def _make_triton(config: AttentionConfig) -> AttentionBackend:
+    # Triton is not installed where there is no CUDA.
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    return TritonAttnBackend(config)
+
+
+def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
+    _check_flashinfer(config)
+    # Installed where somebody wants it.
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    return FlashInferAttnBackend(config)
 
 
 def _check_flashinfer(config: AttentionConfig) -> None:
@@ -71,3 +140,9 @@ def _check_flashinfer(config: AttentionConfig) -> None:
             "attention backend 'flashinfer' takes a head_dim of "
             f"{', '.join(map(str, _FLASHINFER_HEAD_DIMS))}, not {config.head_dim}: use triton"
         )
+
+
+register_attention_backend(FULL_ATTENTION, "torch_native", "cpu", TorchNativeAttnBackend)
+register_attention_backend(FULL_ATTENTION, "triton", "cuda", _make_triton)
+register_attention_backend(FULL_ATTENTION, "flashinfer", "cuda", _make_flashinfer)
+register_attention_backend(FULL_ATTENTION, "torch_native", "cuda", TorchNativeAttnBackend)

@@ -3,41 +3,67 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, NewType
 
 import torch
+
+from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch_info import ForwardBatch
     from sglang.srt.layers.radix_attention import RadixAttention
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+AttentionKind = NewType("AttentionKind", str)
+"""What an attention layer computes and keeps, which decides who can run it."""
+
+FULL_ATTENTION: Final = AttentionKind("full")
+"""Every token sees all tokens up to itself; keys and values are kept per head."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What every layer of a model has in common, on this rank."""
+    """What the attention layers of one kind have in common, on this rank."""
 
     num_heads: int
     """Of queries; a multiple of `num_kv_heads`."""
-    num_kv_heads: int
-    head_dim: int
+    specs: Mapping[PoolName, StateSpec]
+    """All state that the model keeps."""
     page_size: int
-    """Tokens of a page of the pool."""
+    """Tokens of a page of the pools."""
     dtype: torch.dtype
     """Of queries, and of keys and values before they are stored."""
-    kv_dtype: torch.dtype
-    """Of the pool."""
     device: str
 
-    @property
+    @cached_property
+    def kv(self) -> KVSpec:
+        """Keys and values per head, for the kinds that keep them."""
+        spec = self.specs[PoolName.KV]
+        assert isinstance(spec, KVSpec), f"{spec} has no keys and values per head"
+        return spec
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """KV heads on this rank."""
+        return self.kv.head_num
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Elements of a key of one head; values have as many."""
+        return self.kv.head_dim
+
+    @cached_property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the pool."""
+        return self.kv.dtype
+
+    @cached_property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of one token's keys and values in one layer of the pool."""
-        return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
 
 class AttentionBackend(ABC):

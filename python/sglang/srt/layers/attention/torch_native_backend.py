@@ -42,7 +42,7 @@ class TorchNativeAttnBackend(AttentionBackend):
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         self._config = config
-        self._view_tokens = max(1, view_bytes // config.kv_bytes)
+        self._view_tokens = max(1, view_bytes // config.kv.layer_bytes)
         self._decode_plan: DecodePlan | None = None
         self._extend_plan: list[ExtendSegment] = []
 

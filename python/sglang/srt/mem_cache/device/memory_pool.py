@@ -123,9 +123,7 @@ class KVCache(StatePool):
             ValueError: A size is not positive, or `size` is not whole pages.
         """
         if min(size, page_size) < 1 or size % page_size:
-            raise ValueError(
-                f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}"
-            )
+            raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
         super().__init__(spec, size, device)
         self.page_size = page_size
         self.dtype = spec.dtype

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
-from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
@@ -57,6 +57,13 @@ def make_pools(
                 f"there is no device pool for state '{spec.name}' ({type(spec).__name__})"
             )
     return {spec.name: _POOLS[type(spec)](spec, size, page_size, device) for spec in specs}
+
+
+def kv_pool(pools: Mapping[PoolName, StatePool]) -> KVCache:
+    """The one of a model's pools whose slots requests own; others share them or hang on it."""
+    pool = pools[PoolName.KV]
+    assert isinstance(pool, KVCache), f"{type(pool).__name__} has no slots for tokens"
+    return pool
 
 
 register_pool(KVSpec, MHATokenToKVPool.from_spec)

@@ -125,7 +125,7 @@ class StateSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class KVSpec(StateSpec):
-    """Keys and values per head: buffers `k` `[head_num, head_dim]`, `v` `[head_num, v_head_dim]`."""
+    """Keys and values per head: `k` `[head_num, head_dim]` and `v` `[head_num, v_head_dim]`."""
 
     name: PoolName = PoolName.KV
 

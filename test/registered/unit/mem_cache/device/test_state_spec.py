@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -57,7 +55,9 @@ RECURRENT = StateSpec(
 class SharedSlots(StatePool):
     """Holds what an indexer spec describes."""
 
-    def __init__(self, spec: StateSpec, size: int, page_size: int, device: str) -> None:
+    def __init__(
+        self, spec: StateSpec, size: int, page_size: int, device: torch.device | str
+    ) -> None:
         super().__init__(spec, size, device)
         self.buffers = [torch.zeros(size + page_size, *b.shape) for b in spec.buffers]
 
@@ -70,10 +70,9 @@ class IndexerSpec(StateSpec):
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_registry, "_POOLS", dict(pool_registry._POOLS))
     register_pool(IndexerSpec, SharedSlots)
-    yield
 
 
 def indexer(**fields: object) -> IndexerSpec:
@@ -102,7 +101,7 @@ def test_a_token_costs_what_the_paged_states_take() -> None:
 
 @pytest.mark.parametrize("layers", [(), (2, 1), (1, 1)])
 def test_layers_are_ascending(layers: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="'kv' needs .* ascending order"):
+    with pytest.raises(ValueError, match=r"'kv' needs .* ascending order"):
         KVSpec.of_heads(layers, 1, 2, torch.float32)
 
 
