@@ -259,7 +259,7 @@ class MHATokenToKVPool(KVCache):
 
     def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         index = self._place[layer_id]
-        return self._as_dtype(self.k_buffer[index]), self._as_dtype(self.v_buffer[index])
+        return self.k_buffer[index].view(self.dtype), self.v_buffer[index].view(self.dtype)
 
     def set_kv_buffer(
         self,
