@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
-_ROWS_AS_THEY_ARE: Final = 32
-"""Small batches come in every number, and often: there rows would cost more than they save."""
-_ROWS_ADDED_IN_PRODUCT: Final = 512
-"""On CUDA. A product of so many rows has time to read what it is added to, and a norm that reads
-and writes the sum by itself takes twice as long: 1% of a long prompt's prefill."""
+_MAX_UNPADDED_ROWS: Final = 32
+"""Batches up to this size are never padded: they come in every size, and padding rows would cost
+more than the compiled code that they save."""
+_MIN_ROWS_TO_ADD_IN_PRODUCT: Final = 512
+"""On CUDA, a product of at least so many rows adds the residual itself. Reading the residual hides
+behind the product, while a norm that reads and writes the sum takes twice as long: 1% of a long
+prompt's prefill."""
 
 
 def apply_linear(
@@ -30,13 +32,14 @@ def apply_linear(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, by what the device has for so many rows.
+    """`x @ weight.T + bias`, by the kernel that fits the device and the number of rows.
 
     Args:
         x: `[num_tokens, input_size]`.
         weight: `[output_size, input_size]`.
-        out: Takes the result, `[num_tokens, output_size]` of `out_dtype`; needs that dtype.
-        out_dtype: Of the result; None: that of `x`. On CUDA the sums are not rounded to the
+        bias: `[output_size]`.
+        out: Where the result goes: `[num_tokens, output_size]` of `out_dtype`, which must be given.
+        out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
             dtype of `x` first.
     """
     if x.is_cuda:
@@ -62,15 +65,15 @@ def apply_linear(
 def _linear_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`F.linear`, with rows of zeros after the last where that saves compiling code.
+    """`F.linear`, padded with rows of zeros where that saves compiling code.
 
-    oneDNN, which multiplies 16-bit numbers, compiles for each number of rows: 0.4 ms and 0.5 MB. So
-    numbers above 32 are rounded up to one of four in each power of two.
+    oneDNN, which multiplies 16-bit numbers, compiles code for each number of rows: 0.4 ms and
+    0.5 MB. So numbers above 32 are rounded up to one of four sizes in each power of two.
     """
     rows = x.shape[0]
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     missing = -rows % step
-    if rows <= _ROWS_AS_THEY_ARE or not missing or x.dtype == torch.float32:
+    if rows <= _MAX_UNPADDED_ROWS or not missing or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
     return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[:rows]
 
@@ -145,7 +148,7 @@ class RowParallelLinear(WeightedLayer):
             What is still to be added to the residual, None where the product has added it, and
             the residual.
         """
-        if x.is_cuda and len(x) >= _ROWS_ADDED_IN_PRODUCT and self.bias is None:
+        if x.is_cuda and len(x) >= _MIN_ROWS_TO_ADD_IN_PRODUCT and self.bias is None:
             return None, residual.addmm_(x, self.weight.t())
         return apply_linear(x, self.weight, self.bias), residual
 

@@ -1,4 +1,4 @@
-"""The attention layer of a model: names the layer, leaves the work to the backend."""
+"""The attention layer of a model: knows its number, shape and kind; a backend does the work."""
 
 from __future__ import annotations
 

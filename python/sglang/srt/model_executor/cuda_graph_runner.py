@@ -2,7 +2,7 @@
 
 Launching the kernels of a small decode step takes the CPU longer than running them takes the
 GPU; a graph launches them all at once. A batch is padded to the next captured size with requests
-of one token, row 0 of the table and slot 0, which is the padding page and nobody's.
+of one token, in row 0 of the table and slot 0: the padding page, which no request owns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
-from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
@@ -63,7 +63,7 @@ class CudaGraphRunner:
         forward: Forward,
         attn_backend: AttentionBackend,
         req_to_token_pool: ReqToTokenPool,
-        pools: Mapping[PoolName, StatePool],
+        pools: Mapping[PoolName, BaseDevicePool],
         *,
         batch_sizes: Sequence[int],
         vocab_size: int,

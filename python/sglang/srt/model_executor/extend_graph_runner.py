@@ -18,9 +18,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
-from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
@@ -38,7 +38,7 @@ class ExtendGraphRunner:
         forward: Forward,
         attn_backend: AttentionBackend,
         req_to_token_pool: ReqToTokenPool,
-        pools: Mapping[PoolName, StatePool],
+        pools: Mapping[PoolName, BaseDevicePool],
         *,
         vocab_size: int,
     ) -> None:

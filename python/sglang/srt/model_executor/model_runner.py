@@ -19,9 +19,9 @@ from sglang.srt.layers.attention.mixed_backend import join_backends, uncaptured
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
-from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName, bytes_per_token
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
@@ -77,7 +77,7 @@ class ModelRunner:
     """
 
     req_to_token_pool: ReqToTokenPool
-    pools: dict[PoolName, StatePool]
+    pools: dict[PoolName, BaseDevicePool]
     token_to_kv_pool: KVCache
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
 

@@ -35,7 +35,9 @@ class WeightSlots:
         """
         self._model = model
         self._on_taken = on_taken
-        self._all = dict(model.weight_slots())
+        named = list(model.weight_slots())
+        self._all = dict(named)
+        assert len(self._all) == len(named), "two slots take one tensor"
         self._empty = dict(self._all)
 
     def __len__(self) -> int:

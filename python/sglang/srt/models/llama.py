@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
-    """In what the dense architectures differ."""
+    """Options in which the dense architectures differ."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -56,7 +56,7 @@ class LlamaMLP(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `RowParallelLinear.forward`."""
+        """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
 
 
@@ -110,7 +110,12 @@ class LlamaAttention(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `RowParallelLinear.forward`, of `rows` alone where they are given."""
+        """Attend, then project towards the residual: see `RowParallelLinear.forward`.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            rows: int64 `[bs]`: tokens whose output is wanted; None: all.
+        """
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
         attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=False, rows=rows)
@@ -146,13 +151,17 @@ class LlamaDecoderLayer(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """What is still to be added to the residual, and the residual: whoever is next adds them.
+        """Run the layer. The next layer adds its output to the residual.
 
         Args:
-            x: `[num_tokens, hidden_size]`; None: nothing is left to add.
-            residual: Likewise; its memory is used.
-            rows: int64: the tokens that go on from here, each request's last; None: all. The
-                others leave their keys and values.
+            x: `[num_tokens, hidden_size]`: output of the layer before, overwritten; None: the
+                residual has it already.
+            residual: `[num_tokens, hidden_size]`, overwritten.
+            rows: int64 `[bs]`: tokens whose output is wanted, each request's last; None: all. Keys
+                and values of the others are stored all the same.
+
+        Returns:
+            Output, None where the residual has it already, and residual.
         """
         normed, residual = self.input_layernorm.add_(x, residual)
         x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
@@ -188,7 +197,7 @@ class LlamaModel(torch.nn.Module):
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)
-        # Nothing reads what other tokens than the last would say after it.
+        # Behind the last layer, each request's last token is the only one that is read.
         rows = forward_batch.rows_for_logits()
         x, residual = last.forward(x, residual, rotation, forward_batch, rows)
         return self.norm.add_(x, residual)[0]

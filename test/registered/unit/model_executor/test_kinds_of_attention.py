@@ -34,8 +34,8 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.mem_cache.device import pool_registry
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_registry import register_pool
-from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateBuffer, StateSpec
 from sglang.srt.model_loader import loader
 from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM
@@ -54,7 +54,7 @@ class ValueSpec(StateSpec):
     """Values alone, in the slots of the keys and values of the other layers."""
 
 
-class ValuePool(StatePool):
+class ValuePool(BaseDevicePool):
     """`[size + page_size, heads, head_dim]` for each layer."""
 
     def __init__(

@@ -81,7 +81,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Compute, once for all layers, what this batch's attention needs (runs, masks)."""
+        """Plan the batch, once for all layers: runs of slots, masks."""
 
     def init_forward_metadata_graph(self, forward_batch: ForwardBatch) -> None:
         """Plan a decode step that a graph runs: called before the capture and before each replay.

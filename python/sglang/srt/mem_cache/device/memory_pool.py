@@ -1,9 +1,8 @@
 """Device memory (L1): the rows that say where each request's tokens lie, and the slots themselves.
 
-`ReqToTokenPool` maps (request row, position) to a slot; a `KVCache` holds what a slot stores. Who
-owns a slot is the allocator's and the tree's business, not this module's. Everything here is
-called from the scheduler thread; buffers are read and written by copy streams as well, whose
-order the layer counter keeps.
+`ReqToTokenPool` maps (request row, position) to a slot; a `KVCache` holds what a slot stores. The
+allocator and the tree decide who owns a slot. The scheduler thread calls everything here; copy
+streams read and write the buffers too, in the order that the layer counter keeps.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang.srt.mem_cache.device.state_pool import StatePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, StateSpec
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -101,7 +100,7 @@ class ReqToTokenPool:
         self._free_rows = list(range(self.size - 1, -1, -1))
 
 
-class KVCache(StatePool):
+class KVCache(BaseDevicePool):
     """What the token slots of one rank hold, layer by layer.
 
     Slots `[0, page_size)` are the padding page, which nobody owns: padded batches write there.

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import torch
 
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
-from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 Spec = TypeVar("Spec", bound=StateSpec)
-MakePool = Callable[[Spec, int, int, torch.device | str], StatePool]
+MakePool = Callable[[Spec, int, int, torch.device | str], BaseDevicePool]
 """Spec, slots besides the padding page, slots of a page, device."""
 
 _POOLS: dict[type[StateSpec], MakePool[StateSpec]] = {}
@@ -31,7 +31,7 @@ def register_pool(spec_type: type[Spec], make: MakePool[Spec]) -> None:
 
 def make_pools(
     specs: Sequence[StateSpec], size: int, page_size: int, device: torch.device | str
-) -> dict[PoolName, StatePool]:
+) -> dict[PoolName, BaseDevicePool]:
     """A pool for each spec, or none.
 
     Args:
@@ -59,7 +59,7 @@ def make_pools(
     return {spec.name: _POOLS[type(spec)](spec, size, page_size, device) for spec in specs}
 
 
-def kv_pool(pools: Mapping[PoolName, StatePool]) -> KVCache:
+def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
     """The one of a model's pools whose slots requests own; others share them or hang on it."""
     pool = pools[PoolName.KV]
     assert isinstance(pool, KVCache), f"{type(pool).__name__} has no slots for tokens"

@@ -71,9 +71,9 @@ class StateBuffer:
 
     name: str
     shape: tuple[int, ...]
-    """Of one item, on this rank."""
+    """Dimensions of one item, on this rank."""
     dtype: torch.dtype
-    """Of the values, as the layer sees them; a pool may store them under another name."""
+    """Of the values, as attention reads them; a pool may store fp8 as bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +93,7 @@ class StateSpec:
     layers: tuple[int, ...]
     """Model layers that have this state, ascending: layer `layers[i]` is the pool's layer i."""
     buffers: tuple[StateBuffer, ...]
-    """Of each layer."""
+    """The tensors of each layer."""
     item: ItemKind = ItemKind.TOKEN
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     share: RankShare = RankShare()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.device import pool_registry
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import make_pools, register_pool
-from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     KVSpec,
@@ -52,7 +52,7 @@ RECURRENT = StateSpec(
 )
 
 
-class SharedSlots(StatePool):
+class SharedSlots(BaseDevicePool):
     """Holds what an indexer spec describes."""
 
     def __init__(

@@ -24,7 +24,7 @@ class LayerTransferCounter(Protocol):
         """Order the caller after model layer `threshold` (from 0) of that load."""
 
 
-class StatePool(ABC):
+class BaseDevicePool(ABC):
     """Slots of one kind of state in device memory.
 
     Attributes:
