@@ -121,8 +121,7 @@ class ExtendGraphRunner:
         return LogitsProcessorOutput(next_token_logits=self._logits[:requests])
 
     def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
-        """What comes before the first layer's attention, then what goes from each layer's to the
-        next one's."""
+        """Graphs of a forward, cut before the attention of each layer."""
         batch = self._static_batch(size)
         self._attn_backend.init_forward_metadata_extend_graph(batch, size, self._max_requests)
 
@@ -133,7 +132,7 @@ class ExtendGraphRunner:
         return capture.capture_pieces(run)
 
     def _static_batch(self, size: int) -> ForwardBatch:
-        """One request of `size` tokens, of which all stand in the padding page."""
+        """One request of `size` tokens, all of them in the padding page."""
         ids, positions, loc = self._tokens[:, :size]
         rows, seq_lens, last_rows = self._requests
         return ForwardBatch(

@@ -110,7 +110,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def warm_up(self) -> None:
-        """Do, before the first request, what the first use of a library costs once."""
+        """Pay what the first use of a library costs, before the first request waits for it."""
 
     @abstractmethod
     def forward_extend(
@@ -124,8 +124,8 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend from new tokens to their prefix and, causally, to each other.
 
-        With `rows`, which are each request's last new token and no others, only what these attend
-        is wanted: a backend may spare the rest. Shapes as in `RadixAttention.forward`.
+        With `rows`, each request's last new token, only the output of these tokens is wanted, and a
+        backend may leave out the rest. Shapes as in `RadixAttention.forward`.
         """
 
     @abstractmethod
