@@ -25,6 +25,7 @@ from sglang.benchmark.device_limits import Limits, measure_limits
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.attention_cases import PagedContexts, attention_layer, queries
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
@@ -36,15 +37,14 @@ DECODE = ((1, 1024), (1, 32768), (64, 2048), (256, 256))
 
 
 def make(name: str) -> AttentionBackend:
+    kv = KVSpec.of_heads((0,), KV_HEADS, DIM, torch.bfloat16)
     return attention_registry.create_attention_backend(
         name,
         AttentionConfig(
             num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
+            specs={kv.name: kv},
             page_size=PAGE,
             dtype=torch.bfloat16,
-            kv_dtype=torch.bfloat16,
             device="cuda",
         ),
     )

@@ -7,7 +7,7 @@ number of requests in the batch, `num_tokens` the number of tokens computed in t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -18,7 +18,9 @@ from sglang.srt.hardware_backend.device_runtime import Event, on_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
 class ForwardMode(IntEnum):
@@ -41,8 +43,8 @@ class ForwardBatch:
     """One step's input. Tensors are on the model's device, `*_cpu` fields are Python lists.
 
     The slots of request i's context are
-    `req_to_token_pool.req_to_token[req_pool_indices[i], :seq_lens[i]]`, the new ones included:
-    whoever makes the batch writes them there first.
+    `req_to_token_pool.req_to_token[req_pool_indices[i], :seq_lens[i]]`, the new ones included.
+    The maker of a batch writes them there before the forward.
     """
 
     forward_mode: ForwardMode
@@ -61,7 +63,7 @@ class ForwardBatch:
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
     req_pool_indices_cpu: list[int] | None = None
-    """Extend only: the same rows."""
+    """Extend only: `req_pool_indices`."""
     extend_prefix_lens_cpu: list[int] | None = None
     """Extend only: tokens of each request that the pool already holds."""
     extend_seq_lens_cpu: list[int] | None = None
@@ -69,12 +71,12 @@ class ForwardBatch:
     return_logprob: bool = False
     """Whether any request wants the logprobs of its output."""
     top_logprobs_nums: list[int] | None = None
-    """Most likely tokens that each request wants the logprobs of; None: nobody wants any."""
+    """How many of the most likely tokens each request wants logprobs of; None: no request does."""
     extend_logprob_start_lens_cpu: list[int] | None = None
-    """Extend only: the first of each request's new tokens whose logits are wanted for a prompt
-    logprob; its number of new tokens where none are. None: nobody wants any."""
+    """Extend only: for each request, the first new token whose logits give a prompt logprob; its
+    number of new tokens where it wants none. None: no request wants any."""
     extend_input_logprob_token_ids_cpu: list[list[int]] | None = None
-    """Beside it: the tokens that follow those, whose logprobs these are."""
+    """Set together with it: the tokens whose logprobs are wanted, each the successor of one."""
     logits_out: torch.Tensor | None = None
     """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
     last_rows_in: torch.Tensor | None = None
@@ -83,8 +85,10 @@ class ForwardBatch:
     """Called with each layer's number before its attention is launched. For captured graphs."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
+    pools: Mapping[PoolName, BaseDevicePool] | None = None
+    """The pools of all state, `token_to_kv_pool` among them. Set by the runner."""
     mostly_done: Event | None = None
-    """Recorded when three quarters of the layers are done, where somebody wants to know."""
+    """Recorded when three quarters of the layers are done; None: nothing waits for that."""
 
     @property
     def batch_size(self) -> int:
@@ -95,12 +99,13 @@ class ForwardBatch:
         """Attention of a layer is about to be launched."""
         if self.on_layer is not None:
             self.on_layer(layer_id)
-        pool = self.token_to_kv_pool
-        if self.mostly_done is not None and layer_id == pool.start_layer + 3 * pool.layer_num // 4:
-            self.mostly_done.record()
+        if self.mostly_done is not None:
+            layers = self.token_to_kv_pool.spec.layers
+            if layer_id == layers[3 * len(layers) // 4]:
+                self.mostly_done.record()
 
     def rows_for_logits(self) -> torch.Tensor | None:
-        """Which of the step's tokens the model has to bring to the end: each request's last.
+        """The step's tokens whose logits are needed: the last one of each request.
 
         Returns:
             int64 `[bs]` on the model's device; None: all of them, as in a decode step or where

@@ -31,9 +31,8 @@ class RMSNorm(WeightedLayer):
         """Add `x` to the residual, and normalise the sum.
 
         Args:
-            x: `[num_tokens, size]`; its memory is used for what is returned. None: there is
-                nothing to add.
-            residual: Likewise.
+            x: `[num_tokens, size]`, overwritten; None: there is nothing to add.
+            residual: `[num_tokens, size]`, overwritten.
 
         Returns:
             The normalised sum, and the sum.

@@ -1,7 +1,7 @@
 """Linear layers. Projections that read the same input are merged into one matmul at load.
 
-The names say how tensor parallelism will split each of them; `TensorPlacement` admits one
-rank for now.
+The names say how tensor parallelism splits their weights. The sum over the ranks that a
+row-parallel layer needs is not taken here: a model runs on one rank for now.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.fused_kernels import fused_kernels
-from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
-_ROWS_AS_THEY_ARE: Final = 32
-"""Small batches come in every number, and often: there rows would cost more than they save."""
+_MAX_UNPADDED_ROWS: Final = 32
+"""Batches up to this size are never padded: they come in every size, and padding rows would cost
+more than the compiled code that they save."""
 
 
 def apply_linear(
@@ -28,13 +29,14 @@ def apply_linear(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, by what the device has for so many rows.
+    """`x @ weight.T + bias`, by the kernel that fits the device and the number of rows.
 
     Args:
         x: `[num_tokens, input_size]`.
         weight: `[output_size, input_size]`.
-        out: Takes the result, `[num_tokens, output_size]` of `out_dtype`; needs that dtype.
-        out_dtype: Of the result; None: that of `x`. On CUDA the sums are not rounded to the
+        bias: `[output_size]`.
+        out: Where the result goes: `[num_tokens, output_size]` of `out_dtype`, which must be given.
+        out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
             dtype of `x` first.
     """
     kernels = fused_kernels(x.device)
@@ -59,38 +61,41 @@ def apply_linear(
 def _linear_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`F.linear`, with rows of zeros after the last where that saves compiling code.
+    """`F.linear`, padded with rows of zeros where that saves compiling code.
 
-    oneDNN, which multiplies 16-bit numbers, compiles for each number of rows: 0.4 ms and 0.5 MB. So
-    numbers above 32 are rounded up to one of four in each power of two.
+    oneDNN, which multiplies 16-bit numbers, compiles code for each number of rows: 0.4 ms and
+    0.5 MB. So numbers above 32 are rounded up to one of four sizes in each power of two.
     """
     rows = x.shape[0]
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     missing = -rows % step
-    if rows <= _ROWS_AS_THEY_ARE or not missing or x.dtype == torch.float32:
+    if rows <= _MAX_UNPADDED_ROWS or not missing or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
     return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[:rows]
 
 
 class MergedColumnParallelLinear(WeightedLayer):
-    """Several projections of one input as a single matmul, outputs side by side."""
+    """Several projections of one input as a single matmul, outputs side by side.
+
+    Each rank has some of the outputs of each projection.
+    """
 
     def __init__(
         self,
         input_size: int,
-        parts: Sequence[tuple[str, int]],
+        parts: Sequence[tuple[str, Share]],
         *,
         bias: bool,
         placement: TensorPlacement,
     ) -> None:
         """Args:
         input_size: Features of the input.
-        parts: Name in the checkpoint and output features of each projection.
+        parts: Name in the checkpoint and this rank's output features of each projection.
         placement: Of the layer that the projections belong to: they are not named together.
         """
         super().__init__(placement)
         self.parts = tuple(parts)
-        output_size = sum(size for _, size in parts)
+        output_size = sum(share.size for _, share in parts)
         self.weight = placement.empty(output_size, input_size)
         self.bias = placement.empty(output_size) if bias else None
 
@@ -100,24 +105,31 @@ class MergedColumnParallelLinear(WeightedLayer):
 
     def weight_slots(self) -> NamedSlots:
         begin = 0
-        for name, size in self.parts:
-            weight = self.weight[begin : begin + size]
-            yield f"{self.prefix}.{name}.weight", WeightSlot.of(weight)
+        for name, share in self.parts:
+            end = begin + share.size
+            yield f"{self.prefix}.{name}.weight", WeightSlot.of(self.weight[begin:end], share)
             if self.bias is not None:
-                bias = self.bias[begin : begin + size]
-                yield f"{self.prefix}.{name}.bias", WeightSlot.of(bias)
-            begin += size
+                yield f"{self.prefix}.{name}.bias", WeightSlot.of(self.bias[begin:end], share)
+            begin = end
 
 
 class RowParallelLinear(WeightedLayer):
-    """A plain projection, of features that a column-parallel layer may have split."""
+    """A projection of features that a column-parallel layer may have split over the ranks.
+
+    What a rank computes is a part of the sum. The first rank alone adds the bias.
+    """
 
     def __init__(
-        self, input_size: int, output_size: int, *, bias: bool, placement: TensorPlacement
+        self, inputs: Share, output_size: int, *, bias: bool, placement: TensorPlacement
     ) -> None:
+        """Args:
+        inputs: The input features that this rank has.
+        """
         super().__init__(placement)
-        self.weight = placement.empty(output_size, input_size)
-        self.bias = placement.empty(output_size) if bias else None
+        self.inputs = inputs
+        self.weight = placement.empty(output_size, inputs.size)
+        self.has_bias = bias
+        self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
         kernels = fused_kernels(placement.device)
         self._rows_added: int | None = None
         """From so many rows on, the residual is added inside the product; None: never."""
@@ -142,6 +154,9 @@ class RowParallelLinear(WeightedLayer):
         return apply_linear(x, self.weight, self.bias), residual
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight, self.inputs, dim=1)
+        name = f"{self.prefix}.bias"
         if self.bias is not None:
-            yield f"{self.prefix}.bias", WeightSlot.of(self.bias)
+            yield name, WeightSlot.of(self.bias)
+        elif self.has_bias:
+            yield name, WeightSlot.of(self.weight[:0, 0], Share(0, 0, len(self.weight)))

@@ -22,9 +22,9 @@ class LogitsProcessorOutput:
     next_token_top_logprobs_val: torch.Tensor | None = None
     """fp32 `[bs, max(top_logprobs_nums)]`: the largest of each row, descending."""
     next_token_top_logprobs_idx: torch.Tensor | None = None
-    """int64: the tokens that they belong to."""
+    """int64, of the same shape: the tokens of these logprobs."""
     input_logprobs: InputLogprobs | None = None
-    """Of prompt tokens, where asked for."""
+    """Logprobs of prompt tokens; None: no request asked."""
 
 
 class LogitsProcessor(torch.nn.Module):
@@ -34,8 +34,8 @@ class LogitsProcessor(torch.nn.Module):
         self, hidden_states: torch.Tensor, head_weight: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         """Args:
-        hidden_states: Of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`, after the final
-            norm.
+        hidden_states: `[rows, hidden_size]`, after the final norm; the rows are those of
+            `ForwardBatch.rows_for_logits`.
         head_weight: `[vocab_size, hidden_size]`.
         """
         inputs: InputLogprobs | None = None

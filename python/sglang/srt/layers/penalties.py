@@ -1,6 +1,6 @@
 """Adjusting logits by what a request generated: penalties, biases, minimum length.
 
-Each class covers only the rows that asked for it, and does not exist where no row did.
+Each class covers the rows that ask for it; a batch without such rows has no instance of it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class TokenHistory:
-    """What penalties have counted of one request. Made on the device when a penalised step first
-    has the request, and handed on from batch to batch: a prompt is uploaded once, and of the output
-    only what no step has counted.
+    """The token counts of one request, for its penalties.
 
-    The latest `Penalties` with the request owns the memory; one made before must not be used any
-    more.
+    They are made on the device by the first penalised step of the request, and go from batch to
+    batch: the prompt is uploaded once, and output tokens only where no step has counted them. The
+    latest `Penalties` with the request owns the memory; earlier ones must not be used any more.
     """
 
     def __init__(self, prompt_ids: Sequence[int] | TokenArray, output_ids: Sequence[int]) -> None:
         """
         Args:
             prompt_ids: Tokens.
-            output_ids: Tokens that were generated so far. May grow.
+            output_ids: Generated tokens; the list may grow.
         """
         self._prompt_ids = prompt_ids
         self._output_ids = output_ids
@@ -45,8 +44,8 @@ class TokenHistory:
     def rows(
         self, vocab_size: int, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 and bool `[vocab_size]`: how often each token was generated, as far as counted, and
-        whether it is in the prompt."""
+        """How often each token was generated, as far as counted (int32 `[vocab_size]`), and whether
+        the prompt has it (bool `[vocab_size]`)."""
         if self._owner is None:
             self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
             self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -59,7 +58,7 @@ class TokenHistory:
         self._owner, self._counts, self._in_prompt = owner, counts, in_prompt
 
     def take_uncounted(self) -> Sequence[int]:
-        """Output tokens that the caller counts now."""
+        """Output tokens that are not counted yet; the caller counts them."""
         uncounted = self._output_ids[self._num_counted :]
         self._num_counted = len(self._output_ids)
         return uncounted
@@ -87,9 +86,9 @@ class Penalties:
     ) -> None:
         """
         Args:
-            params: Of every row of the batch.
-            rows: Those that have a penalty.
-            histories: Of these rows.
+            params: One for each row of the batch.
+            rows: Rows that have a penalty.
+            histories: One for each of `rows`.
         """
 
         def column(name: str) -> torch.Tensor:
@@ -179,7 +178,7 @@ class MinNewTokens:
             steps: int64 `[bs]`: tokens that each row generated before.
         """
         too_early = steps.index_select(0, self._rows) < self._minimums
-        # Added, not assigned where it applies: how many places those are, the device would have to
-        # say first.
+        # Zeros are added where it does not apply: to leave those places out, the CPU would have to
+        # wait for the device to count them.
         penalty = torch.where(too_early, -torch.inf, 0.0).to(logits.dtype)
         logits.index_put_((self._rows, self._tokens), penalty, accumulate=True)

@@ -1,4 +1,7 @@
-"""Where a model's tensors live and what a checkpoint calls them, handed down to every layer."""
+"""Where a model's tensors live, what a checkpoint calls them, and which part a rank has of them.
+
+Handed down to every layer.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,32 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part `[begin, end)` that a rank has of a dimension of `total`."""
+
+    begin: int
+    end: int
+    total: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def times(self, count: int) -> Share:
+        """The same part of a dimension with `count` elements for each of this one's."""
+        return Share(self.begin * count, self.end * count, self.total * count)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlacement:
-    """Dtype, device, tensor-parallel share and name of a layer's weights.
+    """Dtype, device, tensor-parallel rank and name of a layer's weights.
 
     Raises:
-        ValueError: `tp_size` is not 1: layers are not split yet.
+        ValueError: There is no rank `tp_rank` of `tp_size`.
     """
 
     dtype: torch.dtype
@@ -23,14 +45,53 @@ class TensorPlacement:
     """What the names of the layer's tensors in a checkpoint begin with, without the last dot."""
 
     def __post_init__(self) -> None:
-        if self.tp_size != 1 or self.tp_rank != 0:
-            raise ValueError(
-                f"tp_size={self.tp_size} with tp_rank={self.tp_rank} is not supported yet: use 1"
-            )
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ValueError(f"there is no tp_rank={self.tp_rank} with tp_size={self.tp_size}")
 
     def at(self, name: str) -> TensorPlacement:
         """The placement of the part called `name`."""
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
+
+    def share(self, total: int, what: str) -> Share:
+        """This rank's part of a dimension that is split evenly.
+
+        Args:
+            what: The elements of the dimension, for the error.
+
+        Raises:
+            ValueError: `total` is not a multiple of `tp_size`.
+        """
+        if total % self.tp_size:
+            raise ValueError(
+                f"{total} {what} cannot be split over {self.tp_size} ranks: "
+                f"use a --tp-size that divides {total}"
+            )
+        size = total // self.tp_size
+        return Share(self.tp_rank * size, (self.tp_rank + 1) * size, total)
+
+    def kv_head_share(self, num_kv_heads: int) -> Share:
+        """This rank's KV heads; where ranks are more than heads, several ranks have the same one.
+
+        Raises:
+            ValueError: Neither is a multiple of the other.
+        """
+        if self.tp_size <= num_kv_heads or self.tp_size % num_kv_heads:
+            return self.share(num_kv_heads, "KV heads")
+        head = self.tp_rank * num_kv_heads // self.tp_size
+        return Share(head, head + 1, num_kv_heads)
+
+    def kv_state_share(self, num_kv_heads: int) -> RankShare:
+        """The same for a `StateSpec`."""
+        heads = self.kv_head_share(num_kv_heads)
+        is_split = heads.size * self.tp_size == num_kv_heads
+        split = RankSplit.HEADS if is_split else RankSplit.REPLICATED
+        return RankShare(split, heads.begin, heads.end, heads.total)
+
+    def row_share(self, total: int) -> Share:
+        """This rank's rows of a table of any length: equally many, but fewer on the last ranks."""
+        size = -(-total // self.tp_size)
+        begin = min(self.tp_rank * size, total)
+        return Share(begin, min(begin + size, total), total)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised weight of `shape`: the loader fills it."""

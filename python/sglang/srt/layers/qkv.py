@@ -9,7 +9,6 @@ from sglang.srt.layers.fused_kernels import FusedKernels, fused_kernels
 from sglang.srt.layers.layernorm import QKNorm
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 
 
 def prepare_qkv(
@@ -51,7 +50,7 @@ def _fused(
     attn: RadixAttention,
     forward_batch: ForwardBatch,
 ) -> None:
-    k_pool, v_pool = _buffers(forward_batch.token_to_kv_pool, attn.layer_id)
+    k_pool, v_pool = forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id)
     kernels.normalise_rotate_store_(
         qkv,
         None if qk_norm is None else (qk_norm.weight, qk_norm.eps),
@@ -60,10 +59,3 @@ def _fused(
         k_pool,
         v_pool,
     )
-
-
-def _buffers(pool: KVCache, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's buffers, without waiting for a load: it fills other slots than are written."""
-    assert isinstance(pool, MHATokenToKVPool)
-    index = layer_id - pool.start_layer
-    return pool.k_buffer[index].view(pool.dtype), pool.v_buffer[index].view(pool.dtype)

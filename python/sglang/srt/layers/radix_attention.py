@@ -1,9 +1,10 @@
-"""The attention layer of a model: names the layer, leaves the work to the backend."""
+"""The attention layer of a model: knows its number, shape and kind; a backend does the work."""
 
 from __future__ import annotations
 
 import torch
 
+from sglang.srt.layers.attention.base_attn_backend import FULL_ATTENTION, AttentionKind
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 
 
@@ -11,12 +12,20 @@ class RadixAttention(torch.nn.Module):
     """Attention over a request's context in the paged pool."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, scaling: float, num_kv_heads: int, layer_id: int
+        self,
+        num_heads: int,
+        head_dim: int,
+        scaling: float,
+        num_kv_heads: int,
+        layer_id: int,
+        *,
+        kind: AttentionKind = FULL_ATTENTION,
     ) -> None:
         """Args:
         num_heads: Query heads of this rank; a multiple of `num_kv_heads`.
         scaling: Of the scores, before the softmax.
-        layer_id: This layer's place in the pool.
+        layer_id: This layer's place in the model.
+        kind: Decides which backend runs it.
         """
         super().__init__()
         self.num_heads = num_heads
@@ -24,6 +33,7 @@ class RadixAttention(torch.nn.Module):
         self.head_dim = head_dim
         self.scaling = scaling
         self.layer_id = layer_id
+        self.kind = kind
 
     def forward(
         self,

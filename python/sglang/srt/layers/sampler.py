@@ -84,11 +84,15 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """`[n, vocab_size]` in vocabulary order."""
+    """int64 `[n]`: a token of each row of `[n, vocab_size]` probabilities.
+
+    Args:
+        uniform: fp64 `[n]` in [0, 1).
+    """
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * mass[:, -1:]
-    # The first token whose cumulative mass exceeds the target; one of no mass never does first.
-    # The bound is for rows of NaN, whose token means nothing but must be one.
+    # The first token whose cumulative mass exceeds the target, never one without mass. The bound
+    # is for rows of NaN, whose token means nothing but has to exist.
     found = torch.searchsorted(mass, target, right=True).squeeze(1)
     return found.clamp_(max=probs.shape[-1] - 1)
 
@@ -98,9 +102,9 @@ def _sample_filtered(
 ) -> torch.Tensor:
     """Sample from what top-k, top-p and min-p all keep of the unfiltered distribution.
 
-    In descending order each of the three keeps a head, so together they keep the shortest head.
-    Sorting a large vocabulary is slow and heads are short: the head is looked for among the
-    `_HEAD_TOKENS` largest, and only rows whose head may reach beyond are sorted whole.
+    Each of the three keeps the first tokens in descending order, a head; together they keep the
+    shortest head. Sorting a large vocabulary is slow and heads are short, so the head is looked for
+    among the `_HEAD_TOKENS` largest. Only rows whose head may be longer are sorted as a whole.
     """
     if probs.shape[-1] <= 2 * _HEAD_TOKENS:
         return _sample_head(*_descending(probs), uniform, filtered)[0]

@@ -5,32 +5,60 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.placement import Share, TensorPlacement
+
+
+class Sliceable(Protocol):
+    """A whole checkpoint tensor: in memory, or in a file that is read where it is indexed."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """The place of one checkpoint tensor.
+    """The place of one checkpoint tensor, or of this rank's part of it.
 
     `dest` is a view into a parameter; merged layers give one view for each tensor they merge.
-    `shape` is the whole tensor's shape in the checkpoint; it broadcasts to `dest`.
+    The part broadcasts to `dest`.
     """
 
     dest: torch.Tensor
     shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint."""
+    dim: int = 0
+    """The dimension that is split."""
+    share: Share | None = None
+    """This rank's part of that dimension; None: ranks have the whole tensor each."""
 
     @classmethod
-    def of(cls, dest: torch.Tensor) -> WeightSlot:
-        """For a tensor that fills `dest` as it is."""
-        return cls(dest, tuple(dest.shape))
+    def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:
+        """For a tensor of which this rank's part fills `dest` as it is."""
+        shape = list(dest.shape)
+        if share is not None:
+            assert shape[dim] == share.size, (shape, dim, share)
+            shape[dim] = share.total
+        return cls(dest, tuple(shape), dim, share)
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Copy a checkpoint tensor of `shape`, any dtype, any device."""
-        assert tuple(tensor.shape) == self.shape
-        self.dest.copy_(tensor.expand(self.dest.shape))
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank takes less than the whole tensor."""
+        return self.share is not None and self.share.size < self.share.total
+
+    def fill(self, whole: Sliceable) -> None:
+        """Copy this rank's part of a checkpoint tensor of `shape`, any dtype, any device.
+
+        Reads nothing else of it.
+        """
+        if self.share is not None and not self.share.size:
+            return
+        index = [slice(None)] * len(self.shape)
+        if self.share is not None:
+            index[self.dim] = slice(self.share.begin, self.share.end)
+        self.dest.copy_(whole[tuple(index)].expand(self.dest.shape))
 
 
 NamedSlots = Iterator[tuple[str, WeightSlot]]

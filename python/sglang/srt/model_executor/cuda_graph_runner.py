@@ -2,20 +2,23 @@
 
 Launching the kernels of a small decode step takes the CPU longer than running them takes the
 GPU; a graph launches them all at once. A batch is padded to the next captured size with requests
-of one token, row 0 of the table and slot 0, which is the padding page and nobody's.
+of one token, in row 0 of the table and slot 0: the padding page, which no request owns.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.device.pool_registry import kv_pool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 MAX_BATCH_SIZE = 256
@@ -60,20 +63,23 @@ class CudaGraphRunner:
         forward: Forward,
         attn_backend: AttentionBackend,
         req_to_token_pool: ReqToTokenPool,
-        token_to_kv_pool: KVCache,
+        pools: Mapping[PoolName, BaseDevicePool],
         *,
         batch_sizes: Sequence[int],
         vocab_size: int,
     ) -> None:
         """Args:
         forward: The model's.
+        pools: Of all the model's state.
         batch_sizes: Ascending.
         """
-        assert token_to_kv_pool.layer_transfer_counter is None, "waits cannot be captured"
+        for pool in pools.values():
+            assert pool.layer_transfer_counter is None, "waits cannot be captured"
         self._forward = forward
         self._attn_backend = attn_backend
         self._req_to_token_pool = req_to_token_pool
-        self._token_to_kv_pool = token_to_kv_pool
+        self._pools = pools
+        self._loaded_last = max(pools.values(), key=lambda pool: pool.end_layer)
         self._batch_sizes = list(batch_sizes)
         largest, device = self._batch_sizes[-1], req_to_token_pool.device
         with torch.inference_mode():
@@ -103,7 +109,7 @@ class CudaGraphRunner:
         count = forward_batch.batch_size
         size = self._batch_sizes[bisect.bisect_left(self._batch_sizes, count)]
         # Layers are loaded in their order: the last comes after all others.
-        self._token_to_kv_pool.wait_for_layer(self._token_to_kv_pool.end_layer)
+        self._loaded_last.wait_for_layer(self._loaded_last.end_layer)
         if count < size:
             self._inputs[:, count:size] = self._padding
         torch._foreach_copy_(
@@ -138,7 +144,8 @@ class CudaGraphRunner:
             seq_lens_cpu=[1] * size,
             out_cache_loc=inputs[4],
             req_to_token_pool=self._req_to_token_pool,
-            token_to_kv_pool=self._token_to_kv_pool,
+            token_to_kv_pool=kv_pool(self._pools),
+            pools=self._pools,
             logits_out=self._logits[:size],
             attn_backend=self._attn_backend,
         )

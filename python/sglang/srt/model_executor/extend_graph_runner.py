@@ -10,7 +10,7 @@ nothing and store in slot 0, the padding page.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -18,7 +18,10 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.device.pool_registry import kv_pool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
@@ -35,19 +38,24 @@ class ExtendGraphRunner:
         forward: Forward,
         attn_backend: AttentionBackend,
         req_to_token_pool: ReqToTokenPool,
-        token_to_kv_pool: KVCache,
+        pools: Mapping[PoolName, BaseDevicePool],
         *,
         vocab_size: int,
     ) -> None:
         """Args:
         forward: The model's.
         attn_backend: One that `captures_extend`.
+        pools: Of all the model's state.
         """
-        assert token_to_kv_pool.layer_transfer_counter is None, "waits cannot be captured"
+        for pool in pools.values():
+            assert pool.layer_transfer_counter is None, "waits cannot be captured"
         self._forward = forward
         self._attn_backend = attn_backend
         self._req_to_token_pool = req_to_token_pool
-        self._token_to_kv_pool = token_to_kv_pool
+        self._pools = pools
+        pool_of = {layer: pool for pool in pools.values() for layer in pool.spec.layers}
+        self._waits = sorted(pool_of.items(), key=lambda wait: wait[0])
+        """The model's layers that have state, and a pool that waits for each."""
         table = req_to_token_pool.req_to_token
         device = table.device
         self._max_requests = min(MAX_REQUESTS, len(table))
@@ -106,15 +114,14 @@ class ExtendGraphRunner:
         )
         first, *others = self._pieces[size]
         first.replay()
-        for layer, piece in enumerate(others, self._token_to_kv_pool.start_layer):
+        for (layer, pool), piece in zip(self._waits, others, strict=True):
             forward_batch.begin_layer(layer)
-            self._token_to_kv_pool.wait_for_layer(layer)
+            pool.wait_for_layer(layer)
             piece.replay()
         return LogitsProcessorOutput(next_token_logits=self._logits[:requests])
 
     def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
-        """What comes before the first layer's attention, then what goes from each layer's to the
-        next one's."""
+        """Graphs of a forward, cut before the attention of each layer."""
         batch = self._static_batch(size)
         self._attn_backend.init_forward_metadata_extend_graph(batch, size, self._max_requests)
 
@@ -125,7 +132,7 @@ class ExtendGraphRunner:
         return capture.capture_pieces(run)
 
     def _static_batch(self, size: int) -> ForwardBatch:
-        """One request of `size` tokens, of which all stand in the padding page."""
+        """One request of `size` tokens, all of them in the padding page."""
         ids, positions, loc = self._tokens[:, :size]
         rows, seq_lens, last_rows = self._requests
         return ForwardBatch(
@@ -138,7 +145,8 @@ class ExtendGraphRunner:
             seq_lens_cpu=[size],
             out_cache_loc=loc,
             req_to_token_pool=self._req_to_token_pool,
-            token_to_kv_pool=self._token_to_kv_pool,
+            token_to_kv_pool=kv_pool(self._pools),
+            pools=self._pools,
             extend_prefix_lens_cpu=[0],
             extend_seq_lens_cpu=[size],
             logits_out=self._logits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -9,15 +10,20 @@ import torch
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
 from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.layers.attention.attention_registry import (
-    create_attention_backend,
-    default_attention_backend,
+from sglang.srt.layers.attention.attention_registry import create_attention_backends
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    AttentionConfig,
+    AttentionKind,
 )
-from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
+from sglang.srt.layers.attention.mixed_backend import join_backends, uncaptured
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
-from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
+from sglang.srt.mem_cache.device.state_spec import PoolName, bytes_per_token
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
     CudaGraphRunner,
@@ -26,7 +32,10 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 )
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.warm_up import warm_up_batches
-from sglang.srt.model_loader.loader import LoadConfig, get_model
+from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.loader import build_model, load_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +66,17 @@ class ModelRunner:
     Attributes:
         model: The model, weights loaded.
         model_config: Its configuration.
-        attn_backend: Its attention backend.
+        state_specs: What it keeps per token and per prefix.
+        attn_backend: The backend of all its attention layers.
         req_to_token_pool: Slots of each running request; after `init_memory_pool`.
-        token_to_kv_pool: The device pool (L1); after `init_memory_pool`.
+        pools: The device pools (L1), one for each of `state_specs`; after `init_memory_pool`.
+        token_to_kv_pool: The one of `pools` whose slots requests own; after `init_memory_pool`.
         token_to_kv_pool_allocator: Hands out its pages; after `init_memory_pool`.
     """
 
     req_to_token_pool: ReqToTokenPool
-    token_to_kv_pool: MHATokenToKVPool
+    pools: dict[PoolName, BaseDevicePool]
+    token_to_kv_pool: KVCache
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
 
     def __init__(self, config: ModelRunnerConfig) -> None:
@@ -75,6 +87,11 @@ class ModelRunner:
         """
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
+        if config.tp_size != 1:
+            raise ValueError(
+                f"tp_size={config.tp_size} is not supported yet: weights are split over ranks, but "
+                "what the ranks compute is not summed; use 1"
+            )
         runtime = device_runtime(config.device)
         runtime.prepare()
         self._device_kind = runtime.kind
@@ -84,39 +101,43 @@ class ModelRunner:
             config.kv_cache_dtype, config.model_config.dtype, self._device_kind
         )
         self._graphs: list[CudaGraphRunner | ExtendGraphRunner] = []
-        self.attn_backend = create_attention_backend(
-            config.attention_backend or default_attention_backend(config.device),
-            AttentionConfig(
-                num_heads=self.model_config.num_attention_heads,
-                num_kv_heads=self.model_config.num_key_value_heads,
-                head_dim=self.model_config.head_dim,
-                page_size=config.page_size,
+        load_config = LoadConfig(
+            load_format=config.load_format,
+            random_seed=config.random_seed,
+            device=config.device,
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            show_progress=config.show_progress and config.tp_rank == 0,
+        )
+        self.model = build_model(config.model_config, load_config)
+        self.state_specs = self.model.state_specs(self.kv_cache_dtype)
+        # Before the weights are loaded, which takes longer than finding that a name is wrong.
+        self._attn_backends = self._make_attention_backends()
+        self.attn_backend = join_backends(self._attn_backends)
+        load_weights(self.model, config.model_config, load_config)
+
+    def _make_attention_backends(self) -> dict[AttentionKind, AttentionBackend]:
+        """One for each kind of the model's layers."""
+        specs = {spec.name: spec for spec in self.state_specs}
+        configs = {
+            layer.kind: AttentionConfig(
+                num_heads=layer.num_heads,
+                specs=specs,
+                page_size=self.config.page_size,
                 dtype=self.model_config.dtype,
-                kv_dtype=self.kv_cache_dtype,
-                device=config.device,
-            ),
-        )
-        self.model = get_model(
-            config.model_config,
-            LoadConfig(
-                load_format=config.load_format,
-                random_seed=config.random_seed,
-                device=config.device,
-                tp_rank=config.tp_rank,
-                tp_size=config.tp_size,
-                show_progress=config.show_progress and config.tp_rank == 0,
-            ),
-        )
+                device=self.config.device,
+            )
+            for layer in self.model.attention_layers()
+        }
+        return create_attention_backends(self.config.attention_backend, configs)
 
     def weight_bytes(self) -> int:
         """Bytes that the model's weights take on this rank."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers, on this rank."""
-        model = self.model_config
-        per_layer = 2 * model.num_key_value_heads * model.head_dim * self.kv_cache_dtype.itemsize
-        return per_layer * model.num_hidden_layers
+        """Bytes of one token in all paged pools, over all layers, on this rank."""
+        return bytes_per_token(self.state_specs)
 
     def graph_bytes(self) -> int:
         """Estimate of the device memory that captured steps take; 0 where there are none."""
@@ -136,7 +157,8 @@ class ModelRunner:
             longest_pass: New tokens of the longest prefill to warm up for; 0: only short ones.
 
         Raises:
-            ValueError: `max_total_tokens` is not a positive multiple of the page size.
+            ValueError: `max_total_tokens` is not a positive multiple of the page size, or there is
+                no pool for a kind of state that the model keeps.
         """
         page_size = self.config.page_size
         if max_total_tokens < page_size or max_total_tokens % page_size:
@@ -144,19 +166,11 @@ class ModelRunner:
                 f"max_total_tokens={max_total_tokens} must be a positive multiple of "
                 f"page_size={page_size}"
             )
-        model = self.model_config
         self.req_to_token_pool = ReqToTokenPool(
-            max_running_requests, model.context_len, self.config.device
+            max_running_requests, self.model_config.context_len, self.config.device
         )
-        self.token_to_kv_pool = MHATokenToKVPool(
-            max_total_tokens,
-            page_size,
-            self.kv_cache_dtype,
-            model.num_key_value_heads,
-            model.head_dim,
-            model.num_hidden_layers,
-            self.config.device,
-        )
+        self.pools = make_pools(self.state_specs, max_total_tokens, page_size, self.config.device)
+        self.token_to_kv_pool = kv_pool(self.pools)
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
         if not self._device_kind.warms_up:
             return
@@ -173,23 +187,30 @@ class ModelRunner:
         return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
 
     def _capture(self, batch_sizes: list[int]) -> None:
-        """Capture what the attention backend lets be captured; decoding of `batch_sizes`."""
-        if self.attn_backend.can_be_captured:
+        """Capture what the attention backends let be captured; decoding of `batch_sizes`."""
+        backends = self._attn_backends
+        refusal = uncaptured(backends, lambda backend: backend.can_be_captured)
+        if refusal:
+            logger.info("Decoding runs without CUDA graphs: attention %s is not captured", refusal)
+        else:
             decoding = CudaGraphRunner(
                 self.model.forward,
                 self.attn_backend,
                 self.req_to_token_pool,
-                self.token_to_kv_pool,
+                self.pools,
                 batch_sizes=batch_sizes,
                 vocab_size=self.model_config.vocab_size,
             )
             self._graphs.append(decoding)
-        if self.attn_backend.captures_extend:
+        refusal = uncaptured(backends, lambda backend: backend.captures_extend)
+        if refusal:
+            logger.info("Prefills run without CUDA graphs: attention %s is not captured", refusal)
+        else:
             short_prefills = ExtendGraphRunner(
                 self.model.forward,
                 self.attn_backend,
                 self.req_to_token_pool,
-                self.token_to_kv_pool,
+                self.pools,
                 vocab_size=self.model_config.vocab_size,
             )
             self._graphs.append(short_prefills)
@@ -205,6 +226,7 @@ class ModelRunner:
             if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)
         forward_batch.attn_backend = self.attn_backend
+        forward_batch.pools = self.pools
         self.attn_backend.init_forward_metadata(forward_batch)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
 

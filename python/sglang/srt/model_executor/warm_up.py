@@ -22,8 +22,8 @@ UNEVEN_TOKENS = 96
 def warm_up_batches(
     req_to_token_pool: ReqToTokenPool, token_to_kv_pool: KVCache, longest_pass: int
 ) -> Iterator[ForwardBatch]:
-    """Extend steps that between them use every kernel of prefills, and all the memory that the
-    longest pass takes.
+    """Extend steps that together use every kernel of prefills, and all the memory that the longest
+    pass takes.
 
     They read and write the padding page alone. The table must be new: its rows are all zeros.
 

@@ -9,12 +9,34 @@ from __future__ import annotations
 import torch
 import xxhash
 
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.weight_source import WeightSlots
+
 _CHUNK = 1 << 20
 """Elements that share their two keys. Part of what the weights are."""
 
 # A bijection of 32 bits with little bias: hash-prospector's `lowbias32` (Wellons, 2018).
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - (1 << 32)
+
+
+class DummyWeights:
+    """Random weights, each determined by the seed and its name alone.
+
+    A rank makes each weight as a whole where its part of it will be, then keeps the part.
+    """
+
+    name = "random"
+
+    def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
+        self._seed = load_config.random_seed
+
+    def fill(self, slots: WeightSlots) -> None:
+        """See `WeightSource`."""
+        for name, slot in slots.take_all():
+            dtype, device = slot.dest.dtype, slot.dest.device
+            slot.fill(dummy_tensor(name, slot.shape, self._seed, dtype=dtype, device=device))
 
 
 def dummy_tensor(

@@ -1,8 +1,8 @@
 """A fingerprint of a model's weights: the part of the cache's namespace that tells models apart.
 
 xxh3-128 of the contents of config.json and of the weight files. Hashing reads every byte, so
-the digests are remembered by path, size and modification time in a small JSON file. That file
-is only a memory: damaged or unwritable, it costs the time of hashing again, nothing else.
+the digests are kept by path, size and modification time in a small JSON file. That file is a
+cache: where it is damaged or cannot be written, the weights are hashed again.
 """
 
 from __future__ import annotations

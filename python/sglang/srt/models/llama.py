@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +19,12 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
+from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
-    """In what the dense architectures differ."""
+    """Options in which the dense architectures differ."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -37,7 +39,7 @@ class LlamaMLP(torch.nn.Module):
         self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size = placement.share(config.intermediate_size, "features of the feed-forward layers")
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
             [("gate_proj", size), ("up_proj", size)],
@@ -54,7 +56,7 @@ class LlamaMLP(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `RowParallelLinear.forward`."""
+        """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
 
 
@@ -69,25 +71,26 @@ class LlamaAttention(torch.nn.Module):
         layer_id: int,
     ) -> None:
         super().__init__()
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = placement.share(config.num_attention_heads, "attention heads")
+        kv_heads = placement.kv_head_share(config.num_key_value_heads)
         self.head_dim = config.head_dim
-        q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedColumnParallelLinear(
             config.hidden_size,
-            [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)],
+            [("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
             bias=options.qkv_bias,
             placement=placement,
         )
         self.o_proj = RowParallelLinear(
-            q_size,
+            q,
             config.hidden_size,
             bias=options.out_bias,
             placement=placement.at("o_proj"),
         )
         self.qk_norm = (
             QKNorm(
-                num_heads,
-                num_kv_heads,
+                heads.size,
+                kv_heads.size,
                 self.head_dim,
                 config.rms_norm_eps,
                 placement=placement,
@@ -96,7 +99,7 @@ class LlamaAttention(torch.nn.Module):
             else None
         )
         self.attn = RadixAttention(
-            num_heads, self.head_dim, self.head_dim**-0.5, num_kv_heads, layer_id
+            heads.size, self.head_dim, self.head_dim**-0.5, kv_heads.size, layer_id
         )
 
     def forward(
@@ -107,7 +110,12 @@ class LlamaAttention(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `RowParallelLinear.forward`, of `rows` alone where they are given."""
+        """Attend, then project towards the residual: see `RowParallelLinear.forward`.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            rows: int64 `[bs]`: tokens whose output is wanted; None: all.
+        """
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
         attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=False, rows=rows)
@@ -143,13 +151,17 @@ class LlamaDecoderLayer(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """What is still to be added to the residual, and the residual: whoever is next adds them.
+        """Run the layer. The next layer adds its output to the residual.
 
         Args:
-            x: `[num_tokens, hidden_size]`; None: nothing is left to add.
-            residual: Likewise; its memory is used.
-            rows: int64: the tokens that go on from here, each request's last; None: all. The
-                others leave their keys and values.
+            x: `[num_tokens, hidden_size]`: output of the layer before, overwritten; None: the
+                residual has it already.
+            residual: `[num_tokens, hidden_size]`, overwritten.
+            rows: int64 `[bs]`: tokens whose output is wanted, each request's last; None: all. Keys
+                and values of the others are stored all the same.
+
+        Returns:
+            Output, None where the residual has it already, and residual.
         """
         normed, residual = self.input_layernorm.add_(x, residual)
         x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
@@ -185,7 +197,7 @@ class LlamaModel(torch.nn.Module):
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)
-        # Nothing reads what other tokens than the last would say after it.
+        # Behind the last layer, each request's last token is the only one that is read.
         rows = forward_batch.rows_for_logits()
         x, residual = last.forward(x, residual, rotation, forward_batch, rows)
         return self.norm.add_(x, residual)[0]
@@ -205,6 +217,7 @@ class LlamaForCausalLM(torch.nn.Module):
             )
         )
         self.logits_processor = LogitsProcessor()
+        self._kv_share = placement.kv_state_share(config.num_key_value_heads)
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
@@ -227,6 +240,17 @@ class LlamaForCausalLM(torch.nn.Module):
         hidden_states = self.model.forward(input_ids, positions, forward_batch)
         head = self.lm_head or self.model.embed_tokens
         return self.logits_processor.forward(hidden_states, head.weight, forward_batch)
+
+    def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """Keys and values of every layer."""
+        layers = list(self.attention_layers())
+        ids, first, share = tuple(layer.layer_id for layer in layers), layers[0], self._kv_share
+        return (KVSpec.of_heads(ids, first.num_kv_heads, first.head_dim, kv_dtype, share=share),)
+
+    def attention_layers(self) -> Iterator[RadixAttention]:
+        """The attention of each layer."""
+        for layer in self.model.decoder_layers:
+            yield layer.self_attn.attn
 
     def weight_slots(self) -> NamedSlots:
         """Every checkpoint tensor of the model, by full name."""

@@ -69,10 +69,10 @@ def test_a_device_is_prepared_before_anything_is_made_on_it(
         return note
 
     monkeypatch.setattr(CpuRuntime, "prepare", noted("prepare", lambda _: None))
-    for name in ("create_attention_backend", "get_model"):
+    for name in ("build_model", "create_attention_backends", "load_weights"):
         monkeypatch.setattr(model_runner, name, noted(name, getattr(model_runner, name)))
     make_runner(checkpoint)
-    assert order == ["prepare", "create_attention_backend", "get_model"]
+    assert order == ["prepare", "build_model", "create_attention_backends", "load_weights"]
 
 
 def test_pool_that_is_not_whole_pages_is_refused(checkpoint: Path) -> None:

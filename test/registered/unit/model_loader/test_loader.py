@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.loader import LoadConfig, get_model
+from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.loader import get_model
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import save_tiny_checkpoint
 
@@ -163,10 +164,13 @@ def test_dummy_weights_depend_on_seed_and_name_alone(checkpoint: Path) -> None:
 
 
 def test_names_and_sizes_that_are_not_supported(checkpoint: Path) -> None:
+    config = ModelConfig.from_path(str(checkpoint))
     with pytest.raises(ValueError, match="'gguf' is not supported: supported are auto"):
-        LoadConfig(load_format="gguf")
-    with pytest.raises(ValueError, match="tp_size=2"):
-        get_model(ModelConfig.from_path(str(checkpoint)), LoadConfig(tp_size=2))
+        get_model(config, LoadConfig(load_format="gguf"))
+    with pytest.raises(ValueError, match="no tp_rank=2 with tp_size=2"):
+        get_model(config, LoadConfig(tp_rank=2, tp_size=2))
+    with pytest.raises(ValueError, match="6 attention heads cannot be split over 4 ranks"):
+        get_model(config, LoadConfig(tp_size=4))
 
 
 if __name__ == "__main__":

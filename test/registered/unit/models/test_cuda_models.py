@@ -168,12 +168,13 @@ def test_padding_writes_to_nobodys_slots(tmp_path: Path, new: list[tuple[int, li
     driver = StepDriver(tmp_path, page_size=16, device="cuda")
     driver.extend([(row, prompt(20, row)) for row in range(3)])
     pool = driver.runner.token_to_kv_pool
-    before = [buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+    buffers = [buffer for layer in pool.spec.layers for buffer in pool.get_kv_buffer(layer)]
+    before = [buffer.clone() for buffer in buffers]
     if len(new) == 3:
         driver.decode([(row, tokens[0]) for row, tokens in new])  # padded to 4
     else:
         driver.extend(new)  # padded to 32
-    for old, now in zip(before, (*pool.k_buffer, *pool.v_buffer), strict=True):
+    for old, now in zip(before, buffers, strict=True):
         assert now.isfinite().all()
         changed = (old != now).flatten(1).any(dim=1).nonzero().flatten().tolist()
         assert len([slot for slot in changed if slot >= 16]) == sum(len(ids) for _, ids in new)
@@ -223,9 +224,9 @@ def test_weights_are_equal_to_the_cpus(tmp_path: Path) -> None:
         ).model
         for device in ("cpu", "cuda")
     ]
-    on_gpu = dict(models[1].named_parameters())
-    for name, parameter in models[0].named_parameters():
-        assert torch.equal(parameter, on_gpu[name].cpu())
+    on_gpu = dict(models[1].weight_slots())
+    for name, slot in models[0].weight_slots():
+        assert torch.equal(slot.dest, on_gpu[name].dest.cpu())
 
 
 if __name__ == "__main__":

@@ -1,43 +1,111 @@
-"""Attention backends by the name that `--attention-backend` takes."""
+"""Attention backends by kind of attention, by the name that `--attention-backend` takes, by device.
+
+The backend that is registered first for a kind and a device is the best one there.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
 
-from sglang.srt.hardware_backend.device_kinds import device_kind
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
+from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
+from sglang.srt.layers.attention.base_attn_backend import (
+    FULL_ATTENTION,
+    AttentionBackend,
+    AttentionConfig,
+    AttentionKind,
+)
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+MakeBackend = Callable[[AttentionConfig], AttentionBackend]
+
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_BACKENDS: dict[tuple[AttentionKind, str, str], MakeBackend] = {}
 
 
-def default_attention_backend(device: str) -> str:
-    """The name of the backend that is best on `device`, e.g. "cpu" or "cuda:0"."""
-    return device_kind(device).attention_backends[0]
+def register_attention_backend(
+    kind: AttentionKind, name: str, device_type: str, make: MakeBackend
+) -> None:
+    """From now on `make` makes the backend `name` for layers of `kind` on such devices.
+
+    Args:
+        device_type: As `torch.device.type`: "cpu", "cuda".
+        make: Raises ValueError where it does not take the model.
+
+    Raises:
+        ValueError: Another one is registered.
+    """
+    if (kind, name, device_type) in _BACKENDS:
+        raise ValueError(f"attention backend {name!r} is there for {kind!r} on {device_type!r}")
+    _BACKENDS[kind, name, device_type] = make
 
 
-def create_attention_backend(name: str, config: AttentionConfig) -> AttentionBackend:
-    """Make the backend called `name`.
+def default_attention_backend(device: str, kind: AttentionKind = FULL_ATTENTION) -> str:
+    """The name of the backend that is best on `device`, e.g. "cpu" or "cuda:0".
+
+    Raises:
+        ValueError: None runs there.
+    """
+    names = _names(kind, device)
+    if not names:
+        raise ValueError(f"there is no attention backend for layers of kind {kind!r} on {device!r}")
+    return names[0]
+
+
+def create_attention_backend(
+    name: str, config: AttentionConfig, kind: AttentionKind = FULL_ATTENTION
+) -> AttentionBackend:
+    """Make the backend called `name` for layers of one kind.
 
     Raises:
         ValueError: There is none of that name, which lists those that there are, or it does not
             run on the device, or not this model.
     """
-    if name not in _FACTORIES:
-        raise ValueError(
-            f"attention backend {name!r} is not supported: supported are {', '.join(_FACTORIES)}"
-        )
-    kind = device_kind(config.device)
-    if name not in kind.attention_backends:
+    make = _BACKENDS.get((kind, name, device_kind(config.device).name))
+    if make is not None:
+        return make(config)
+    there = _names(kind, config.device)
+    if any((k, n) == (kind, name) for k, n, _ in _BACKENDS):
         raise ValueError(
             f"attention backend {name!r} does not run on {config.device!r}: "
-            f"use {' or '.join(kind.attention_backends)}"
+            f"use {' or '.join(there)}"
         )
-    return _FACTORIES[name](config)
+    raise ValueError(
+        f"attention backend {name!r} is not supported: supported are {', '.join(there)}"
+    )
+
+
+def create_attention_backends(
+    name: str | None, configs: Mapping[AttentionKind, AttentionConfig]
+) -> dict[AttentionKind, AttentionBackend]:
+    """The backends of a model, one for each kind of its layers.
+
+    Args:
+        name: Taken by every kind that has a backend of that name, the others take their best; None:
+            all take their best.
+        configs: By the kinds of the model's layers.
+
+    Raises:
+        ValueError: As `create_attention_backend`, where no kind has a backend of that name, or
+            where a kind has none on the device.
+    """
+    having = [kind for kind, config in configs.items() if name in _names(kind, config.device)]
+    made: dict[AttentionKind, AttentionBackend] = {}
+    for kind, config in configs.items():
+        # A name that no kind has goes to the first, which is refused with the reason.
+        best = default_attention_backend(config.device, kind)
+        chosen = name if name is not None and (kind in having or not having) else best
+        made[kind] = create_attention_backend(chosen, config, kind)
+    return made
+
+
+def _names(kind: AttentionKind, device: str) -> list[str]:
+    """Backends for such layers there, the best first."""
+    device_type = device_kind(device).name
+    return [n for k, n, d in _BACKENDS if (k, d) == (kind, device_type)]
 
 
 def _make_triton(config: AttentionConfig) -> AttentionBackend:
@@ -75,8 +143,11 @@ def _check_flashinfer(config: AttentionConfig) -> None:
         )
 
 
-_FACTORIES: Final[dict[str, Callable[[AttentionConfig], AttentionBackend]]] = {
+_FULL: Final[dict[str, MakeBackend]] = {
     "torch_native": TorchNativeAttnBackend,
     "triton": _make_triton,
     "flashinfer": _make_flashinfer,
 }
+for _kind in DEVICE_KINDS.values():
+    for _name in _kind.attention_backends:
+        register_attention_backend(FULL_ATTENTION, _name, _kind.name, _FULL[_name])

@@ -3,41 +3,67 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, NewType
 
 import torch
+
+from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch_info import ForwardBatch
     from sglang.srt.layers.radix_attention import RadixAttention
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+AttentionKind = NewType("AttentionKind", str)
+"""What an attention layer computes and keeps, which decides who can run it."""
+
+FULL_ATTENTION: Final = AttentionKind("full")
+"""Every token sees all tokens up to itself; keys and values are kept per head."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What every layer of a model has in common, on this rank."""
+    """What the attention layers of one kind have in common, on this rank."""
 
     num_heads: int
     """Of queries; a multiple of `num_kv_heads`."""
-    num_kv_heads: int
-    head_dim: int
+    specs: Mapping[PoolName, StateSpec]
+    """All state that the model keeps."""
     page_size: int
-    """Tokens of a page of the pool."""
+    """Tokens of a page of the pools."""
     dtype: torch.dtype
     """Of queries, and of keys and values before they are stored."""
-    kv_dtype: torch.dtype
-    """Of the pool."""
     device: str
 
-    @property
+    @cached_property
+    def kv(self) -> KVSpec:
+        """Keys and values per head, for the kinds that keep them."""
+        spec = self.specs[PoolName.KV]
+        assert isinstance(spec, KVSpec), f"{spec} has no keys and values per head"
+        return spec
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """KV heads on this rank."""
+        return self.kv.head_num
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Elements of a key of one head; values have as many."""
+        return self.kv.head_dim
+
+    @cached_property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the pool."""
+        return self.kv.dtype
+
+    @cached_property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of one token's keys and values in one layer of the pool."""
-        return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
 
 class AttentionBackend(ABC):
@@ -55,7 +81,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Compute, once for all layers, what this batch's attention needs (runs, masks)."""
+        """Plan the batch, once for all layers: runs of slots, masks."""
 
     def init_forward_metadata_graph(self, forward_batch: ForwardBatch) -> None:
         """Plan a decode step that a graph runs: called before the capture and before each replay.
@@ -84,7 +110,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def warm_up(self) -> None:
-        """Do, before the first request, what the first use of a library costs once."""
+        """Pay what the first use of a library costs, before the first request waits for it."""
 
     @abstractmethod
     def forward_extend(
@@ -98,8 +124,8 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend from new tokens to their prefix and, causally, to each other.
 
-        With `rows`, which are each request's last new token and no others, only what these attend
-        is wanted: a backend may spare the rest. Shapes as in `RadixAttention.forward`.
+        With `rows`, each request's last new token, only the output of these tokens is wanted, and a
+        backend may leave out the rest. Shapes as in `RadixAttention.forward`.
         """
 
     @abstractmethod

@@ -1,5 +1,8 @@
 """Attention in torch alone: the backend of CPUs.
 
+Shapes: `q` is `[num_tokens, num_heads, head_dim]`, `k` and `v` `[num_tokens, num_kv_heads,
+head_dim]`, `pool_k` and `pool_v` `[slots, num_kv_heads, head_dim]`.
+
 Contexts are read as views of the pool where they lie in one piece (see `slot_plan`); query
 heads that share a KV head are stacked as rows of one attention, so that no key is repeated.
 
@@ -42,7 +45,7 @@ class TorchNativeAttnBackend(AttentionBackend):
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         self._config = config
-        self._view_tokens = max(1, view_bytes // config.kv_bytes)
+        self._view_tokens = max(1, view_bytes // config.kv.layer_bytes)
         self._decode_plan: DecodePlan | None = None
         self._extend_plan: list[ExtendSegment] = []
 
@@ -79,7 +82,7 @@ class TorchNativeAttnBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        last_only = rows is not None  # a request's last token sees all: nothing is hidden from it
+        last_only = rows is not None  # a request's last token sees its whole context: no mask
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         outs = []
         for segment in self._extend_plan:
@@ -125,6 +128,7 @@ class TorchNativeAttnBackend(AttentionBackend):
 def _read_prefix(
     pool_k: torch.Tensor, pool_v: torch.Tensor, segment: ExtendSegment
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values of a prefix, `[prefix, num_kv_heads, head_dim]` each; None: there is none."""
     if segment.prefix_run is not None:
         length = segment.prefix_run.end
         slot = segment.prefix_run.slot
@@ -140,7 +144,13 @@ def _read_prefix(
 def _attend_prefix(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
 ) -> Partial:
-    """Every new token sees all of the prefix, so the heads of a group are just more rows."""
+    """Attend from `[num_new, num_heads, head_dim]` queries to a prefix.
+
+    Every new token sees all of the prefix, so the query heads of a KV head are rows of one matrix.
+
+    Returns:
+        `out` `[1, num_heads, num_new, head_dim]`.
+    """
     num_new = q.shape[0]
     rows = heads_first(q).reshape(1, layer.num_kv_heads, -1, layer.head_dim)
     part = attend(
@@ -162,6 +172,14 @@ def _attend_gathered(
     part: Gather,
     layer: RadixAttention,
 ) -> Partial:
+    """Attend from one token of each row in `part` to the slots gathered for it.
+
+    Args:
+        q: `[bs, num_kv_heads, heads of a group, head_dim]`.
+
+    Returns:
+        `out` `[len(part.rows), num_kv_heads, heads of a group, head_dim]`.
+    """
     shape = (len(part.rows), part.width, layer.num_kv_heads, layer.head_dim)
     k = pool_k.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
     v = pool_v.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)

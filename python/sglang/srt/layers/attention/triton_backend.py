@@ -134,7 +134,7 @@ class TritonAttnBackend(AttentionBackend):
         if plan.paged is None and len(plan.dense) == 1:
             return _attend_densely(q, (k, v), pool, layer.scaling, plan.dense[0]).flatten(1)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        if plan.paged is not None:  # first, for it leaves garbage between its tokens
+        if plan.paged is not None:  # first: it writes garbage to the rows of dense segments
             table = forward_batch.req_to_token_pool.req_to_token
             extend_attention(q, *pool, table, plan.paged, layer.scaling, out)
         for segment in plan.dense:
@@ -198,11 +198,15 @@ def _attend_densely(
     scaling: float,
     segment: _DenseSegment,
 ) -> torch.Tensor:
-    """Queries `[num_new, num_heads, head_dim]` to the same shape, contiguous.
+    """Attend from one request's new tokens to its whole context.
 
     Args:
-        new: Their own keys and values.
-        pool: The layer's.
+        q: `[num_new, num_heads, head_dim]`.
+        new: Keys and values of the new tokens, `[num_new, num_kv_heads, head_dim]` each.
+        pool: The layer's keys and values, `[slots, num_kv_heads, head_dim]` each.
+
+    Returns:
+        Contiguous, of the shape of `q`.
     """
     plan, slots = segment.plan, segment.slots
     k, v = new
@@ -214,14 +218,14 @@ def _attend_densely(
     q = q.contiguous() if plan.pieces else q
     for begin, end in plan.pieces:
         piece_k, piece_v = (_read(buffer, slots[begin:end], q.dtype) for buffer in pool)
-        # One mask cannot say both, and attending in parts reads nothing twice.
+        # Apart from the new tokens: no mask of cuDNN covers both, and nothing is read twice.
         part = dense_attention(q, piece_k, piece_v, scaling, causal=False)
         lse = merge_into_(out, lse, *part)
     return out[plan.pad :]
 
 
 def _read(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy slots out of the pool: `[slots, num_kv_heads, head_dim]`."""
+    """Copy `slots` (int64 `[n]`) out of the pool: `[n, num_kv_heads, head_dim]` of `dtype`."""
     if pool.dtype == dtype:
         return pool.index_select(0, slots)
     # Index operations on fp8 are not implemented everywhere; bytes are.

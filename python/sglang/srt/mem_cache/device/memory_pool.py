@@ -1,30 +1,22 @@
 """Device memory (L1): the rows that say where each request's tokens lie, and the slots themselves.
 
-`ReqToTokenPool` maps (request row, position) to a slot; a `KVCache` holds what a slot stores. Who
-owns a slot is the allocator's and the tree's business, not this module's. Everything here is
-called from the scheduler thread; buffers are read and written by copy streams as well, whose
-order the layer counter keeps.
+`ReqToTokenPool` maps (request row, position) to a slot; a `KVCache` holds what a slot stores. The
+allocator and the tree decide who owns a slot. The scheduler thread calls everything here; copy
+streams read and write the buffers too, in the order that the layer counter keeps.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, StateSpec
+
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class LayerTransferCounter(Protocol):
-    """Orders the readers of a layer after the load from L2 that fills it."""
-
-    def set_consumer(self, index: int) -> None:
-        """Name the load that the next forward has to wait for; -1: none."""
-
-    def wait_until(self, threshold: int) -> None:
-        """Order the caller after layer `threshold` (from 0) of that load."""
 
 
 class HasLayerId(Protocol):
@@ -110,58 +102,34 @@ class ReqToTokenPool:
         self._free_rows = list(range(self.size - 1, -1, -1))
 
 
-class KVCache(ABC):
-    """What the slots of one rank hold, layer by layer.
+class KVCache(BaseDevicePool):
+    """What the token slots of one rank hold, layer by layer.
 
     Slots `[0, page_size)` are the padding page, which nobody owns: padded batches write there.
-    Slots `[page_size, size + page_size)` are handed out by an allocator.
+    Slots `[page_size, size + page_size)` are handed out by an allocator. Layers are the model's:
+    the spec says which of them are held here.
     """
 
     def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        layer_num: int,
-        device: torch.device | str,
-        enable_memory_saver: bool = False,
-        start_layer: int | None = None,
-        end_layer: int | None = None,
+        self, spec: StateSpec, size: int, page_size: int, device: torch.device | str
     ) -> None:
         """
         Args:
+            spec: What a slot stores; its item is a token.
             size: Token slots besides the padding page.
             page_size: Tokens per page.
-            dtype: Of the values, as attention sees them.
-            layer_num: Layers held here.
             device: Where the buffers are.
-            enable_memory_saver: Refused.
-            start_layer: First layer held here, for pipelines; 0 by default.
-            end_layer: Last layer held here, inclusive.
 
         Raises:
             ValueError: A size is not positive, or `size` is not whole pages.
         """
-        _refuse_memory_saver(enable_memory_saver)
-        if min(size, page_size, layer_num) < 1 or size % page_size:
-            raise ValueError(
-                f"need size, page_size and layer_num >= 1 and whole pages: "
-                f"{size=}, {page_size=}, {layer_num=}"
-            )
-        self.size = size
+        if min(size, page_size) < 1 or size % page_size:
+            raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
+        super().__init__(spec, size, device)
         self.page_size = page_size
-        self.dtype = dtype
+        self.dtype = spec.dtype
         # Index operations on fp8 are not implemented everywhere; bytes are.
-        self.store_dtype = torch.uint8 if dtype in FP8_DTYPES else dtype
-        self.layer_num = layer_num
-        self.device = torch.device(device)
-        self.start_layer = start_layer or 0
-        self.end_layer = self.start_layer + layer_num - 1 if end_layer is None else end_layer
-        self.layer_transfer_counter: LayerTransferCounter | None = None
-
-    def register_layer_transfer_counter(self, layer_transfer_counter: LayerTransferCounter) -> None:
-        """From now on readers of a layer wait for the load that the counter names."""
-        self.layer_transfer_counter = layer_transfer_counter
+        self.store_dtype = torch.uint8 if spec.dtype in FP8_DTYPES else spec.dtype
 
     @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
@@ -174,6 +142,11 @@ class KVCache(ABC):
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer; waits for a load that is filling it."""
+
+    @abstractmethod
+    def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, for a kernel that stores new tokens. Does not wait: a load
+        fills other slots than a forward computes."""
 
     @abstractmethod
     def set_kv_buffer(
@@ -191,18 +164,11 @@ class KVCache(ABC):
 
     @abstractmethod
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """For each buffer (keys of all layers, then values): address, bytes, bytes of a page."""
+        """Keys of all layers, then values: each buffer's address, bytes, bytes of a page."""
 
     @abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy slots `src_loc` to `tgt_loc` (int64 `[n]`) in every layer."""
-
-    def wait_for_layer(self, layer_id: int) -> int:
-        """Index of the layer's buffer, once it may be read: on CUDA, by what is queued next."""
-        index = layer_id - self.start_layer
-        if self.layer_transfer_counter is not None:
-            self.layer_transfer_counter.wait_until(index)
-        return index
 
 
 class MHATokenToKVPool(KVCache):
@@ -227,23 +193,56 @@ class MHATokenToKVPool(KVCache):
         *,
         start_layer: int | None = None,
         end_layer: int | None = None,
+        layers: Sequence[int] | None = None,
+        share: RankShare | None = None,
     ) -> None:
         """See `KVCache`.
 
         Args:
+            dtype: Of keys and values, as attention sees them.
             head_num: KV heads on this rank.
             head_dim: Elements of a key of one head.
+            layer_num: Layers held here.
+            enable_memory_saver: Refused.
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
+            start_layer: The first model layer held here, where they are consecutive; 0 by default.
+            end_layer: The last one; follows from `layer_num` by default.
+            layers: The model layers held here, `layer_num` of them, where they are not.
+            share: Which of the model's heads these are; None: all of them.
         """
-        super().__init__(
-            size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer
-        )
-        self.head_num = head_num
-        self.head_dim = head_dim
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        _refuse_memory_saver(enable_memory_saver)
+        first = start_layer or 0
+        held = tuple(range(first, first + layer_num) if layers is None else layers)
+        if len(held) != layer_num or end_layer not in (None, *held[-1:]):
+            raise ValueError(f"layers do not fit together: {layer_num=}, {layers=}, {end_layer=}")
+        kv = KVSpec.of_heads(held, head_num, head_dim, dtype, v_head_dim=v_head_dim, share=share)
+        super().__init__(kv, size, page_size, device)
+        self.head_num = kv.head_num
+        self.head_dim = kv.head_dim
+        self.v_head_dim = kv.v_head_dim
         # Zeroed, since the padding page is read by padded batches and garbage may be NaN.
-        self.k_buffer = [self._make_buffer(self.head_dim) for _ in range(layer_num)]
-        self.v_buffer = [self._make_buffer(self.v_head_dim) for _ in range(layer_num)]
+        self.k_buffer = [self._make_buffer(self.head_dim) for _ in held]
+        self.v_buffer = [self._make_buffer(self.v_head_dim) for _ in held]
+
+    @classmethod
+    def from_spec(
+        cls, spec: KVSpec, size: int, page_size: int, device: torch.device | str
+    ) -> MHATokenToKVPool:
+        """The pool of `spec`; sizes as in `KVCache`."""
+        pool = cls(
+            size,
+            page_size,
+            spec.dtype,
+            spec.head_num,
+            spec.head_dim,
+            len(spec.layers),
+            device,
+            v_head_dim=spec.v_head_dim,
+            layers=spec.layers,
+            share=spec.share,
+        )
+        assert pool.spec == spec, f"{cls.__name__} cannot hold {spec}"
+        return pool
 
     def _make_buffer(self, dim: int) -> torch.Tensor:
         shape = (self.size + self.page_size, self.head_num, dim)
@@ -258,6 +257,10 @@ class MHATokenToKVPool(KVCache):
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         index = self.wait_for_layer(layer_id)
         return self._as_dtype(self.k_buffer[index]), self._as_dtype(self.v_buffer[index])
+
+    def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        index = self._place[layer_id]
+        return self.k_buffer[index].view(self.dtype), self.v_buffer[index].view(self.dtype)
 
     def set_kv_buffer(
         self,
@@ -274,7 +277,7 @@ class MHATokenToKVPool(KVCache):
             cache_k: `[n, head_num, head_dim]`, any float dtype.
             cache_v: `[n, head_num, v_head_dim]`.
         """
-        index = (layer if isinstance(layer, int) else layer.layer_id) - self.start_layer
+        index = self._place[layer if isinstance(layer, int) else layer.layer_id]
         self.k_buffer[index].index_copy_(0, loc, self._as_stored(cache_k))
         self.v_buffer[index].index_copy_(0, loc, self._as_stored(cache_v))
 

@@ -1,8 +1,18 @@
-"""Kinds of state that a model keeps: their names, and what a prefix needs of each. Plain data."""
+"""Kinds of state that a model keeps: their names, shapes and layers. Plain data, any thread.
+
+A model describes its state by `StateSpec`s; pools, sizes and what lies below L1 follow from them.
+Units: an item is what one slot of a pool stores in one layer: one token's part, or one state.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PoolName(StrEnum):
@@ -20,3 +30,147 @@ class PoolHitPolicy(StrEnum):
     """A page for each KV page."""
     TRAILING_PAGES = "trailing_pages"
     """A state at the end of the prefix only."""
+
+
+class ItemKind(StrEnum):
+    """What one slot of a pool stands for."""
+
+    TOKEN = "token"
+    """One token; slots come in pages."""
+    STATE = "state"
+    """A whole prefix."""
+
+
+class RankSplit(StrEnum):
+    """How a pool's contents relate to those of the other tensor-parallel ranks."""
+
+    HEADS = "heads"
+    """Each rank has heads of its own."""
+    REPLICATED = "replicated"
+    """Heads are fewer than ranks: several ranks have the same head."""
+    SAME = "same"
+    """There is nothing to split: every rank has the same bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The heads that a rank has: `[begin, end)` of `total`.
+
+    Ranks with equal shares hold equal bytes. State without heads is one head that all ranks have.
+    """
+
+    split: RankSplit = RankSplit.HEADS
+    begin: int = 0
+    end: int = 1
+    total: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateBuffer:
+    """One tensor of a layer's state, without its first dimension, the slots."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Dimensions of one item, on this rank."""
+    dtype: torch.dtype
+    """Of the values, as attention reads them; a pool may store fp8 as bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one item in one layer."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """One kind of state of a model, on one rank.
+
+    Raises:
+        ValueError: No layers or no buffers, or layers that are not ascending.
+    """
+
+    name: PoolName
+    layers: tuple[int, ...]
+    """Model layers that have this state, ascending: layer `layers[i]` is the pool's layer i."""
+    buffers: tuple[StateBuffer, ...]
+    """The tensors of each layer."""
+    item: ItemKind = ItemKind.TOKEN
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+    share: RankShare = RankShare()
+    indices_from_pool: PoolName | None = None
+    """The pool whose slots this one shares (a sidecar); None: it has slots of its own."""
+
+    def __post_init__(self) -> None:
+        if not self.layers or not self.buffers or sorted(set(self.layers)) != list(self.layers):
+            raise ValueError(
+                f"state '{self.name}' needs buffers, and layers in ascending order: "
+                f"{len(self.buffers)} buffers, layers {list(self.layers)}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first buffer: keys, a latent row, a recurrent state."""
+        return self.buffers[0].dtype
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one item in one layer."""
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one item over all layers."""
+        return self.layer_bytes * len(self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSpec(StateSpec):
+    """Keys and values per head: `k` `[head_num, head_dim]` and `v` `[head_num, v_head_dim]`."""
+
+    name: PoolName = PoolName.KV
+
+    @classmethod
+    def of_heads(
+        cls,
+        layers: tuple[int, ...],
+        head_num: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        v_head_dim: int | None = None,
+        share: RankShare | None = None,
+    ) -> KVSpec:
+        """The spec of `head_num` KV heads on this rank.
+
+        Args:
+            v_head_dim: Elements of a value of one head; as `head_dim` by default.
+            share: Which heads of the model these are; None: all of them.
+        """
+        return cls(
+            layers=layers,
+            buffers=(
+                StateBuffer("k", (head_num, head_dim), dtype),
+                StateBuffer("v", (head_num, head_dim if v_head_dim is None else v_head_dim), dtype),
+            ),
+            share=share or RankShare(RankSplit.HEADS, 0, head_num, head_num),
+        )
+
+    @property
+    def head_num(self) -> int:
+        """KV heads on this rank."""
+        return self.buffers[0].shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key of one head."""
+        return self.buffers[0].shape[1]
+
+    @property
+    def v_head_dim(self) -> int:
+        """Elements of a value of one head."""
+        return self.buffers[1].shape[1]
+
+
+def bytes_per_token(specs: tuple[StateSpec, ...]) -> int:
+    """Bytes that one token takes in the paged pools of `specs`, over all layers, on this rank."""
+    return sum(spec.num_bytes for spec in specs if spec.item is ItemKind.TOKEN)

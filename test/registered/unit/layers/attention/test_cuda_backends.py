@@ -12,6 +12,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.attention_cases import (
     FP8,
     PagedContexts,
@@ -43,16 +44,11 @@ def make(
     name: str, shape: tuple[int, int, int], page_size: int, kv_dtype: torch.dtype = BF16
 ) -> AttentionBackend:
     heads, kv_heads, head_dim = shape
+    kv = KVSpec.of_heads((0,), kv_heads, head_dim, kv_dtype)
     return create_attention_backend(
         name,
         AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=BF16,
-            kv_dtype=kv_dtype,
-            device="cuda",
+            num_heads=heads, specs={kv.name: kv}, page_size=page_size, dtype=BF16, device="cuda"
         ),
     )
 

@@ -24,20 +24,16 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.attention_cases import PagedContexts, assert_close, attention_layer, queries
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
+KV = KVSpec.of_heads((0,), KV_HEADS, DIM, torch.float32)
 CONFIG = AttentionConfig(
-    num_heads=HEADS,
-    num_kv_heads=KV_HEADS,
-    head_dim=DIM,
-    page_size=1,
-    dtype=torch.float32,
-    kv_dtype=torch.float32,
-    device="cpu",
+    num_heads=HEADS, specs={KV.name: KV}, page_size=1, dtype=torch.float32, device="cpu"
 )
 POOL = 1024
 
@@ -91,7 +87,7 @@ class Bench:
             extend_prefix_lens_cpu=[a - b for a, b in zip(lens, new, strict=True)],
             extend_seq_lens_cpu=new,
         )
-        backend = TorchNativeAttnBackend(CONFIG, view_bytes=view_tokens * CONFIG.kv_bytes)
+        backend = TorchNativeAttnBackend(CONFIG, view_bytes=view_tokens * KV.layer_bytes)
         backend.init_forward_metadata(batch)
         got = backend.forward(q, k, v, self.layer, batch)
         assert torch.equal(self.pool.k_buffer[1][loc], k)
@@ -153,7 +149,7 @@ def test_a_token_that_is_cached_is_stored_as_padding(
     batch = made.decode_batch() if is_decode else made.extend_batch(prefixes)
     last, batch.out_cache_loc = batch.out_cache_loc, torch.zeros_like(batch.out_cache_loc)
     config = dataclasses.replace(CONFIG, page_size=page_size)
-    backend = TorchNativeAttnBackend(config, view_bytes=view_tokens * CONFIG.kv_bytes)
+    backend = TorchNativeAttnBackend(config, view_bytes=view_tokens * KV.layer_bytes)
     backend.init_forward_metadata(batch)
     q = queries(len(lens), HEADS, DIM, torch.float32, "cpu")
     k, v = made.k[last], made.v[last]
@@ -217,7 +213,10 @@ def test_unknown_backend_is_refused_by_name() -> None:
 
 
 def test_flashinfer_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = dataclasses.replace(CONFIG, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+    def keeping(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+        return {"specs": {KV.name: KVSpec.of_heads((0,), KV_HEADS, head_dim, dtype)}}
+
+    half = dataclasses.replace(CONFIG, dtype=torch.bfloat16, **keeping(DIM, torch.bfloat16))
     with pytest.raises(ValueError, match="'flashinfer' does not run on 'cpu': use torch_native"):
         create_attention_backend("flashinfer", half)
     half = dataclasses.replace(half, device="cuda:0")
@@ -228,8 +227,8 @@ def test_flashinfer_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"dtype": torch.float32}, "--dtype bfloat16 or float16"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "--kv-cache-dtype auto, not torch.bfloat16"),
-        ({"head_dim": 80}, "a head_dim of 64, 128, 256, not 80"),
+        (keeping(64, torch.float8_e4m3fn), "--kv-cache-dtype auto, not torch.bfloat16"),
+        (keeping(80, torch.bfloat16), "a head_dim of 64, 128, 256, not 80"),
     ]
     for fields, message in wrong:
         with pytest.raises(ValueError, match=message):

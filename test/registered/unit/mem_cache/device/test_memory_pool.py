@@ -86,11 +86,24 @@ def test_readers_wait_for_their_layer_and_writers_do_not() -> None:
     counter = SpyCounter()
     pool.register_layer_transfer_counter(counter)
     pool.set_kv_buffer(10, torch.tensor([4]), torch.ones(1, 2, 3), torch.ones(1, 2, 5))
+    pool.kv_buffer_to_write(11)
     assert counter.waits == []
     pool.get_key_buffer(10)
     pool.get_value_buffer(11)
     pool.get_kv_buffer(11)
-    assert counter.waits == [0, 1, 1]
+    assert counter.waits == [10, 11, 11]
+
+
+def test_a_layer_is_the_models_and_the_pool_finds_its_own() -> None:
+    """Layers 3 and 7 of a hybrid have keys and values: they are the pool's layers 0 and 1."""
+    pool = MHATokenToKVPool(8, 4, torch.float32, 2, 3, 2, "cpu", layers=[3, 7])
+    assert (pool.start_layer, pool.end_layer, pool.layer_num) == (3, 7, 2)
+    pool.set_kv_buffer(Layer(7), torch.tensor([4]), torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    assert pool.get_key_buffer(7) is pool.k_buffer[1]
+    assert pool.kv_buffer_to_write(3)[1].data_ptr() == pool.v_buffer[0].data_ptr()
+    assert [buffer.sum().item() for buffer in pool.k_buffer] == [0, 6]
+    with pytest.raises(KeyError):
+        pool.get_key_buffer(1)
 
 
 def test_move_and_sizes() -> None:
@@ -108,6 +121,11 @@ def test_move_and_sizes() -> None:
 def test_bad_sizes_are_named() -> None:
     with pytest.raises(ValueError, match="size=6"):
         MHATokenToKVPool(6, 4, torch.float32, 1, 1, 1, "cpu")
+    for layers in ([1], [2, 1]):
+        with pytest.raises(ValueError, match="layers"):
+            MHATokenToKVPool(8, 4, torch.float32, 1, 1, 2, "cpu", layers=layers)
+    with pytest.raises(ValueError, match="end_layer=2"):
+        MHATokenToKVPool(8, 4, torch.float32, 1, 1, 2, "cpu", end_layer=2)
     with pytest.raises(ValueError, match="max_context_len=0"):
         ReqToTokenPool(1, 0, "cpu")
     with pytest.raises(ValueError, match="enable_memory_saver"):

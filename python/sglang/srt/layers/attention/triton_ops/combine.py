@@ -24,7 +24,7 @@ def _combine_kernel(
     if peak == float("inf"):
         return
     weight = tl.exp2(lse - peak)
-    # What was not written has no weight and is not read.
+    # Parts that were not written have no weight and are not read.
     inside = (weight > 0.0)[:, None] & (cols < HEAD_DIM)[None, :]
     at = (row * SPLITS + splits)[:, None] * HEAD_DIM + cols[None, :]
     parts = tl.load(parts_ptr + at, mask=inside, other=0.0)
@@ -93,10 +93,11 @@ def merge_into_(
 
     Args:
         out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.
-        lse: Contiguous fp32 `[num_heads, num_tokens]`, natural logarithms; likewise.
+        lse: Contiguous fp32 `[num_heads, num_tokens]`, natural logarithms of the masses;
+            `other_lse` likewise.
 
     Returns:
-        The logarithms of the joined masses, as `lse`.
+        Logarithms of the joined masses, of the shape of `lse`.
     """
     num_tokens, num_heads, head_dim = out.shape
     assert out.is_contiguous() and other.is_contiguous()

@@ -2,8 +2,8 @@
 
 The query heads that share a KV head are the rows of one matrix product, so that the context is
 read once; contexts are split over programs where there are too few requests to fill the device,
-and whoever of them ends last joins the parts. The grid depends on the batch's size alone, never on
-lengths: it can be captured in a graph.
+and the program that ends last joins the parts. The grid depends on the size of the batch and not
+on lengths, so it can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_ran
 
 BLOCK_N = 64
 PROGRAMS = 512
-"""How many fill the device; more cost more than they even out."""
+"""Programs that fill the device; more would cost more than they balance."""
 MAX_SPLITS = 32
 LONG_SPLITS = (4, 16)
 LONG_TOKENS = 2048
 LONG_PROGRAMS = 8192
-"""Batches that fill the device are split nevertheless, in parts of at least this: one long
-context among short ones would keep all waiting. Programs that find nothing to do cost little, so
-that there may be as many as this."""
+"""Batches that fill the device are split too, because one long context among short ones would keep
+all waiting: into parts of at least `LONG_TOKENS`, by at most `LONG_PROGRAMS` programs. A program
+that finds nothing to do costs little."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
 

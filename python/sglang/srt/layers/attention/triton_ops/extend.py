@@ -113,10 +113,10 @@ class ExtendWork:
     """Query rows of a block, a power of 2."""
     splits: int
     begin: int
-    """First token of the batch that is worked on; those of `blocks` count from it."""
+    """First token of the batch that is worked on; token numbers in `blocks` count from it."""
     end: int
     is_padded: bool = False
-    """The last tokens may be in no block: they get zeros."""
+    """The last tokens may be in no block; their output is zeros."""
 
 
 def plan_blocks(
@@ -131,8 +131,8 @@ def plan_blocks(
     """Cut requests into blocks.
 
     Args:
-        segments: Of each request: table row, first token in the batch, prefix, new tokens.
-            Ascending in the batch's order; what lies between them is not worked on.
+        segments: For each request its table row, first token in the batch, tokens of its prefix,
+            new tokens; in the order of the batch. Tokens between segments are not worked on.
         group: Query heads of a KV head.
         device: Of the pool.
     """
@@ -156,9 +156,10 @@ def plan_any_blocks(
     head_dim: int,
     device: torch.device | str,
 ) -> ExtendWork:
-    """Work for any requests, at most `num_requests` with `num_tokens` new tokens together.
+    """Work for any step of at most `num_requests` requests and `num_tokens` new tokens.
 
-    Its blocks are empty; `put_blocks` fills them. Launched always alike, it can be captured.
+    Its blocks are empty; `put_blocks` fills them. Every step is launched alike, so it can be
+    captured.
     """
     rows = _query_rows(num_tokens, group)
     whole = -(-num_tokens // (rows // group))
@@ -168,7 +169,8 @@ def plan_any_blocks(
 
 
 def put_blocks(work: ExtendWork, segments: Sequence[tuple[int, int, int, int]], group: int) -> None:
-    """Fill work of `plan_any_blocks` with a step's requests, as of `plan_blocks`; does not wait."""
+    """Fill the work of `plan_any_blocks` with a step's segments (see `plan_blocks`); does not
+    wait for the device."""
     blocks = cut_into_blocks(segments, work.rows // group)
     full = torch.zeros(work.blocks.shape, dtype=torch.int32)
     full[: len(blocks)] = blocks
@@ -187,7 +189,7 @@ def cut_into_blocks(segments: Sequence[tuple[int, int, int, int]], per_block: in
 
 
 def _query_rows(longest: int, group: int) -> int:
-    """Rows of a block where the longest request has so many tokens."""
+    """Query rows of a block, for requests of at most `longest` new tokens."""
     return max(16, 1 << (min(128, longest * group) - 1).bit_length(), 1 << (group - 1).bit_length())
 
 
@@ -199,7 +201,11 @@ def _count_splits(
     num_kv_heads: int,
     head_dim: int,
 ) -> int:
-    """A power of 2 that fills the device; None: of a context of any length."""
+    """Splits of a context that fill the device, a power of 2.
+
+    Args:
+        context: Tokens of the longest context; None: it may have any length.
+    """
     wanted = min(
         PROGRAMS // (num_blocks * num_kv_heads),
         MAX_SPLITS if context is None else context // MIN_SPLIT_TOKENS,
@@ -221,14 +227,14 @@ def extend_attention(
     window: int = 0,
     launch: tuple[int, int, int] | None = None,
 ) -> None:
-    """Attend, for the tokens that `work` names.
+    """Attend from the tokens that `work` names.
 
-    Rows of `out` before and behind them are left as they are, rows between them are garbage, or
-    zeros where the work is padded.
+    Rows of `out` before the first and behind the last of them are not written. Rows between them
+    that `work` does not name get garbage, or zeros where the work is padded.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, dense but for the first stride.
-        k_pool: As in `decode_attention`, the new tokens' included.
+        k_pool: As in `decode_attention`; holds the new tokens' keys too.
         out: Contiguous `[num_tokens, num_heads * head_dim]`.
         window: Tokens that a token sees, itself included; 0: all before it.
         launch: Tokens a block, warps, stages; None: the fastest.
@@ -246,7 +252,7 @@ def extend_attention(
     if work.is_padded:
         out.zero_()
         if splits > 1:
-            lse.fill_(math.inf)  # there is nothing to join but what a block says
+            lse.fill_(math.inf)  # rows that no block writes have nothing to join
     if launch is None:
         # fp32 takes twice the shared memory, and its products are made of three.
         launch = (64, 4, 3) if q.element_size() == 2 else (32, 4, 2)

@@ -15,11 +15,11 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     least: tl.tensor,
     BLOCK_N: tl.constexpr,
 ):
-    """Tokens `[begin, end)` of `[first, last)` that number `split` of `splits` takes, and how many
-    parts there are.
+    """The tokens `[begin, end)` of `[first, last)` that one split takes, and the number of splits
+    that take any.
 
-    Each takes `least` tokens at least, whole blocks, unless all of them together have fewer; those
-    that nothing is left for get none.
+    A split takes whole blocks, and at least `least` tokens where there are so many. Splits behind
+    the last token take none.
     """
     wanted = tl.minimum(splits, tl.maximum((last - first) // least, 1))
     per_part = tl.cdiv(tl.cdiv(last - first, wanted), BLOCK_N) * BLOCK_N

@@ -1,0 +1,69 @@
+"""Device pools by kind of state: which class holds what a model's specs describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
+
+Spec = TypeVar("Spec", bound=StateSpec)
+MakePool = Callable[[Spec, int, int, torch.device | str], BaseDevicePool]
+"""Spec, slots besides the padding page, slots of a page, device."""
+
+_POOLS: dict[type[StateSpec], MakePool[StateSpec]] = {}
+
+
+def register_pool(spec_type: type[Spec], make: MakePool[Spec]) -> None:
+    """From now on `make` makes the pools of specs whose class is `spec_type`.
+
+    Raises:
+        ValueError: Another one does.
+    """
+    if spec_type in _POOLS:
+        raise ValueError(f"{spec_type.__name__} has a pool already")
+    _POOLS[spec_type] = make  # type: ignore[assignment]  # called with this class alone
+
+
+def make_pools(
+    specs: Sequence[StateSpec], size: int, page_size: int, device: torch.device | str
+) -> dict[PoolName, BaseDevicePool]:
+    """A pool for each spec, or none.
+
+    Args:
+        specs: Of one model; no two have the same name.
+        size: Token slots besides the padding page, whole pages; all pools share their numbers.
+        page_size: Tokens of a page.
+
+    Raises:
+        ValueError: No class holds such state, two specs have one name, or a sidecar's pool is
+            missing; names the state. No memory is taken then.
+    """
+    names = [spec.name for spec in specs]
+    for spec in specs:
+        if names.count(spec.name) > 1:
+            raise ValueError(f"the model has two kinds of state called '{spec.name}'")
+        if spec.indices_from_pool not in (None, *names):
+            raise ValueError(
+                f"state '{spec.name}' shares the slots of '{spec.indices_from_pool}', "
+                "which the model does not have"
+            )
+        if type(spec) not in _POOLS:
+            raise ValueError(
+                f"there is no device pool for state '{spec.name}' ({type(spec).__name__})"
+            )
+    return {spec.name: _POOLS[type(spec)](spec, size, page_size, device) for spec in specs}
+
+
+def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
+    """The one of a model's pools whose slots requests own; others share them or hang on it."""
+    pool = pools[PoolName.KV]
+    assert isinstance(pool, KVCache), f"{type(pool).__name__} has no slots for tokens"
+    return pool
+
+
+register_pool(KVSpec, MHATokenToKVPool.from_spec)

@@ -1,0 +1,78 @@
+"""Weights from the files of a checkpoint, and what is wrong with the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError  # noqa: TID251 - the error alone; nothing is unpickled here
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.weight_files import REMEDY, weight_files
+from sglang.srt.model_loader.weight_source import WeightSlots
+
+
+class SafetensorsFiles:
+    """Files that are mapped into memory, of which only this rank's parts are read."""
+
+    def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
+        """Raises ValueError: the files are not there, or others are."""
+        self.name = model_config.model_path
+        self._files = weight_files(Path(self.name), load_config.load_format)
+
+    def fill(self, slots: WeightSlots) -> None:
+        """See `WeightSource`."""
+        for file in self._files:
+            _fill_from_safetensors(slots, file)
+
+
+class PickledFiles:
+    """Pickled state dicts, each of which is in memory as a whole while it is read."""
+
+    def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
+        """Raises ValueError: the files are not there."""
+        self.name = model_config.model_path
+        self._files = weight_files(Path(self.name), load_config.load_format)
+
+    def fill(self, slots: WeightSlots) -> None:
+        """See `WeightSource`."""
+        for file in self._files:
+            for name, tensor in _read_pickled(file).items():
+                if not isinstance(tensor, torch.Tensor):
+                    raise ValueError(
+                        f"{file}: entry {name!r} is not a tensor: use a plain state dict"
+                    )
+                slot = slots.take(str(name), tuple(tensor.shape), file)
+                if slot is not None:
+                    slot.fill(tensor)
+
+
+def _fill_from_safetensors(slots: WeightSlots, file: Path) -> None:
+    name = "its header"
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as opened:
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                name = f"tensor {key!r}"
+                whole = opened.get_slice(key)
+                slot = slots.take(key, tuple(whole.get_shape()), file)
+                if slot is not None:
+                    slot.fill(whole if slot.is_split else opened.get_tensor(key))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file} is torn or not safetensors, at {name} ({error}): {REMEDY}"
+        ) from error
+
+
+def _read_pickled(file: Path) -> dict[object, object]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{file} is torn or not a plain pickled state dict ({cause}): {REMEDY}"
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} holds a {type(state).__name__}, not a state dict: {REMEDY}")
+    return state

@@ -1,0 +1,94 @@
+"""Where weights come from, and the account of which slots of a model they have filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.models.causal_lm import CausalLM
+
+
+class WeightSource(Protocol):
+    """Has the weights of one model."""
+
+    @property
+    def name(self) -> str:
+        """For logs and errors."""
+
+    def fill(self, slots: WeightSlots) -> None:
+        """Fill the slots, each from the tensor of its name, and read no more than this rank's part.
+
+        Raises:
+            ValueError: One line that names the file and the tensor that is unexpected, torn or of
+                another shape, and the remedy.
+        """
+
+
+class WeightSlots:
+    """The slots of a model, and which of them are still empty. One thread uses it."""
+
+    def __init__(self, model: CausalLM, on_taken: Callable[[], object]) -> None:
+        """Args:
+        on_taken: Called for each slot when it is taken.
+        """
+        self._model = model
+        self._on_taken = on_taken
+        named = list(model.weight_slots())
+        self._all = dict(named)
+        assert len(self._all) == len(named), "two slots take one tensor"
+        self._empty = dict(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def take_all(self) -> Iterator[tuple[str, WeightSlot]]:
+        """Each slot that is empty, to be filled before the next one is asked for."""
+        for name, slot in list(self._empty.items()):
+            del self._empty[name]
+            yield name, slot
+            self._on_taken()
+
+    def take(self, name: str, shape: tuple[int, ...], file: Path) -> WeightSlot | None:
+        """The slot of a checkpoint tensor, to be filled now; None: the model does without it.
+
+        Args:
+            shape: Of the whole tensor.
+            file: Where it is, for errors.
+
+        Raises:
+            ValueError: The tensor has no slot, was there before, or has another shape.
+        """
+        slot = self._empty.pop(name, None)
+        if slot is None:
+            if name in self._all:
+                raise ValueError(
+                    f"{file}: tensor {name!r} is there twice: remove the stray weight file"
+                )
+            if self._model.is_redundant(name):
+                return None
+            raise ValueError(
+                f"{file}: tensor {name!r} has no place in {type(self._model).__name__}: "
+                "the weights and config.json are not of the same model"
+            )
+        if shape != slot.shape:
+            raise ValueError(
+                f"{file}: tensor {name!r} has shape {list(shape)}, config.json asks for "
+                f"{list(slot.shape)}: the weights and config.json are not of the same model"
+            )
+        self._on_taken()
+        return slot
+
+    def check_filled(self, source: str) -> None:
+        """Raise ValueError where a slot is empty.
+
+        Args:
+            source: The name of what was to fill them.
+        """
+        if self._empty:
+            first = next(iter(self._empty))
+            raise ValueError(
+                f"{source}: tensor {first!r} is in no weight file ({len(self._empty)} of "
+                f"{len(self)} are missing): copy the checkpoint again"
+            )

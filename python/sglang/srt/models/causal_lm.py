@@ -1,0 +1,50 @@
+"""What a model offers to those who load, run and size it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.weight_slot import NamedSlots
+from sglang.srt.mem_cache.device.state_spec import StateSpec
+
+
+class CausalLM(Protocol):
+    """A causal language model, or one rank's share of it. The thread that runs it uses it."""
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Run one step.
+
+        Args:
+            input_ids: int64 `[num_tokens]`.
+            positions: int64 `[num_tokens]`.
+
+        Returns:
+            Logits of each request's last token, fp32 `[bs, vocab_size]`.
+        """
+
+    def weight_slots(self) -> NamedSlots:
+        """Every checkpoint tensor that the model needs: full name and place."""
+
+    def is_redundant(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor though the model computes or shares it."""
+
+    def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """What the model keeps per token and per prefix; the KV that others hang on comes first.
+
+        Args:
+            kv_dtype: In which keys, values and latent rows are to be stored.
+        """
+
+    def attention_layers(self) -> Iterator[RadixAttention]:
+        """Every attention layer, in the model's order; each says of which kind it is."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """The weights."""

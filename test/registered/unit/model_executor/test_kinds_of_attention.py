@@ -1,0 +1,277 @@
+"""A model whose layers attend in two ways and keep two kinds of state, in one forward.
+
+The second kind is uniform attention: a token sees the mean of all values up to itself, so values
+are all that it keeps. Ordinary attention does the same where its queries are zeros, which makes
+transformers' own llama the oracle.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM as HfLlama
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.attention_registry import (
+    create_attention_backends,
+    register_attention_backend,
+)
+from sglang.srt.layers.attention.base_attn_backend import (
+    FULL_ATTENTION,
+    AttentionBackend,
+    AttentionConfig,
+    AttentionKind,
+)
+from sglang.srt.layers.attention.mixed_backend import MixedAttnBackend, join_backends, uncaptured
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import Rotation
+from sglang.srt.mem_cache.device import pool_registry
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.pool_registry import register_pool
+from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateBuffer, StateSpec
+from sglang.srt.model_loader import loader
+from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM
+from sglang.srt.models.registry import MODEL_CLASSES
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+UNIFORM = AttentionKind("uniform")
+UNIFORM_LAYERS = (1, 2)
+LAYERS = 4
+
+
+class ValueSpec(StateSpec):
+    """Values alone, in the slots of the keys and values of the other layers."""
+
+
+class ValuePool(BaseDevicePool):
+    """`[size + page_size, heads, head_dim]` for each layer."""
+
+    def __init__(
+        self, spec: ValueSpec, size: int, page_size: int, device: torch.device | str
+    ) -> None:
+        super().__init__(spec, size, device)
+        (values,) = spec.buffers
+        self.buffers = [
+            torch.zeros(size + page_size, *values.shape, dtype=values.dtype) for _ in spec.layers
+        ]
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        raise NotImplementedError("nothing here copies pages")
+
+
+class UniformBackend(AttentionBackend):
+    """Means over the contexts that the table of slots names."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.group = config.num_heads // config.specs[PoolName.INDEXER].buffers[0].shape[0]
+        self.num_planned = 0
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        self.num_planned += 1
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert rows is None, "no uniform layer is the last"
+        news = forward_batch.extend_seq_lens_cpu
+        assert news is not None
+        return torch.cat(
+            [
+                self._mean(forward_batch, layer, request, length - new + 1 + i)
+                for request, (length, new) in enumerate(
+                    zip(forward_batch.seq_lens_cpu, news, strict=True)
+                )
+                for i in range(new)
+            ]
+        )
+
+    def forward_decode(
+        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        lens = forward_batch.seq_lens_cpu
+        return torch.cat(
+            [self._mean(forward_batch, layer, i, length) for i, length in enumerate(lens)]
+        )
+
+    def _mean(
+        self, batch: ForwardBatch, layer: RadixAttention, request: int, length: int
+    ) -> torch.Tensor:
+        assert batch.pools is not None
+        pool = batch.pools[PoolName.INDEXER]
+        assert isinstance(pool, ValuePool)
+        values = pool.buffers[pool.wait_for_layer(layer.layer_id)]
+        row = batch.req_pool_indices[request]
+        slots = batch.req_to_token_pool.req_to_token[row, :length]
+        return values[slots].mean(0).repeat_interleave(self.group, 0).reshape(1, -1)
+
+
+class UniformAttention(LlamaAttention):
+    """Has llama's weights and asks neither queries nor keys."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
+        v = qkv[:, -self.attn.num_kv_heads :]
+        assert forward_batch.pools is not None
+        pool = forward_batch.pools[PoolName.INDEXER]
+        assert isinstance(pool, ValuePool)
+        values = pool.buffers[pool.spec.layers.index(self.attn.layer_id)]
+        values[forward_batch.out_cache_loc] = v
+        attended = self.attn.forward(v, v, v, forward_batch, save_kv_cache=False, rows=rows)
+        return self.o_proj.forward(attended, residual)
+
+
+class MixedForCausalLM(LlamaForCausalLM):
+    """Llama with uniform attention in two of its layers."""
+
+    def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
+        super().__init__(config, placement)
+        for i in UNIFORM_LAYERS:
+            place = placement.at(f"model.layers.{i}.self_attn")
+            attention = UniformAttention(config, self.decoder_options(config), place, i)
+            attention.attn.kind = UNIFORM
+            self.model.decoder_layers[i].self_attn = attention
+
+    def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        first = next(self.attention_layers())
+        heads, dim = first.num_kv_heads, first.head_dim
+        full = tuple(i for i in range(LAYERS) if i not in UNIFORM_LAYERS)
+        values = ValueSpec(
+            name=PoolName.INDEXER,
+            layers=UNIFORM_LAYERS,
+            buffers=(StateBuffer("v", (heads, dim), kv_dtype),),
+            indices_from_pool=PoolName.KV,
+        )
+        return (KVSpec.of_heads(full, heads, dim, kv_dtype), values)
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_registry, "_POOLS", dict(pool_registry._POOLS))
+    monkeypatch.setattr(attention_registry, "_BACKENDS", dict(attention_registry._BACKENDS))
+    classes = {**MODEL_CLASSES, "LlamaForCausalLM": MixedForCausalLM}
+    monkeypatch.setattr(loader, "MODEL_CLASSES", MappingProxyType(classes))
+    register_pool(ValueSpec, ValuePool)
+    register_attention_backend(UNIFORM, "by_definition", "cpu", UniformBackend)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=LAYERS)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for i in UNIFORM_LAYERS:
+        tensors[f"model.layers.{i}.self_attn.q_proj.weight"].zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return tmp_path
+
+
+def test_both_kinds_run_in_one_forward(checkpoint: Path) -> None:
+    driver = StepDriver(checkpoint, page_size=4)
+    hf = HfLlama.from_pretrained(str(checkpoint))
+    contexts = [[5, 9, 13, 2, 8, 1], [7, 3]]
+    logits = driver.extend(list(enumerate(contexts))).next_token_logits
+    more = [[11, 4], [6]]
+    for step in range(4):
+        with torch.no_grad():
+            want = torch.cat([hf(torch.tensor([context])).logits[:, -1] for context in contexts])
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+        if step == 0:  # a prefix that the pools hold
+            contexts = [old + new for old, new in zip(contexts, more, strict=True)]
+            logits = driver.extend(list(enumerate(more))).next_token_logits
+            continue
+        words = want.argmax(-1).tolist()
+        contexts = [[*old, word] for old, word in zip(contexts, words, strict=True)]
+        logits = driver.decode(list(enumerate(words))).next_token_logits
+
+
+def test_each_kind_of_state_has_its_pool_and_its_share_of_the_size(checkpoint: Path) -> None:
+    runner = StepDriver(checkpoint, page_size=4).runner
+    assert {name: pool.spec.layers for name, pool in runner.pools.items()} == {
+        PoolName.KV: (0, 3),
+        PoolName.INDEXER: UNIFORM_LAYERS,
+    }
+    assert runner.token_to_kv_pool is runner.pools[PoolName.KV]
+    value_bytes = 2 * 16 * 4  # heads, dims, fp32
+    assert runner.kv_bytes_per_token() == 2 * 2 * value_bytes + 2 * value_bytes
+
+
+def test_each_kind_has_its_backend_and_plans_a_batch_once(checkpoint: Path) -> None:
+    driver = StepDriver(checkpoint, attention_backend="torch_native")
+    assert isinstance(driver.runner.attn_backend, MixedAttnBackend)
+    driver.extend([(0, [1, 2, 3])])
+    driver.decode([(0, 4)])
+    uniform = driver.runner._attn_backends[UNIFORM]
+    assert isinstance(uniform, UniformBackend)
+    assert uniform.num_planned == 2
+    assert isinstance(driver.runner._attn_backends[FULL_ATTENTION], TorchNativeAttnBackend)
+
+
+def test_what_cannot_run_is_refused_by_name(checkpoint: Path) -> None:
+    runner = StepDriver(checkpoint).runner
+    config = AttentionConfig(
+        num_heads=6,
+        specs={spec.name: spec for spec in runner.state_specs},
+        page_size=1,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    for name, kind, message in (
+        ("flashy", UNIFORM, "'flashy' is not supported: supported are by_definition"),
+        (
+            None,
+            AttentionKind("linear"),
+            "no attention backend for layers of kind 'linear' on 'cpu'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            create_attention_backends(name, {kind: config})
+    with pytest.raises(ValueError, match="'by_definition' is there for 'uniform' on 'cpu'"):
+        register_attention_backend(UNIFORM, "by_definition", "cpu", UniformBackend)
+
+
+class Capturable(UniformBackend):
+    can_be_captured = True
+
+
+def test_a_step_is_captured_where_every_kind_can_be(checkpoint: Path) -> None:
+    runner = StepDriver(checkpoint).runner
+    backends = dict(runner._attn_backends)
+    assert not runner.attn_backend.can_be_captured
+    refusal = "'full' by TorchNativeAttnBackend, 'uniform' by UniformBackend"
+    assert uncaptured(backends, lambda backend: backend.can_be_captured) == refusal
+    one = Capturable.__new__(Capturable)
+    both = {FULL_ATTENTION: one, UNIFORM: one}
+    assert join_backends(both).can_be_captured
+    assert uncaptured(both, lambda backend: backend.can_be_captured) == ""
+    assert uncaptured({UNIFORM: one}, lambda backend: backend.captures_extend) == (
+        "'uniform' by Capturable"
+    )
+    assert join_backends({UNIFORM: one}) is one
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
