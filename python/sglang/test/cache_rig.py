@@ -314,7 +314,7 @@ class HeldReads:
         self._is_open = calls is None
         storage_io.storage.batch_get_v2 = self._held_get  # type: ignore[method-assign]
         if pages_per_call is not None:
-            storage_io._pages_per_read = pages_per_call
+            storage_io.reads._pages_per_read = pages_per_call
 
     def __enter__(self) -> HeldReads:
         return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
+from sglang.srt.mem_cache.device.state_pool import DevicePool
 from sglang.srt.mem_cache.host.host_copy import CpuPageCopier, PagePair, PageView, page_view
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
 from sglang.srt.mem_cache.host.host_layout import (
@@ -14,27 +15,48 @@ from sglang.srt.mem_cache.host.host_layout import (
     page_byte_order,
 )
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
-from sglang.srt.mem_cache.host.host_pool import DevicePool, HostKVCache
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_rows import part_rows
 
 _PageCopier: TypeAlias = CpuPageCopier | CudaPageCopier
 
 
-class MHATokenToKVPoolHost(HostKVCache):
+class MHADevicePool(DevicePool, Protocol):
+    """What this kind of host pool needs of its device pool besides."""
+
+    @property
+    def k_buffer(self) -> list[torch.Tensor]:
+        """Per layer `[size + page_size, head_num, head_dim]`, `store_dtype`, contiguous."""
+
+    @property
+    def v_buffer(self) -> list[torch.Tensor]:
+        """Per layer `[size + page_size, head_num, v_head_dim]`."""
+
+    @property
+    def head_num(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
+class MHATokenToKVPoolHost(HostKVCache[MHADevicePool]):
     """Host pool of keys and values per head, in any of the four layouts."""
 
     kv_buffer: list[torch.Tensor]
-    _copier: tuple[DevicePool, _PageCopier] | None = None
+    _copier: tuple[MHADevicePool, _PageCopier] | None = None
 
-    def get_size_per_token(self) -> int:
-        pool = self.device_pool
-        elements = pool.head_num * (pool.head_dim + pool.v_head_dim) * pool.layer_num
-        return elements * pool.store_dtype.itemsize
+    @classmethod
+    def slot_bytes(cls, device_pool: MHADevicePool) -> int:
+        return _token_bytes(device_pool, device_pool.head_dim + device_pool.v_head_dim)
+
+    @classmethod
+    def shortest_part_bytes(cls, device_pool: MHADevicePool) -> int:
+        return _token_bytes(device_pool, min(device_pool.head_dim, device_pool.v_head_dim))
 
     def get_ksize_per_token(self) -> int:
         """Bytes of one token's keys over all layers."""
-        pool = self.device_pool
-        return pool.head_num * pool.head_dim * pool.layer_num * pool.store_dtype.itemsize
+        return _token_bytes(self.device_pool, self.device_pool.head_dim)
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
         k_shape, v_shape = (
@@ -60,20 +82,20 @@ class MHATokenToKVPoolHost(HostKVCache):
 
     def backup_from_device_all_layer(
         self,
-        device_pool: DevicePool,
+        device_pool: MHADevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
     ) -> None:
         self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
 
-    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
+    def prefers_cpu_slots(self, device_pool: MHADevicePool, io_backend: str) -> bool:
         copier = self._copier_of(device_pool)
         return isinstance(copier, CudaPageCopier) and copier.prefers_cpu_slots(io_backend)
 
     def load_to_device_per_layer(
         self,
-        device_pool: DevicePool,
+        device_pool: MHADevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         layer_id: int,
@@ -82,14 +104,14 @@ class MHATokenToKVPoolHost(HostKVCache):
         copier = self._copier_of(device_pool)
         copier.load_layer(host_indices, device_indices, layer_id, io_backend)
 
-    def _copier_of(self, device_pool: DevicePool) -> _PageCopier:
+    def _copier_of(self, device_pool: MHADevicePool) -> _PageCopier:
         """What copies between this pool and `device_pool`, made when first asked for."""
         if self._copier is None or self._copier[0] is not device_pool:
             make = self._cuda_copier if device_pool.k_buffer[0].is_cuda else self._cpu_copier
             self._copier = (device_pool, make(device_pool))
         return self._copier[1]
 
-    def _cuda_copier(self, device_pool: DevicePool) -> CudaPageCopier:
+    def _cuda_copier(self, device_pool: MHADevicePool) -> CudaPageCopier:
         parts = [
             part_rows([self._layer_pages(host, layer) for layer in range(self.layer_num)], dev)
             for host, dev in ((self._k, device_pool.k_buffer), (self._v, device_pool.v_buffer))
@@ -98,7 +120,7 @@ class MHATokenToKVPoolHost(HostKVCache):
         device = device_pool.k_buffer[0].device
         return CudaPageCopier(parts, self.page_size, self.page_num, device_pages, device)
 
-    def _cpu_copier(self, device_pool: DevicePool) -> CpuPageCopier:
+    def _cpu_copier(self, device_pool: MHADevicePool) -> CpuPageCopier:
         layers = [self._layer_pairs(device_pool, layer) for layer in range(self.layer_num)]
         device_pages = device_pool.size // self.page_size + 1
         return CpuPageCopier(layers, self.page_size, self.page_num, device_pages)
@@ -129,7 +151,7 @@ class MHATokenToKVPoolHost(HostKVCache):
     def _allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
         return self.allocator.allocate(shape, self.dtype, self.device, pin=self.pin_memory)
 
-    def _layer_pairs(self, device_pool: DevicePool, layer: int) -> list[PagePair]:
+    def _layer_pairs(self, device_pool: MHADevicePool, layer: int) -> list[PagePair]:
         """One layer's K and V, `[pages, page_size, bytes of a token]` each."""
         return [
             (
@@ -183,3 +205,8 @@ class MHATokenToKVPoolHost(HostKVCache):
         if page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR:
             return (2, self.page_size, self.layer_num, pool.head_num, pool.head_dim)
         return (2, self.layer_num, self.page_size, pool.head_num, pool.head_dim)
+
+
+def _token_bytes(pool: MHADevicePool, dim: int) -> int:
+    """Bytes of a token over all layers, with `dim` elements a head."""
+    return pool.head_num * dim * pool.layer_num * pool.store_dtype.itemsize

@@ -14,10 +14,10 @@ from sglang.srt.mem_cache.storage.types import CacheOutcome
 PAGES_PER_CALL: Final = 64
 """Pages of one get or put: enough to hide the round trip, few enough that a cut comes soon."""
 _STUCK_SHARE: Final = 8
-"""One of so many pages of L2 a get may be given at most: it keeps them for as long as it hangs."""
+"""A get is given one page in so many of L2 at most: it keeps them for as long as it hangs."""
 _PROMPTS_PER_QUESTION: Final = 16
 _PAGES_PER_QUESTION: Final = 1024
-"""Of the prompts that one call asks about; those of one prompt may be more."""
+"""All prompts of a question together; a single prompt may have more."""
 
 
 def pages_per_read(host_pages: int) -> int:
@@ -25,8 +25,10 @@ def pages_per_read(host_pages: int) -> int:
     return max(1, min(PAGES_PER_CALL, host_pages // _STUCK_SHARE))
 
 
-def questions(operations: Sequence[PrefetchOperation]) -> Iterator[list[PrefetchOperation]]:
-    """Prompts in groups that one call asks about, in their order."""
+def prompts_per_question(
+    operations: Sequence[PrefetchOperation],
+) -> Iterator[list[PrefetchOperation]]:
+    """Prompts in groups, in their order; one call asks the store about a group."""
     group: list[PrefetchOperation] = []
     pages = 0
     for operation in operations:
@@ -49,13 +51,13 @@ def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
     pages = 0
     for operation in queued:
         pages += len(operation.hashes)
-        may_join = operation.after in group or not waits_in_vain(operation)
+        may_join = operation.after in group or not lacks_predecessor(operation)
         if pages > PAGES_PER_CALL or not may_join:
             break
         group.append(operation)
     return group or list(queued[:1])
 
 
-def waits_in_vain(operation: StorageOperation) -> bool:
-    """Whether the pages before these are not in the store, so that nobody could use these."""
+def lacks_predecessor(operation: StorageOperation) -> bool:
+    """Whether the pages before these are not in the store, so that no reader could use these."""
     return operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED

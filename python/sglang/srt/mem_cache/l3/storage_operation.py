@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -22,7 +25,8 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 class PrefetchOperation:
     """Read the pages of a prompt that follow what L1 and L2 have of it, or what other reads bring.
 
-    Owns `host_indices` until they are published (what landed) or released (the rest).
+    Owns `host_indices` until they are published (what landed) or released (the rest). The slots of
+    `extra_transfers` stay the caller's.
     """
 
     request_id: str
@@ -42,6 +46,9 @@ class PrefetchOperation:
     """`time.monotonic()` seconds."""
     epoch: int
     """Of the store when the read began: what it held may be gone in a later one."""
+    extra_transfers: Sequence[PoolTransfer] = ()
+    """Host slots in other pools that have their own; see `parts_of_pages`. Pools that share others'
+    slots come along by themselves."""
 
     hit_pages: int = -1
     """Transfer thread: what the store reported, agreed by all ranks; -1 while unknown."""
@@ -49,7 +56,8 @@ class PrefetchOperation:
     """Transfer thread: pages that the store was given to write to, from the first on. Final once
     the read is cut."""
     landed_pages: int = 0
-    """Transfer thread: pages got and verified, from the first on."""
+    """Transfer thread: pages that can be used, from the first on: all their parts are there and
+    verified, and a state behind the last where a pool has states."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     wanted_pages: int = field(init=False)
@@ -68,6 +76,11 @@ class PrefetchOperation:
     def __post_init__(self) -> None:
         self._owned = [(0, len(self.host_indices))]
         self.wanted_pages = len(self.hashes)
+
+    @property
+    def transfers(self) -> list[PoolTransfer]:
+        """Where the pages go, the anchor's first."""
+        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
 
     @property
     def ended(self) -> bool:
@@ -162,8 +175,15 @@ class StorageOperation:
     """The write of the pages before these; writes are prefix-closed, so its failure is ours."""
     epoch: int
     """Of the store when the write was queued."""
+    extra_transfers: Sequence[PoolTransfer] = ()
+    """Host slots in other pools that have their own, pinned as well; see `parts_of_pages`."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all."""
+
+    @property
+    def transfers(self) -> list[PoolTransfer]:
+        """What is written, the anchor's first."""
+        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
 
     @property
     def ended(self) -> bool:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, StorageOperation
@@ -75,7 +76,7 @@ class HiRadixCache(PrefetchCache):
         metrics = HiCacheMetrics(params.metrics_registry)
         allocator = params.token_to_kv_pool_allocator
         io_backend, host_pool = build_kv_host_stack(
-            allocator.get_kvcache(),
+            params.model_pools or ModelPools.dense(allocator.get_kvcache()),
             ratio=server_args.hicache_ratio,
             size_gb=server_args.hicache_size,
             io_backend=server_args.hicache_io_backend,
@@ -378,9 +379,9 @@ class HiRadixCache(PrefetchCache):
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and why that size."""
-        pool = self.host_pool
+        pool, nbytes = self.host_pool, self.cache_controller.mem_pool_host.nbytes
         host = (
-            f"L2: {pool.size} tokens, {pool.page_num * pool.page_bytes / 1e9:.2f} GB of host "
+            f"L2: {pool.size} tokens, {nbytes / 1e9:.2f} GB of host "
             f"memory in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
         )
         return [host, self._attachment.describe()]

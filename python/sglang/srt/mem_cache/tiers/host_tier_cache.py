@@ -77,7 +77,7 @@ class HostTierCache(RadixCache):
     ) -> None:
         super().__init__(params)
         self.cache_controller = cache_controller
-        self.host_pool = cache_controller.mem_pool_host
+        self.host_pool = cache_controller.mem_pool_host.anchor
         self.write_policy = write_policy
         self.metrics = metrics
         self._reduce = reduce
@@ -380,7 +380,7 @@ class HostTierCache(RadixCache):
 
     def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
         super().check_integrity(request_slots)
-        self.host_pool.check_integrity()
+        self.cache_controller.mem_pool_host.check_integrity()
         books = PageBooks("host", self.host_pool.size, self.page_size)
         books.own_pages("the free list", self.host_pool.free_page_ids())
         for node in self.nodes():

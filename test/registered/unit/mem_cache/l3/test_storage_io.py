@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
+from sglang.srt.mem_cache.l3 import guarded_store, storage_writes
 from sglang.srt.mem_cache.l3.recent_timeouts import PERIOD_S, RecentTimeouts
 from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL, next_group
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
@@ -60,6 +60,7 @@ class HangingStore(HiCacheStorage):
         self,
         prompts: Sequence[list[str]],
         extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> list[PoolTransferResult]:
         self.questions.append(len(prompts))
         if self.is_mute:
@@ -145,7 +146,7 @@ class Bench:
         return pages
 
     def let_the_pause_pass(self) -> None:
-        self.io._breaker._retry_at = time.monotonic()
+        self.io.store._breaker._retry_at = time.monotonic()
 
 
 def wait_for(condition: object) -> None:
@@ -158,8 +159,8 @@ def wait_for(condition: object) -> None:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(storage_io_module, "_STUCK_AFTER_S", STUCK_S)
-    monkeypatch.setattr(storage_io_module, "_GATHER_S", 0.0)
+    monkeypatch.setattr(guarded_store, "_STUCK_AFTER_S", STUCK_S)
+    monkeypatch.setattr(storage_writes, "_GATHER_S", 0.0)
     made = Bench()
     yield made
     made.store.probe_gate.set()
@@ -191,7 +192,7 @@ def test_c10_a_page_that_timed_out_is_not_asked_for_again_though_probes_succeed(
 def test_c10_the_breaker_opens_once_for_a_call_that_hangs_and_fails(bench: Bench) -> None:
     bench.store.hangs, bench.store.raises = {"bad"}, True
     bench.read("bad")
-    assert bench.io._breaker._pause == 1.0, "one failure, one pause"
+    assert bench.io.store._breaker._pause == 1.0, "one failure, one pause"
     assert bench.metrics.breaker_open._value.get() == 1
     assert bench.read("good") is CacheOutcome.UNAVAILABLE
     bench.let_the_pause_pass()
@@ -241,8 +242,8 @@ def test_l3_is_asked_what_it_still_has_now_and_then_and_less_often_where_it_lose
         return operation.outcome
 
     def pause() -> float:
-        left = bench.io._check_at - time.monotonic()
-        bench.io._check_at = 0.0
+        left = bench.io.reads._check_at - time.monotonic()
+        bench.io.reads._check_at = 0.0
         return left
 
     assert check("a", "b") is CacheOutcome.LANDED
@@ -258,11 +259,11 @@ def test_l3_is_asked_what_it_still_has_now_and_then_and_less_often_where_it_lose
     assert bench.io.is_open
     bench.store.is_mute, bench.store.absent = False, set()
     bench.let_the_pause_pass()
-    bench.io._check_at = time.monotonic() + 100
+    bench.io.reads._check_at = time.monotonic() + 100
     asked = len(bench.store.questions)
     assert check("a", "b") is CacheOutcome.LANDED
     assert (len(bench.store.questions), bench.io.reconnects) == (asked, 1), "probed all the same"
-    bench.io._check_at = 0.0
+    bench.io.reads._check_at = 0.0
     assert check("a", "b") is CacheOutcome.LANDED
     assert 25 < pause() <= 30
 
