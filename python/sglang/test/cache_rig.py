@@ -18,6 +18,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
@@ -116,11 +117,16 @@ class CacheRig:
             page_size=self.page_size,
             eviction_policy=self.eviction_policy,
             weights_identity=self.weights_identity,
+            model_pools=self.model_pools(),
         )
         self.tree = (
             RadixCache(params) if self.settings is None else HiRadixCache(params, self.settings)
         )
         self._next_rid = self._arrivals = 0
+
+    def model_pools(self) -> ModelPools | None:
+        """The kinds of state of the rig's model; None: keys and values alone."""
+        return None
 
     @property
     def hi(self) -> HiRadixCache:
