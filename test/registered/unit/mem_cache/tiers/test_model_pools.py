@@ -5,6 +5,7 @@ The second kind is a mark a page, in layers of its own; the rig checks every mar
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +25,14 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
+from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_mooncake import FakeMooncakes
 from sglang.test.marks_rig import MarksRig
+from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.test.random_setup import impatient
 from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
@@ -227,6 +231,47 @@ def test_nothing_is_written_behind_a_page_whose_mark_was_refused(
     assert counts(writer.hi.metrics.backup_outcomes) == {"failed": 1, "short": 1}
     assert reader.run(PROMPT) == Reused(storage=12)
     reader.settle()
+
+
+_MOODS = ("well", "quick", "slow", "failing", "refusing", "rotten", "forgetful", "full")
+
+
+@pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
+@pytest.mark.parametrize("seed", range(3))
+def test_marks_are_right_whatever_the_store_does(backend: str, seed: int) -> None:
+    """Prompts of four families over small tiers; every reused mark is checked by the rig."""
+    rng = random.Random(seed)
+    with (
+        ObjectStore(seed) as store,
+        impatient(),
+        StorageRigs(**{STORE_KEY: store.name, "prefetch_timeout_max": 2.0}) as rigs,
+    ):
+        pair = [
+            rigs.make(
+                backend,
+                kind=MarksRig,
+                l1_pages=12,
+                hicache_ratio=1.5,
+                hicache_mem_layout=rng.choice(("page_first_direct", "layer_first")),
+                hicache_write_policy=rng.choice(WRITE_POLICIES),
+            )
+            for _ in range(2)
+        ]
+        reused = 0
+        for _ in range(120):
+            store.set_mood(rng.choice(_MOODS))
+            first = 1000 * rng.randrange(4)
+            prompt = [*range(first, first + rng.randrange(4, 41)), 7]
+            reused += rng.choice(pair).run(prompt).storage
+            if rng.random() < 0.1:
+                store.rot(rng)
+                rng.choice(pair).flush()
+        store.set_mood("quick")
+        store.release()
+        for rig in pair:
+            rig.settle()
+        assert reused, "L3 was of no use"
+        assert not store.contradictions
 
 
 # -- who may serve such a model ------------------------------------------------------------------
