@@ -153,10 +153,11 @@ class HostKVCache(ABC, Generic[PoolT]):
         device_indices: torch.Tensor,
         io_backend: str,
     ) -> None:
-        """Copy all layers of whole pages from the device pool."""
+        """Copy all layers of whole pages from the device pool. `device_indices` are on its device,
+        or on the CPU."""
 
     def prefers_cpu_slots(self, device_pool: PoolT, io_backend: str) -> bool:
-        """Whether backups had better be given their `device_indices` on the CPU."""
+        """Whether backups are faster with their `device_indices` on the CPU."""
         return False
 
     @abstractmethod

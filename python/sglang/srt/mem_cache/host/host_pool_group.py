@@ -26,7 +26,7 @@ class PoolEntry:
     """Model layer (0-based in the stack) to this pool's layer, None where it has no such layer."""
     is_primary_index_anchor: bool = False
     host_evict_fn: Callable[[int], Any] | None = None
-    """Frees at least so many host slots of this pool, if it can. Scheduler's thread."""
+    """Frees that many host slots of this pool, if it can. Scheduler's thread."""
     device_evict_fn: Callable[[int], Any] | None = None
     device_alloc_fn: Callable[[int], torch.Tensor | None] | None = None
     device_free_fn: Callable[[torch.Tensor], Any] | None = None
@@ -36,7 +36,7 @@ class PoolEntry:
 
 
 class HostPoolGroup:
-    """What is done to several pools together. Who means the anchor alone asks `anchor`.
+    """The operations on all pools of a model. What concerns the anchor alone is on `anchor`.
 
     Args:
         entries: One of them the anchor.
@@ -146,15 +146,15 @@ class HostPoolGroup:
         return entry, transfer.host_indices, transfer.device_indices
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
-        """Whether backups had better be given their device slots on the CPU: as the anchor, which
-        has most of the bytes, has it. Every pool takes them from there too."""
+        """Whether backups are faster with their device slots on the CPU. The anchor decides for all
+        pools, since it has most of the bytes."""
         return self.anchor.prefers_cpu_slots(self.anchor_entry.device_pool, io_backend)
 
     # -- all pools ---------------------------------------------------------------------------------
 
     @property
     def extra_pools(self) -> dict[str, AnyHostPool]:
-        """All but the anchor, by name: what a storage backend registers beside it."""
+        """All pools but the anchor, by name. A storage backend registers them after it."""
         return {
             name: entry.host_pool
             for name, entry in self.entries.items()
@@ -163,7 +163,7 @@ class HostPoolGroup:
 
     @property
     def extra_queries(self) -> list[PoolTransfer]:
-        """What a question to a store asks for beside the anchor's pages."""
+        """One transfer for each extra pool, with its hit policy, for questions to a store."""
         return [
             PoolTransfer(self.entries[name].name, hit_policy=self.entries[name].hit_policy)
             for name in self.extra_pools
@@ -171,7 +171,7 @@ class HostPoolGroup:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of a prefix in the pools that have one for each."""
+        """Bytes of one page of a prefix, over the pools that have a page for each."""
         return sum(
             entry.host_pool.page_bytes
             for entry in self.entries.values()

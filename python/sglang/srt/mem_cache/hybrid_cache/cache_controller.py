@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _WAIT_BOUND_S = 300.0
 _WAIT_STEP_S = 1.0
 _PAGES_AT_ONCE = 32
-"""Of a write that goes on in pieces: some 2,000 copies of a large model, a millisecond."""
+"""Pages in a piece of a write: some 2,000 copies of a large model, which take a millisecond."""
 
 
 class LayerDoneCounter:
@@ -80,7 +80,7 @@ class LayerDoneCounter:
 
 @dataclass(frozen=True, slots=True)
 class CacheOperation:
-    """A copy that has been asked for."""
+    """A copy between L1 and L2, queued or under way."""
 
     operation_id: int
     transfers: list[PoolTransfer]
@@ -97,11 +97,11 @@ class CacheOperation:
 
 @dataclass(slots=True)
 class _Locating:
-    """Writes that begin once the CPU knows their device slots, and go on in pieces."""
+    """Writes that begin when the CPU knows their device slots, and are issued in pieces."""
 
     operations: list[CacheOperation]
     transfers: list[PoolTransfer]
-    """Of all operations, the anchor's first."""
+    """Those of all operations, joined; the anchor's first."""
     device: HostCopies
     """The device slots of each transfer."""
     begun: int = 0
@@ -113,7 +113,7 @@ class _Locating:
 
 @dataclass(frozen=True, slots=True)
 class HiCacheAck:
-    """One copy under way for a whole tick's operations."""
+    """A copy under way, which all operations of a tick share."""
 
     finish_event: Event
     operation_ids: list[int]
@@ -223,7 +223,7 @@ class HiCacheController:
 
         Args:
             is_urgent: Wait for the slots, and issue everything.
-            soon: Another call follows in this tick, and had better pay for what it takes the CPU.
+            soon: Another call follows in this tick; issue nothing that can wait for it.
         """
         if self.write_queue:
             operations, self.write_queue = self.write_queue, []
@@ -239,7 +239,7 @@ class HiCacheController:
             if soon and not first.was_passed_over:
                 first.was_passed_over = True
                 break
-            # Where more wait, they come faster than pieces go.
+            # Where more writes wait, they come faster than pieces are issued.
             self._write_more(first, whole=is_urgent or len(self._locating) > 1)
             if first.begun < _slots_of_anchor(first.transfers):
                 break
@@ -248,8 +248,8 @@ class HiCacheController:
     def _write_more(self, write: _Locating, *, whole: bool) -> None:
         """Issue the next piece, or all the rest, of a write whose slots are known.
 
-        A few pages at a time: each is some dozens of copies, and issuing those of a whole prefill
-        takes the CPU longer than a decode step takes the device.
+        A page is some dozens of copies; issuing those of a whole prefill would take the CPU longer
+        than a decode step takes the device.
         """
         begin, total = write.begun, _slots_of_anchor(write.transfers)
         if begin == 0:
@@ -293,7 +293,7 @@ class HiCacheController:
         return operation
 
     def start_loading(self) -> int:
-        """Issue everything queued as one load; its producer index, -1 if nothing was queued."""
+        """Issue all queued loads as one; returns its producer index, -1 if nothing was queued."""
         if not self.load_queue:
             return -1
         index, layer_events = self.layer_done_counter.update_producer()
@@ -369,14 +369,14 @@ class HiCacheController:
         )
 
     def attach_storage_backend(self, storage_io: StorageIO) -> None:
-        """Use an L3 from now on. Raises ValueError where one is attached already."""
+        """Use `storage_io` from now on. Raises ValueError where another is attached."""
         if self.storage_io is not None:
             raise ValueError("a storage backend is attached already; detach it first")
         self.storage_io = storage_io
 
     def detach_storage_backend(self) -> StorageIO | None:
-        """Use L3 no longer. Its objects stay; no operation may be under way. Returns what is to be
-        closed; None where nothing was attached."""
+        """Detach L3, whose objects stay. No operation may be under way. Returns the `StorageIO`,
+        which the caller closes; None where none was attached."""
         storage_io, self.storage_io = self.storage_io, None
         self._metrics.breaker_open.set(0)
         return storage_io
@@ -405,8 +405,8 @@ def _slots_of_anchor(transfers: Sequence[PoolTransfer]) -> int:
 
 
 def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[PoolTransfer]:
-    """The anchor's tokens from `begin` to `end`; with the last of them, what other pools with slots
-    of their own write."""
+    """Transfers of the anchor's tokens from `begin` to `end`. Pools with slots of their own go with
+    the last piece."""
     slots = write.device.wait()
     anchor, host, device = write.transfers[0], write.transfers[0].host_indices, slots[0]
     assert host is not None and device is not None

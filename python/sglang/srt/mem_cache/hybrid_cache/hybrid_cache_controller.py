@@ -1,5 +1,8 @@
-"""Which pages of extra pools move with the anchor's: what is particular to models with several
-kinds of state. Their copies and transfers are made where everybody's are."""
+"""Which pages of extra pools move with the anchor's, for models with several kinds of state.
+
+The copies and transfers themselves are made by `HiCacheController` and `StorageIO`, as for a dense
+model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 
 
 class HybridTransfers:
-    """Completes the transfers of an operation. Scheduler's thread, except for `resolve`.
+    """Completes the transfers of an operation. Scheduler's thread; `resolve` in any thread.
 
     Args:
         group: The model's pools.
@@ -29,7 +32,7 @@ class HybridTransfers:
         return PoolTransfer(self._anchor, host, device)
 
     def resolve(self, transfers: list[PoolTransfer]) -> list[PoolTransfer]:
-        """`transfers` with those of the pools that share others' slots. Any thread.
+        """`transfers`, and those of the pools that share the slots of another. Any thread.
 
         Raises:
             ValueError: A transfer takes its slots from a pool that is not among `transfers`.
@@ -41,8 +44,9 @@ class HybridTransfers:
     def reserve_host_pages(
         self, device_indices: torch.Tensor, extra: Sequence[PoolTransfer]
     ) -> list[PoolTransfer] | None:
-        """Host pages for a write, in every pool that has slots of its own; None where one of them
-        has no room, and then nothing is taken.
+        """Take host pages for a write in every pool that has slots of its own, or in none.
+
+        Returns the transfers, the anchor's first; None where a pool has no room.
 
         Args:
             device_indices: The anchor's slots.
@@ -83,7 +87,7 @@ class HybridTransfers:
 def _resolve_shared_pool_transfers(
     transfers: list[PoolTransfer], sidecars: Sequence[SidecarPoolSpec]
 ) -> list[PoolTransfer]:
-    """Give every transfer its slots: the one place that knows whose pages go along with whose.
+    """Give every transfer its slots, and add the transfers of sidecars.
 
     Args:
         transfers: The anchor's first. One with `indices_from_pool` takes slots and keys of that

@@ -1,6 +1,6 @@
-"""Which operations on L3 go in one call to the store: pure, the same on all ranks.
+"""Groups operations on L3 into calls to the store. Pure, the same on all ranks.
 
-A call costs as much CPU time as ten pages of 64 KB or 500 keys more in it.
+A call takes as much CPU time as ten more pages of 64 KB in it, or 500 more keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, Storage
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 
 PAGES_PER_CALL: Final = 64
-"""Pages of one get or put: enough to hide the round trip, few enough that a cut comes soon."""
+"""Pages of one get or put: enough to hide the round trip, few enough to cut a read soon."""
 _STUCK_SHARE: Final = 8
 """A get is given one page in so many of L2 at most: it keeps them for as long as it hangs."""
 _PROMPTS_PER_QUESTION: Final = 16
@@ -21,7 +21,7 @@ _PAGES_PER_QUESTION: Final = 1024
 
 
 def pages_per_read(host_pages: int) -> int:
-    """Pages of one get, with an L2 of `host_pages`."""
+    """Pages of one get where L2 has `host_pages` pages."""
     return max(1, min(PAGES_PER_CALL, host_pages // _STUCK_SHARE))
 
 
@@ -42,7 +42,7 @@ def prompts_per_question(
 
 
 def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
-    """The first writes that can go in one call; at least one.
+    """The first writes of `queued` that can go in one call; at least one.
 
     A write joins where the pages before its own are in the store, or are written before it in
     the same call.

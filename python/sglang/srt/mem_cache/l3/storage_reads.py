@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _CHECK_PAUSE_S: Final = 30.0
 _LONGEST_CHECK_PAUSE_S: Final = 600.0
-"""Between two questions whether L3 still has what it had; they grow where it does not: a store that
-is too small is not to be filled over and over."""
+"""Pauses between two checks that L3 still has its pages. The pause doubles after a check that found
+a page missing, up to the longest, so that a store that is too small is not filled over and over."""
 
 Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
 AgreeHit = Callable[[int], int]
@@ -81,7 +81,7 @@ class StorageReads:
                 self._prefetch_group(group)
 
     def _prefetch_group(self, group: Sequence[PrefetchOperation]) -> None:
-        """Ask about several prompts, tell those that have nothing to read, read for the others."""
+        """Ask about several prompts, end those with nothing to read, and read the others."""
         started = time.monotonic()
         to_read: list[PrefetchOperation] = []
         for operation, answer in zip(group, self._ask(group), strict=True):
@@ -101,7 +101,7 @@ class StorageReads:
             self._end(operation, ended, time.monotonic() - started)
 
     def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
-        """Pages that the store has of each prompt, or why that is not known."""
+        """For each prompt the pages that the store has, or why that is not known."""
         known: dict[int, int | CacheOutcome] = {
             index: operation.why_cut if operation.is_terminated else CacheOutcome.UNAVAILABLE
             for index, operation in enumerate(group)
@@ -123,9 +123,9 @@ class StorageReads:
     def _decide(
         self, operation: PrefetchOperation, answer: int | CacheOutcome
     ) -> CacheOutcome | None:
-        """How `operation` ends without a read; None: `hit_pages` are to be read."""
+        """The outcome of an operation without a read; None: `hit_pages` are to be read."""
         hit = answer if isinstance(answer, int) else 0
-        # Exactly one vote per operation, whatever happened: the other ranks wait for it.
+        # One vote for each operation in any case: the other ranks wait for it.
         agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
         operation.hit_pages = agreed
         if not isinstance(answer, int):
@@ -151,7 +151,7 @@ class StorageReads:
             )
             read += landed
             operation.landed_pages = usable_pages(read, transfers, hashes, pages)
-            # Of calls, not of prompts: long ones tell how fast reads are while they last.
+            # For each call, not for each prompt: long prompts then give rates while they are read.
             self._worth.reads.add(landed * self._page_size, time.monotonic() - started)
             if not why:
                 self._store.say.warning(
@@ -172,9 +172,9 @@ class StorageReads:
         operation.finish(outcome)
 
     def _check(self, hashes: Sequence[PageHash]) -> CacheOutcome:
-        """Whether the store still has pages that it had: MISS, or LANDED also where it is not time
-        to ask, or it does not answer."""
-        # A store that failed may get its probe here: nobody else asks while all is in L1 and L2.
+        """Check that the store still has pages that it had: MISS if not, otherwise LANDED. Also
+        LANDED where it is too early to ask, or the store does not answer."""
+        # This may be the only probe of a failed store while all prompts are in L1 and L2.
         if not self._store.allows_calls() or time.monotonic() < self._check_at:
             return CacheOutcome.LANDED
         there: int | None = None

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
 _GATHER_S: Final = 0.1
-"""How long a write waits for others to go in the same call. Nobody waits for writes."""
+"""How long a write waits for others to go in the same call. No request waits for writes."""
 
 
 class StorageWrites:
@@ -51,7 +51,7 @@ class StorageWrites:
         # Mooncake waits for the end of a transfer by asking over and over.
         give_way()
         while (first := self.queue.get()) is not None:
-            # Asleep, so that what comes meanwhile does not wake this thread one by one.
+            # Asleep, so that the writes queued meanwhile do not wake this thread one by one.
             time.sleep(_GATHER_S)
             queued = [first, *self._queued()]
             while queued:
@@ -61,7 +61,7 @@ class StorageWrites:
                 del queued[: len(group)]
 
     def _queued(self) -> Iterator[StorageOperation]:
-        """What is in the queue now."""
+        """Take the writes that are in the queue now."""
         while not self.queue.empty():
             operation = self.queue.get()
             if operation is None:
@@ -70,9 +70,9 @@ class StorageWrites:
             yield operation
 
     def _write_together(self, group: Sequence[StorageOperation]) -> int:
-        """Write several operations in one call; returns how many of the first that settled.
+        """Write several operations in one call; returns how many of the first have landed whole.
 
-        Whatever is not plain success is left for each operation's own write to find out.
+        The others are left to `_write_alone`, which finds out how each of them ends.
         """
         hashes = [page for operation in group for page in operation.hashes]
         allowed = self._store.timeouts["set"].leading_allowed(hashes) == len(hashes)

@@ -24,6 +24,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
+from sglang.srt.mem_cache.hybrid_cache import cache_controller
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.tiers.host_tier_cache import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -63,9 +65,14 @@ def mark_file(root: Path, page: int) -> Path:
 # -- L2 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_marks_go_to_the_host_and_come_back(layout: str, policy: str) -> None:
+def test_marks_go_to_the_host_and_come_back(
+    monkeypatch: pytest.MonkeyPatch, layout: str, policy: str, in_pieces: bool
+) -> None:
+    monkeypatch.setattr(MHATokenToKVPoolHost, "prefers_cpu_slots", lambda *_: in_pieces)
+    monkeypatch.setattr(cache_controller, "_PAGES_AT_ONCE", 3)
     settings = HiCacheSettings(hicache_mem_layout=layout, hicache_write_policy=policy)
     rig = MarksRig(l1_pages=12, settings=settings)
     rig.run(PROMPT)
