@@ -22,7 +22,7 @@ _PageCopier: TypeAlias = CpuPageCopier | CudaPageCopier
 
 
 class MHADevicePool(DevicePool, Protocol):
-    """What this kind of host pool needs of its device pool besides."""
+    """What the host pool needs of its device pool beyond what every kind has."""
 
     @property
     def k_buffer(self) -> list[torch.Tensor]:
