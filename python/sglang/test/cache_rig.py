@@ -19,6 +19,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
@@ -120,11 +121,16 @@ class CacheRig:
             page_size=self.page_size,
             eviction_policy=self.eviction_policy,
             weights_identity=self.weights_identity,
+            model_pools=self.model_pools(),
         )
         self.tree = (
             RadixCache(params) if self.settings is None else HiRadixCache(params, self.settings)
         )
         self._next_rid = self._arrivals = 0
+
+    def model_pools(self) -> ModelPools | None:
+        """The kinds of state of the rig's model; None: keys and values alone."""
+        return None
 
     @property
     def hi(self) -> HiRadixCache:
@@ -318,7 +324,7 @@ class HeldReads:
         self._is_open = calls is None
         storage_io.storage.batch_get_v2 = self._held_get  # type: ignore[method-assign]
         if pages_per_call is not None:
-            storage_io._pages_per_read = pages_per_call
+            storage_io.reads._pages_per_read = pages_per_call
 
     def __enter__(self) -> HeldReads:
         return self

@@ -87,8 +87,9 @@ class PlainStore(HiCacheStorage):
         self,
         prompts: Sequence[list[str]],
         extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> list[PoolTransferResult]:
-        answers = super().prompts_exist(prompts, extra_infos)
+        answers = super().prompts_exist(prompts, extra_infos, pool_transfers)
         call = self.store.begin("prompts_exist")
         if call.lies():
             return call.rng.choice([answers[1:], [*answers, *answers], None, [None] * len(answers)])  # type: ignore[list-item]

@@ -17,8 +17,10 @@ from sglang.srt.mem_cache.host.page_copier import PageLoad
 from sglang.srt.mem_cache.l3 import (
     circuit_breaker,
     fetch_choice,
+    guarded_store,
     recent_timeouts,
-    storage_io,
+    storage_reads,
+    storage_writes,
 )
 from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
@@ -132,10 +134,10 @@ def impatient() -> Iterator[None]:
     """Scale the engine's timers to ticks of a millisecond, and its reserves to tiny pools."""
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (storage_io, "_GATHER_S", 0.002),
-            (storage_io, "_STUCK_AFTER_S", 0.03),
-            (storage_io, "_CHECK_PAUSE_S", 0.0),
-            (storage_io, "_LONGEST_CHECK_PAUSE_S", 0.05),
+            (storage_writes, "_GATHER_S", 0.002),
+            (guarded_store, "_STUCK_AFTER_S", 0.03),
+            (storage_reads, "_CHECK_PAUSE_S", 0.0),
+            (storage_reads, "_LONGEST_CHECK_PAUSE_S", 0.05),
             (circuit_breaker, "_FIRST_PAUSE_S", 0.004),
             (circuit_breaker, "_LONGEST_PAUSE_S", 0.05),
             (recent_timeouts, "PERIOD_S", 0.05),

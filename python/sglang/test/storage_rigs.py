@@ -61,6 +61,7 @@ class StorageRigs:
         *,
         l1_pages: int = 128,
         extra: Mapping[str, Any] | None = None,
+        kind: type[CacheRig] = CacheRig,
         **settings: Any,
     ) -> CacheRig:
         """One engine's tiers.
@@ -69,6 +70,7 @@ class StorageRigs:
             backend: By name, or a class of the test's own.
             l1_pages: Of L1.
             extra: More extra config.
+            kind: What to make.
             settings: Fields of `HiCacheSettings`.
         """
         config = {**self._extra, **(extra or {})}
@@ -76,7 +78,7 @@ class StorageRigs:
             config |= {"backend_name": "faulty", "class_name": backend.__name__}
             config["module_path"] = backend.__module__
             backend = "dynamic"
-        rig = CacheRig(
+        rig = kind(
             l1_pages=l1_pages,
             page_size=PAGE,
             weights_identity=self._weights,

@@ -54,7 +54,7 @@ class FlakyStorage:
         self.mode = "ok"
         self.calls: list[str] = []
         self.goes_on = threading.Event()
-        storage_io.storage = self  # type: ignore[assignment]
+        storage_io.store.client = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> object:
         call = getattr(self.real, name)

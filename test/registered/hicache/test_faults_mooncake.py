@@ -105,7 +105,7 @@ def stored(rig: CacheRig) -> tuple[Any, list[str]]:
     store = storage_io.storage
     assert isinstance(store, MooncakeStore)
     hashes = [page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)]
-    keys = [store.object_key(key, "kv") for key in storage_io._keys(hashes)]
+    keys = [store.object_key(key, "kv") for key in storage_io.store.keys(hashes)]
     assert len(keys) == PAGES
     return store._client.store, keys
 

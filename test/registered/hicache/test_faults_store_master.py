@@ -105,7 +105,7 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
 
         # One object alone, that the store has evicted.
         assert raw_client(reader).remove(keys[3], True) == 0
-        storage_io_of(writer)._check_at = 0.0
+        storage_io_of(writer).reads._check_at = 0.0
         use_until(writer, prompt, lambda: len(cluster.master.keys()) == 40)
         reader.flush()
         assert reader.run(prompt) == Reused(storage=160)

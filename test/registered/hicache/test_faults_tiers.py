@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
+from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tiers.storage_backup import NoWrite
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -66,7 +66,7 @@ def test_c10_a_store_that_keeps_timing_out(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a second stands in for the minute of a real timeout."""
-    monkeypatch.setattr(storage_io_module, "_STUCK_AFTER_S", 0.3)
+    monkeypatch.setattr(guarded_store, "_STUCK_AFTER_S", 0.3)
     monkeypatch.setattr(TimesOut, "asked", [])
     with StorageRigs.on(cluster, prefetch_timeout_max=1.0) as rigs:
         writer, reader = rigs.make(), rigs.make(TimesOut)
@@ -178,7 +178,9 @@ def check_no_orphans(rig: CacheRig, prompts: list[list[int]]) -> set[str]:
     found: set[str] = set()
     for prompt in prompts:
         pages = RadixKey(prompt).page_hashes(PAGE)
-        there = io.storage._exist([io.storage.object_key(key, "kv") for key in io._keys(pages)])
+        there = io.storage._exist(
+            [io.storage.object_key(key, "kv") for key in io.store.keys(pages)]
+        )
         reach = there.index(False) if False in there else len(there)
         assert not any(there[reach:]), "a page was written whose ancestors are not there"
         found.update(pages[:reach])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
+
+import torch
 
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(slots=True)
@@ -36,3 +37,37 @@ class SidecarPoolSpec:
     pool_name: PoolName
     indices_from_pool: PoolName
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+
+def join_transfers(lists: Sequence[list[PoolTransfer]]) -> list[PoolTransfer]:
+    """The transfers of several operations as one list: one for each pool, in the order of the
+    operations. A single list is returned as it is."""
+    if len(lists) == 1:
+        return lists[0]
+    by_pool: dict[PoolName, list[PoolTransfer]] = {}
+    for transfer in chain.from_iterable(lists):
+        by_pool.setdefault(transfer.name, []).append(transfer)
+    return [
+        PoolTransfer(
+            name,
+            host_indices=_joined([one.host_indices for one in parts]),
+            device_indices=_joined([one.device_indices for one in parts]),
+            keys=_joined_keys(parts),
+            hit_policy=parts[0].hit_policy,
+            indices_from_pool=parts[0].indices_from_pool,
+        )
+        for name, parts in by_pool.items()
+    ]
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """All of `parts`, which are tensors throughout or None throughout."""
+    there = [part for part in parts if part is not None]
+    assert len(there) in (0, len(parts)), "only some of the transfers have these slots"
+    return torch.cat(there) if there else None
+
+
+def _joined_keys(parts: list[PoolTransfer]) -> list[str] | None:
+    there = [one.keys for one in parts if one.keys is not None]
+    assert len(there) in (0, len(parts)), "only some of the transfers have keys"
+    return list(chain.from_iterable(there)) if there else None

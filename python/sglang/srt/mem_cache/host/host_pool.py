@@ -9,7 +9,7 @@ locked, so pools themselves need no lock.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import torch
 
 from sglang.srt.constants import GB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
+from sglang.srt.mem_cache.device.state_pool import DevicePool
 from sglang.srt.mem_cache.host.host_layout import (
     is_zero_copy,
     parse_layout,
@@ -29,43 +30,10 @@ from sglang.srt.mem_cache.host.host_memory import (
 from sglang.srt.mem_cache.host.host_page_list import HostPageList, whole_pages
 from sglang.srt.mem_cache.host.page_copier import PageLoad
 
-
-class DevicePool(Protocol):
-    """What a host pool needs of the device pool that it mirrors: the MHA pool's attributes."""
-
-    @property
-    def k_buffer(self) -> list[torch.Tensor]:
-        """Per layer `[size + page_size, head_num, head_dim]`, `store_dtype`, contiguous."""
-
-    @property
-    def v_buffer(self) -> list[torch.Tensor]:
-        """Per layer `[size + page_size, head_num, v_head_dim]`."""
-
-    @property
-    def head_num(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def v_head_dim(self) -> int: ...
-    @property
-    def layer_num(self) -> int: ...
-    @property
-    def start_layer(self) -> int: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def size(self) -> int:
-        """Tokens that requests can own; the padding page (slots below `page_size`) is extra."""
-
-    @property
-    def store_dtype(self) -> torch.dtype: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device | str: ...
+PoolT = TypeVar("PoolT", bound=DevicePool)
 
 
-class HostKVCache(ABC):
+class HostKVCache(ABC, Generic[PoolT]):
     """A pool of pages in host memory that mirrors one device pool.
 
     Args:
@@ -77,6 +45,8 @@ class HostKVCache(ABC):
         pin_memory: Page-lock the buffers where `device_pool`'s device gains from that.
         device: Where the buffers are: `cpu`.
         allocator_type: `default`, or `mooncake` for memory from Mooncake's own allocator.
+        page_num: Pages; wins over ratio and size. A pool that shares the slots of another has as
+            many as that.
 
     Raises:
         ValueError: The layout or allocator is unknown, or the pool is too small or does not fit.
@@ -84,7 +54,7 @@ class HostKVCache(ABC):
 
     def __init__(
         self,
-        device_pool: DevicePool,
+        device_pool: PoolT,
         host_to_device_ratio: float,
         host_size: float,
         page_size: int,
@@ -92,6 +62,8 @@ class HostKVCache(ABC):
         pin_memory: bool = True,
         device: str = "cpu",
         allocator_type: str = "default",
+        *,
+        page_num: int | None = None,
     ) -> None:
         self.device_pool = device_pool
         self.page_size = page_size
@@ -108,33 +80,54 @@ class HostKVCache(ABC):
         self.size_per_token = self.get_size_per_token()
         self.page_bytes = self.size_per_token * page_size
         """Bytes of one page, all its buffers, without the L3 trailer."""
-        self.page_num = self._size_in_pages(host_to_device_ratio, host_size)
+        self.page_num = page_num or self._size_in_pages(host_to_device_ratio, host_size)
         self.size = self.page_num * page_size
+        self.nbytes = self.page_num * self.page_bytes
+        """Bytes of host memory."""
         check_fits_host_memory(
-            self.page_num * self.page_bytes,
-            f"a host KV pool of {self.size} tokens",
+            self.nbytes,
+            f"{type(self).__name__} of {self.size} slots",
             "lower --hicache-size or --hicache-ratio",
         )
         self.kv_buffer = self.init_kv_buffer()
         self._pages = HostPageList(self.page_num, page_size)
 
     def _size_in_pages(self, ratio: float, size_gb: float) -> int:
-        wanted_bytes = size_gb * GB or ratio * self.device_pool.size * self.size_per_token
-        pages = int(wanted_bytes // self.page_bytes)
-        if pages < 1:
-            setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
-            raise ValueError(
-                f"{setting}: the host KV pool would not hold one page of {self.page_bytes} bytes "
-                f"({self.page_size} tokens); raise --hicache-size or --hicache-ratio, up to "
-                f"{available_host_bytes() / GB:.1f} GB available"
-            )
-        return pages
+        wanted = size_gb * GB or ratio * self.device_pool.size * self.size_per_token
+        setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
+        return pages_in(wanted, self.page_bytes, type(self).__name__, setting)
+
+    @classmethod
+    def make(
+        cls, device_pool: PoolT, *, page_num: int, layout: str, allocator_type: str = "default"
+    ) -> Self:
+        """A pool of `page_num` pages, each as long as the device pool's. Raises as the class."""
+        return cls(
+            device_pool,
+            0.0,
+            0.0,
+            device_pool.page_size,
+            layout,
+            allocator_type=allocator_type,
+            page_num=page_num,
+        )
 
     # -- what a kind of pool defines ---------------------------------------------------------------
 
+    @classmethod
     @abstractmethod
+    def slot_bytes(cls, device_pool: PoolT) -> int:
+        """Bytes of one slot over all layers, known before any memory is taken."""
+
+    @classmethod
+    @abstractmethod
+    def shortest_part_bytes(cls, device_pool: PoolT) -> int:
+        """Bytes of one slot over all layers in the shortest part of a page (keys or values): what
+        decides on layout and I/O."""
+
     def get_size_per_token(self) -> int:
         """Bytes of one token's state over all layers."""
+        return self.slot_bytes(self.device_pool)
 
     @abstractmethod
     def get_ksize_per_token(self) -> int:
@@ -147,7 +140,7 @@ class HostKVCache(ABC):
     @abstractmethod
     def begin_load(
         self,
-        device_pool: DevicePool,
+        device_pool: PoolT,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
@@ -157,7 +150,7 @@ class HostKVCache(ABC):
 
     def load_to_device_per_layer(
         self,
-        device_pool: DevicePool,
+        device_pool: PoolT,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         layer_id: int,
@@ -172,15 +165,16 @@ class HostKVCache(ABC):
     @abstractmethod
     def backup_from_device_all_layer(
         self,
-        device_pool: DevicePool,
+        device_pool: PoolT,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
     ) -> None:
-        """Copy all layers of whole pages from the device pool."""
+        """Copy all layers of whole pages from the device pool. `device_indices` are on its device,
+        or on the CPU."""
 
-    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
-        """Whether backups had better be given their `device_indices` on the CPU."""
+    def prefers_cpu_slots(self, device_pool: PoolT, io_backend: str) -> bool:
+        """Whether backups are faster with their `device_indices` on the CPU."""
         return False
 
     @abstractmethod
@@ -297,3 +291,23 @@ class HostKVCache(ABC):
     def check_integrity(self) -> None:
         """Assert the free list's invariants."""
         self._pages.check_integrity()
+
+
+AnyHostPool: TypeAlias = HostKVCache[Any]
+"""A host pool of whatever kind."""
+
+
+def pages_in(budget: float, page_bytes: int, pool: str, setting: str) -> int:
+    """How many pages fit in `budget` bytes, which `setting` gives to `pool`.
+
+    Raises:
+        ValueError: Not one page.
+    """
+    pages = int(budget // page_bytes)
+    if pages < 1:
+        raise ValueError(
+            f"{setting}: pool {pool} gets {max(0, int(budget))} bytes of host memory and one page "
+            f"takes {page_bytes}; raise --hicache-size or --hicache-ratio, up to "
+            f"{available_host_bytes() / GB:.1f} GB available"
+        )
+    return pages

@@ -1,4 +1,4 @@
-"""The host pools of one model: an anchor whose slots prefixes are made of, and extra pools."""
+"""The host pools of one model: an anchor whose pages prefixes are made of, and extra pools."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolName
-from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
-from sglang.srt.mem_cache.host.host_pool import DevicePool, HostKVCache
-from sglang.srt.mem_cache.host.page_copier import PageLoad
+from sglang.srt.hardware_backend.device_runtime import Event
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
+from sglang.srt.mem_cache.device.state_pool import DevicePool
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 
 
 @dataclass(slots=True)
@@ -20,40 +20,70 @@ class PoolEntry:
     """One pool of a group."""
 
     name: PoolName
-    host_pool: HostKVCache
+    host_pool: AnyHostPool
     device_pool: DevicePool
     layer_mapper: Callable[[int], int | None]
     """Model layer (0-based in the stack) to this pool's layer, None where it has no such layer."""
     is_primary_index_anchor: bool = False
     host_evict_fn: Callable[[int], Any] | None = None
+    """Frees that many host slots of this pool, if it can. Scheduler's thread."""
     device_evict_fn: Callable[[int], Any] | None = None
     device_alloc_fn: Callable[[int], torch.Tensor | None] | None = None
     device_free_fn: Callable[[torch.Tensor], Any] | None = None
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+    indices_from_pool: PoolName | None = None
+    """The pool whose slots these pages share on every tier; None: the pool has its own slots."""
 
 
 class HostPoolGroup:
-    """Behaves as its anchor pool, and moves the extra pools that `pool_transfers` name along.
+    """The operations on all pools of a model. What concerns the anchor alone is on `anchor`.
+
+    Args:
+        entries: One of them the anchor.
+        num_layers: Layers of the model on this rank, with or without state; by default those of
+            the anchor, as a dense model has them.
 
     Raises:
-        ValueError: There is not exactly one anchor, or two entries share a name.
+        ValueError: There is not exactly one anchor, two entries share a name, or one shares the
+            slots of a pool that is not there or has others.
     """
 
-    def __init__(self, entries: Sequence[PoolEntry]) -> None:
+    def __init__(self, entries: Sequence[PoolEntry], num_layers: int | None = None) -> None:
         anchors = [entry for entry in entries if entry.is_primary_index_anchor]
         if len(anchors) != 1:
             raise ValueError(f"a pool group needs one anchor, got {len(anchors)}")
-        self.entries = {entry.name: entry for entry in entries}
+        self.entries: dict[str, PoolEntry] = {entry.name: entry for entry in entries}
         if len(self.entries) != len(entries):
             raise ValueError(f"pool names repeat: {[str(entry.name) for entry in entries]}")
         self.anchor_entry = anchors[0]
         self.anchor = self.anchor_entry.host_pool
+        self.num_layers = self.anchor.layer_num if num_layers is None else num_layers
+        self._layers = {entry.name: self._layers_of(entry) for entry in entries}
+        """By pool: its layer for each model layer that it has."""
+        self.sidecars = tuple(self._sidecar(entry) for entry in entries if entry.indices_from_pool)
+        """The pools without slots of their own."""
 
-    def get_pool(self, name: str) -> HostKVCache:
+    def _layers_of(self, entry: PoolEntry) -> dict[int, int]:
+        own = ((layer, entry.layer_mapper(layer)) for layer in range(self.num_layers))
+        return {layer: mapped for layer, mapped in own if mapped is not None}
+
+    def _sidecar(self, entry: PoolEntry) -> SidecarPoolSpec:
+        assert entry.indices_from_pool is not None
+        own, owner = entry.host_pool, self.get_pool(entry.indices_from_pool)
+        if (own.page_num, own.page_size) != (owner.page_num, owner.page_size):
+            raise ValueError(
+                f"host pool {entry.name} shares the slots of {entry.indices_from_pool}, but has "
+                f"{own.page_num} pages of {own.page_size}, not {owner.page_num} of "
+                f"{owner.page_size}"
+            )
+        return SidecarPoolSpec(entry.name, entry.indices_from_pool, entry.hit_policy)
+
+    def get_pool(self, name: str) -> AnyHostPool:
         """The host pool called `name`. Raises ValueError that lists the known."""
         return self._entry(name).host_pool
 
     def _entry(self, name: str) -> PoolEntry:
-        entry = self.entries.get(PoolName(name))
+        entry = self.entries.get(name)
         if entry is None:
             known = ", ".join(self.entries)
             raise ValueError(f"no host pool {name!r} in this group; it has: {known}")
@@ -61,76 +91,99 @@ class HostPoolGroup:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def begin_load(
-        self,
-        device_pool: DevicePool,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        io_backend: str,
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-    ) -> PageLoad:
-        """A load of the anchor's pages and of every transfer's, to be issued by layers of the
-        model; copy thread."""
-        anchor = self.anchor.begin_load(device_pool, host_indices, device_indices, io_backend)
-        loads = [(self.anchor_entry.layer_mapper, anchor)]
-        for transfer in pool_transfers or ():
-            entry = self._entry(transfer.name)
-            host, device = _both_indices(transfer)
-            load = entry.host_pool.begin_load(entry.device_pool, host, device, io_backend)
-            loads.append((entry.layer_mapper, load))
-        return _GroupLoad(loads)
+    def backup(self, transfers: Sequence[PoolTransfer], io_backend: str) -> None:
+        """Copy all layers of every transfer's pages to the host; copy thread.
 
-    def load_to_device_per_layer(
-        self,
-        device_pool: DevicePool,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        layer_id: int,
-        io_backend: str,
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-    ) -> None:
-        """Copy one layer of the anchor's pages and of every transfer's; copy thread."""
-        load = self.begin_load(
-            device_pool, host_indices, device_indices, io_backend, pool_transfers
-        )
-        load.issue(layer_id)
+        Args:
+            transfers: With both index tensors.
+            io_backend: Resolved; see host_layout.py.
 
-    def backup_from_device_all_layer(
-        self,
-        device_pool: DevicePool,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        io_backend: str,
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-    ) -> None:
-        """Copy all layers of the anchor's pages and of every transfer's; copy thread."""
-        self.anchor.backup_from_device_all_layer(
-            device_pool, host_indices, device_indices, io_backend
-        )
-        for transfer in pool_transfers or ():
-            entry = self._entry(transfer.name)
-            host, device = _both_indices(transfer)
+        Raises:
+            ValueError: A transfer names no pool of the group, lacks slots, or has slots outside
+                its pool.
+        """
+        for transfer in transfers:
+            entry, host, device = self._checked(transfer)
             entry.host_pool.backup_from_device_all_layer(
                 entry.device_pool, host, device, io_backend
             )
 
-    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
-        """Whether backups had better be given the anchor's `device_indices` on the CPU."""
-        return self.anchor.prefers_cpu_slots(device_pool, io_backend)
+    def load(
+        self, transfers: Sequence[PoolTransfer], layers_done: Sequence[Event], io_backend: str
+    ) -> None:
+        """Copy every transfer's pages to the device, layer by layer; copy thread.
 
-    # -- slots: the anchor's -----------------------------------------------------------------------
+        Args:
+            transfers: With both index tensors.
+            layers_done: One event a model layer. It is recorded when all pools that have the layer
+                have loaded it; at once where none of `transfers` has it.
+            io_backend: Resolved; see host_layout.py.
 
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        return self.anchor.alloc(need_size)
+        Raises:
+            ValueError: As `backup`.
+        """
+        parts = []
+        for transfer in transfers:
+            entry, host, device = self._checked(transfer)
+            load = entry.host_pool.begin_load(entry.device_pool, host, device, io_backend)
+            parts.append((load, self._layers[transfer.name]))
+        loaded = set[int]().union(*[layers for _, layers in parts])
+        if len(loaded) < len(layers_done):
+            for layer, done in enumerate(layers_done):
+                if layer not in loaded:
+                    done.record()
+        for model_layer in sorted(loaded):
+            for load, layers in parts:
+                own_layer = layers.get(model_layer)
+                if own_layer is not None:
+                    load.issue(own_layer)
+            layers_done[model_layer].record()
 
-    def free(self, indices: torch.Tensor) -> int:
-        return self.anchor.free(indices)
+    def _checked(self, transfer: PoolTransfer) -> tuple[PoolEntry, torch.Tensor, torch.Tensor]:
+        entry = self._entry(transfer.name)
+        if transfer.host_indices is None or transfer.device_indices is None:
+            raise ValueError(
+                f"pool transfer {transfer.name}: a copy needs host_indices and device_indices"
+            )
+        return entry, transfer.host_indices, transfer.device_indices
 
-    def available_size(self) -> int:
-        return self.anchor.available_size()
+    def prefers_cpu_slots(self, io_backend: str) -> bool:
+        """Whether backups are faster with their device slots on the CPU. The anchor decides for all
+        pools, since it has most of the bytes."""
+        return self.anchor.prefers_cpu_slots(self.anchor_entry.device_pool, io_backend)
 
-    def free_page_ids(self) -> torch.Tensor:
-        return self.anchor.free_page_ids()
+    # -- all pools ---------------------------------------------------------------------------------
+
+    @property
+    def extra_pools(self) -> dict[str, AnyHostPool]:
+        """All pools but the anchor, by name. A storage backend registers them after it."""
+        return {
+            name: entry.host_pool
+            for name, entry in self.entries.items()
+            if entry is not self.anchor_entry
+        }
+
+    @property
+    def extra_queries(self) -> list[PoolTransfer]:
+        """One transfer for each extra pool, with its hit policy, for questions to a store."""
+        return [
+            PoolTransfer(self.entries[name].name, hit_policy=self.entries[name].hit_policy)
+            for name in self.extra_pools
+        ]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of a prefix, over the pools that have a page for each."""
+        return sum(
+            entry.host_pool.page_bytes
+            for entry in self.entries.values()
+            if entry.hit_policy is PoolHitPolicy.ALL_PAGES
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory of all pools."""
+        return sum(entry.host_pool.nbytes for entry in self.entries.values())
 
     def clear(self) -> None:
         """Free every page of every pool."""
@@ -141,116 +194,3 @@ class HostPoolGroup:
         """Assert every pool's invariants."""
         for entry in self.entries.values():
             entry.host_pool.check_integrity()
-
-    # -- the anchor's description ------------------------------------------------------------------
-
-    @property
-    def size(self) -> int:
-        return self.anchor.size
-
-    @property
-    def page_num(self) -> int:
-        return self.anchor.page_num
-
-    @property
-    def page_size(self) -> int:
-        return self.anchor.page_size
-
-    @property
-    def page_bytes(self) -> int:
-        return self.anchor.page_bytes
-
-    @property
-    def layout(self) -> str:
-        return self.anchor.layout
-
-    @property
-    def is_zero_copy(self) -> bool:
-        return self.anchor.is_zero_copy
-
-    @property
-    def kv_buffer(self) -> list[torch.Tensor]:
-        return self.anchor.kv_buffer
-
-    @property
-    def size_per_token(self) -> int:
-        return self.anchor.size_per_token
-
-    @property
-    def allocator(self) -> HostTensorAllocator:
-        return self.anchor.allocator
-
-    @property
-    def device(self) -> str:
-        return self.anchor.device
-
-    @property
-    def device_pool(self) -> DevicePool:
-        return self.anchor.device_pool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.anchor.dtype
-
-    @property
-    def layer_num(self) -> int:
-        return self.anchor.layer_num
-
-    @property
-    def start_layer(self) -> int:
-        return self.anchor.start_layer
-
-    @property
-    def end_layer(self) -> int:
-        return self.anchor.end_layer
-
-    # -- the anchor's bytes ------------------------------------------------------------------------
-
-    def get_ksize_per_token(self) -> int:
-        return self.anchor.get_ksize_per_token()
-
-    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
-        return self.anchor.get_hybrid_pool_buffer()
-
-    def check_pages(self, indices: torch.Tensor) -> None:
-        self.anchor.check_pages(indices)
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        return self.anchor.get_page_buffer_meta(indices)
-
-    def get_page_views(self, indices: torch.Tensor) -> list[list[memoryview]]:
-        return self.anchor.get_page_views(indices)
-
-    def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
-        self.anchor.gather_pages(indices, out)
-
-    def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
-        self.anchor.scatter_pages(indices, pages)
-
-    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        return self.anchor.get_data_page(index, flat)
-
-    def get_dummy_flat_data_page(self) -> torch.Tensor:
-        return self.anchor.get_dummy_flat_data_page()
-
-    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        self.anchor.set_from_flat_data_page(index, data_page)
-
-
-class _GroupLoad(PageLoad):
-    def __init__(self, loads: list[tuple[Callable[[int], int | None], PageLoad]]) -> None:
-        self._loads = loads
-
-    def issue(self, layer: int) -> None:
-        for layer_mapper, load in self._loads:
-            own = layer_mapper(layer)
-            if own is not None:
-                load.issue(own)
-
-
-def _both_indices(transfer: PoolTransfer) -> tuple[torch.Tensor, torch.Tensor]:
-    if transfer.host_indices is None or transfer.device_indices is None:
-        raise ValueError(
-            f"pool transfer {transfer.name}: a copy needs host_indices and device_indices"
-        )
-    return transfer.host_indices, transfer.device_indices

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
+from sglang.srt.mem_cache.device.state_pool import DevicePool
 from sglang.srt.mem_cache.host.host_copy import PageView, page_view
 from sglang.srt.mem_cache.host.host_layout import (
     HostLayout,
@@ -11,7 +14,7 @@ from sglang.srt.mem_cache.host.host_layout import (
     page_byte_order,
 )
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
-from sglang.srt.mem_cache.host.host_pool import DevicePool, HostKVCache
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.page_copier import (
     PageCopier,
     PageLoad,
@@ -20,21 +23,42 @@ from sglang.srt.mem_cache.host.page_copier import (
 )
 
 
-class MHATokenToKVPoolHost(HostKVCache):
+class MHADevicePool(DevicePool, Protocol):
+    """What the host pool needs of its device pool beyond what every kind has."""
+
+    @property
+    def k_buffer(self) -> list[torch.Tensor]:
+        """Per layer `[size + page_size, head_num, head_dim]`, `store_dtype`, contiguous."""
+
+    @property
+    def v_buffer(self) -> list[torch.Tensor]:
+        """Per layer `[size + page_size, head_num, v_head_dim]`."""
+
+    @property
+    def head_num(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
+class MHATokenToKVPoolHost(HostKVCache[MHADevicePool]):
     """Host pool of keys and values per head, in any of the four layouts."""
 
     kv_buffer: list[torch.Tensor]
-    _copier: tuple[DevicePool, PageCopier] | None = None
+    _copier: tuple[MHADevicePool, PageCopier] | None = None
 
-    def get_size_per_token(self) -> int:
-        pool = self.device_pool
-        elements = pool.head_num * (pool.head_dim + pool.v_head_dim) * pool.layer_num
-        return elements * pool.store_dtype.itemsize
+    @classmethod
+    def slot_bytes(cls, device_pool: MHADevicePool) -> int:
+        return _token_bytes(device_pool, device_pool.head_dim + device_pool.v_head_dim)
+
+    @classmethod
+    def shortest_part_bytes(cls, device_pool: MHADevicePool) -> int:
+        return _token_bytes(device_pool, min(device_pool.head_dim, device_pool.v_head_dim))
 
     def get_ksize_per_token(self) -> int:
         """Bytes of one token's keys over all layers."""
-        pool = self.device_pool
-        return pool.head_num * pool.head_dim * pool.layer_num * pool.store_dtype.itemsize
+        return _token_bytes(self.device_pool, self.device_pool.head_dim)
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
         k_shape, v_shape = (
@@ -60,19 +84,19 @@ class MHATokenToKVPoolHost(HostKVCache):
 
     def backup_from_device_all_layer(
         self,
-        device_pool: DevicePool,
+        device_pool: MHADevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
     ) -> None:
         self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
 
-    def prefers_cpu_slots(self, device_pool: DevicePool, io_backend: str) -> bool:
+    def prefers_cpu_slots(self, device_pool: MHADevicePool, io_backend: str) -> bool:
         return self._copier_of(device_pool).prefers_cpu_slots(io_backend)
 
     def begin_load(
         self,
-        device_pool: DevicePool,
+        device_pool: MHADevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
@@ -80,13 +104,13 @@ class MHATokenToKVPoolHost(HostKVCache):
         copier = self._copier_of(device_pool)
         return copier.begin_load(host_indices, device_indices, io_backend)
 
-    def _copier_of(self, device_pool: DevicePool) -> PageCopier:
+    def _copier_of(self, device_pool: MHADevicePool) -> PageCopier:
         """What copies between this pool and `device_pool`, made when first asked for."""
         if self._copier is None or self._copier[0] is not device_pool:
             self._copier = (device_pool, make_page_copier(self._paired_with(device_pool)))
         return self._copier[1]
 
-    def _paired_with(self, device_pool: DevicePool) -> PoolPair:
+    def _paired_with(self, device_pool: MHADevicePool) -> PoolPair:
         layers = range(self.layer_num)
         return PoolPair(
             host=tuple(
@@ -165,3 +189,8 @@ class MHATokenToKVPoolHost(HostKVCache):
         if page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR:
             return (2, self.page_size, self.layer_num, pool.head_num, pool.head_dim)
         return (2, self.layer_num, self.page_size, pool.head_num, pool.head_dim)
+
+
+def _token_bytes(pool: MHADevicePool, dim: int) -> int:
+    """Bytes of a token over all layers, with `dim` elements a head."""
+    return pool.head_num * dim * pool.layer_num * pool.store_dtype.itemsize

@@ -1,8 +1,8 @@
-"""Moves pages between the tiers. It stands in `managers` because upstream has it there, but it
-belongs to `mem_cache`: it imports no other file of `managers` and never a tree.
+"""Moves pages between the tiers, of all pools together.
 
 The scheduler thread queues copies here, starts them once a tick, and looks at their
-acknowledgements; it decides nothing from their progress but through the ballot of its caller.
+acknowledgements, which its caller's ballot agrees on. A copy is a list of `PoolTransfer`s, the
+anchor's first; it is acknowledged when the bytes of all of them have landed.
 Threads and streams: a write stream (L1 to L2) and a load stream (L2 to L1), both `CopyStream`s;
 the two threads of `StorageIO` while an L3 backend is attached.
 """
@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,9 +24,13 @@ from sglang.srt.hardware_backend.device_runtime import (
     device_runtime,
 )
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
+from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_groups import pages_per_read
-from sglang.srt.mem_cache.l3.storage_io import AgreeHit, StorageIO
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.storage_reads import AgreeHit
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
@@ -38,15 +42,16 @@ logger = logging.getLogger(__name__)
 _WAIT_BOUND_S = 300.0
 _WAIT_STEP_S = 1.0
 _PAGES_AT_ONCE = 32
-"""Of a write that goes on in pieces: some 2,000 copies of a large model, a millisecond."""
+"""Pages in a piece of a write: some 2,000 copies of a large model, which take a millisecond."""
 
 
 class LayerDoneCounter:
     """Orders the readers of each layer after the load that fills it.
 
-    A load is a producer: it records an event per layer. A forward names the producer it must wait
-    for; -1 is none. Threads: `update_producer`, `set_consumer` and `wait_until` run on the
-    scheduler's (and the forward's) thread; events are recorded by the load stream.
+    A load is a producer: it records an event for each layer of the model, whatever pools have it.
+    A forward names the producer it must wait for; -1 is none. Threads: `update_producer`,
+    `set_consumer` and `wait_until` run on the scheduler's (and the forward's) thread; events are
+    recorded by the load stream.
     """
 
     def __init__(self, num_layers: int, device: torch.device | str) -> None:
@@ -80,22 +85,32 @@ class LayerDoneCounter:
 
 @dataclass(frozen=True, slots=True)
 class CacheOperation:
-    """A copy that has been asked for: int64 slots of whole pages, equally many on each side."""
+    """A copy between L1 and L2, queued or under way."""
 
     operation_id: int
-    host_indices: torch.Tensor
-    device_indices: torch.Tensor
+    transfers: list[PoolTransfer]
+    """The anchor's first, then those of other pools with slots of their own. Each with int64 slots
+    of whole pages, equally many on each side."""
+
+    @property
+    def host_indices(self) -> torch.Tensor:
+        """The anchor's host slots."""
+        host = self.transfers[0].host_indices
+        assert host is not None
+        return host
 
 
 @dataclass(slots=True)
 class _Locating:
-    """Writes that begin once the CPU knows their device slots, and go on in pieces."""
+    """Writes that begin when the CPU knows their device slots, and are issued in pieces."""
 
     operations: list[CacheOperation]
-    host: torch.Tensor
+    transfers: list[PoolTransfer]
+    """Those of all operations, joined; the anchor's first."""
     device: HostCopies
+    """The device slots of each transfer."""
     begun: int = 0
-    """Tokens whose copies have been issued."""
+    """Tokens of the anchor whose copies have been issued."""
     started: float = 0.0
     """`time.monotonic()` seconds of the first piece."""
     was_passed_over: bool = False
@@ -103,7 +118,7 @@ class _Locating:
 
 @dataclass(frozen=True, slots=True)
 class HiCacheAck:
-    """One copy under way for a whole tick's operations."""
+    """A copy under way, which all operations of a tick share."""
 
     finish_event: Event
     operation_ids: list[int]
@@ -117,7 +132,7 @@ class HiCacheController:
 
     Args:
         token_to_kv_pool_allocator: Allocator of L1, which knows the device pool.
-        mem_pool_host: L2.
+        mem_pool_host: L2. Its `num_layers` are those that loads signal.
         page_size: Tokens.
         io_backend: Resolved; see host_layout.py.
         metrics: Counts what happened.
@@ -143,8 +158,10 @@ class HiCacheController:
         self._agree_hit = agree_hit
         device = self.mem_pool_device.device
         self._runtime = device_runtime(device)
-        self.layer_done_counter = LayerDoneCounter(self.mem_pool_device.layer_num, device)
-        self.mem_pool_device.register_layer_transfer_counter(self.layer_done_counter)
+        self._transfers = HybridTransfers(mem_pool_host)
+        self.layer_done_counter = LayerDoneCounter(mem_pool_host.num_layers, device)
+        for entry in mem_pool_host.entries.values():
+            entry.device_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._write_stream = self._runtime.make_copy_stream("hicache-write", is_urgent=False)
         self._load_stream = self._runtime.make_copy_stream("hicache-load")
         self._next_id = 0
@@ -154,36 +171,47 @@ class HiCacheController:
         self.ack_write_queue: deque[HiCacheAck] = deque()
         self.ack_load_queue: deque[HiCacheAck] = deque()
         self.storage_io: StorageIO | None = None
-        self._locates = mem_pool_host.prefers_cpu_slots(mem_pool_host.device_pool, io_backend)
+        self._locates = mem_pool_host.prefers_cpu_slots(io_backend)
         if self._runtime.kind.warms_up:
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Copy the padding page to the host and back, while nothing owns a page.
+        """Copy the padding page of every pool to the host and back, while nothing owns a page.
 
         Otherwise the first requests that use L2 wait for kernels to be compiled and for buffers.
         """
-        page = torch.arange(self.page_size, dtype=torch.int64)
-        on_device = page.to(self.mem_pool_device.device)
-        written = page if self._locates else on_device
-        layers = [self._runtime.make_event() for _ in range(self.mem_pool_host.layer_num)]
+        written, read = [], []
+        for entry in self.mem_pool_host.entries.values():
+            page = torch.arange(entry.host_pool.page_size, dtype=torch.int64)
+            on_device = page.to(self.mem_pool_device.device)
+            read.append(PoolTransfer(entry.name, page, on_device))
+            written.append(PoolTransfer(entry.name, page, page if self._locates else on_device))
+        layers = [self._runtime.make_event() for _ in range(self.mem_pool_host.num_layers)]
         saved, loaded = (self._runtime.make_event() for _ in range(2))
-        self._write_stream.submit(lambda: self._copy_to_host(page, written, saved))
+        self._write_stream.submit(lambda: self._copy_to_host(written, saved))
         saved.synchronize()
-        self._load_stream.submit(lambda: self._copy_to_device(page, on_device, layers, loaded))
+        self._load_stream.submit(lambda: self._copy_to_device(read, layers, loaded))
         loaded.synchronize()
 
     # ---- L1 to L2 --------------------------------------------------------------------------
 
-    def write(self, device_indices: torch.Tensor) -> CacheOperation | None:
+    def write(
+        self, device_indices: torch.Tensor, extra_transfers: Sequence[PoolTransfer] = ()
+    ) -> CacheOperation | None:
         """Queue a copy of `device_indices` to fresh host pages; None: L2 is full.
 
-        The caller keeps the device pages locked until the acknowledgement.
+        The caller keeps the device pages of every pool locked until the acknowledgement.
+
+        Args:
+            device_indices: The anchor's slots.
+            extra_transfers: What of pools with slots of their own goes along: `device_indices`,
+                and `host_indices` where those are not to be taken from the pool. Pools that share
+                others' slots go along by themselves.
         """
-        host_indices = self.mem_pool_host.alloc(len(device_indices))
-        if host_indices is None:
+        transfers = self._transfers.reserve_host_pages(device_indices, extra_transfers)
+        if transfers is None:
             return None
-        operation = CacheOperation(self._take_id(), host_indices, device_indices)
+        operation = CacheOperation(self._take_id(), transfers)
         self.write_queue.append(operation)
         return operation
 
@@ -195,110 +223,109 @@ class HiCacheController:
 
         Args:
             is_urgent: Wait for the slots, and issue everything.
-            soon: Another call follows in this tick, and had better pay for what it takes the CPU.
+            soon: Another call follows in this tick; issue nothing that can wait for it.
         """
         if self.write_queue:
             operations, self.write_queue = self.write_queue, []
-            slots = _joined([operation.device_indices for operation in operations])
+            transfers = join_transfers([operation.transfers for operation in operations])
             if self._locates:
-                host = _joined([operation.host_indices for operation in operations])
-                self._locating.append(
-                    _Locating(operations, host, self._runtime.copy_to_host([slots]))
-                )
+                slots = [transfer.device_indices for transfer in transfers]
+                located = self._runtime.copy_to_host(slots)
+                self._locating.append(_Locating(operations, transfers, located))
             else:
-                ack = self._issue(operations, slots, self._write_stream, self._copy_to_host)
+                ack = self._issue(operations, transfers, self._write_stream, self._copy_to_host)
                 self.ack_write_queue.append(ack)
         while self._locating and (is_urgent or self._locating[0].device.is_done):
             first = self._locating[0]
             if soon and not first.was_passed_over:
                 first.was_passed_over = True
                 break
-            # Where more wait, they come faster than pieces go.
+            # Where more writes wait, they come faster than pieces are issued.
             self._write_more(first, whole=is_urgent or len(self._locating) > 1)
-            if first.begun < len(first.host):
+            if first.begun < _slots_of_anchor(first.transfers):
                 break
             self._locating.popleft()
 
     def _write_more(self, write: _Locating, *, whole: bool) -> None:
         """Issue the next piece, or all the rest, of a write whose slots are known.
 
-        A few pages at a time: each is some dozens of copies, and issuing those of a whole prefill
-        takes the CPU longer than a decode step takes the device.
+        A page is some dozens of copies; issuing those of a whole prefill would take the CPU longer
+        than a decode step takes the device.
         """
-        begin, total = write.begun, len(write.host)
+        begin, total = write.begun, _slots_of_anchor(write.transfers)
         if begin == 0:
             write.started = time.monotonic()
         end = total if whole else min(begin + _PAGES_AT_ONCE * self.page_size, total)
-        (device,) = write.device.wait()
-        assert device is not None
-        part = slice(begin, end)
+        piece = self._transfers.resolve(_piece_of(write, begin, end, is_last=end == total))
         finish = self._runtime.make_event() if end == total else None
         # The step that fills them has ended: nothing to wait for.
-        self._write_stream.submit(
-            lambda: self._copy_to_host(write.host[part], device[part], finish),
-            follows_caller=False,
-        )
+        self._write_stream.submit(lambda: self._copy_to_host(piece, finish), follows_caller=False)
         write.begun = end
         if finish is not None:
             ids = [operation.operation_id for operation in write.operations]
             self.ack_write_queue.append(HiCacheAck(finish, ids, total, write.started))
 
-    def _copy_to_host(self, host: torch.Tensor, device: torch.Tensor, finish: Event | None) -> None:
-        self.mem_pool_host.backup_from_device_all_layer(
-            self.mem_pool_host.device_pool, host, device, self.io_backend
-        )
+    def _copy_to_host(self, transfers: list[PoolTransfer], finish: Event | None) -> None:
+        self.mem_pool_host.backup(transfers, self.io_backend)
         if finish is not None:
             finish.record()
 
     # ---- L2 to L1 --------------------------------------------------------------------------
 
-    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> CacheOperation:
+    def load(
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        extra_transfers: Sequence[PoolTransfer] = (),
+    ) -> CacheOperation:
         """Queue a copy of host pages to reserved device slots.
 
-        The caller pins the host pages and locks the device pages until the acknowledgement.
+        The caller pins the host pages and locks the device pages of every pool until the
+        acknowledgement.
+
+        Args:
+            host_indices: The anchor's host slots.
+            device_indices: Its device slots.
+            extra_transfers: What of pools with slots of their own comes along, with both.
         """
-        operation = CacheOperation(self._take_id(), host_indices, device_indices)
+        anchor = self._transfers.of_anchor(host_indices, device_indices)
+        operation = CacheOperation(self._take_id(), [anchor, *extra_transfers])
         self.load_queue.append(operation)
         return operation
 
     def start_loading(self) -> int:
-        """Issue everything queued as one load; its producer index, -1 if nothing was queued."""
+        """Issue all queued loads as one; returns its producer index, -1 if nothing was queued."""
         if not self.load_queue:
             return -1
         index, layer_events = self.layer_done_counter.update_producer()
 
-        def copy(host: torch.Tensor, device: torch.Tensor, finish: Event) -> None:
-            self._copy_to_device(host, device, layer_events, finish)
+        def copy(transfers: list[PoolTransfer], finish: Event) -> None:
+            self._copy_to_device(transfers, layer_events, finish)
 
-        device = _joined([operation.device_indices for operation in self.load_queue])
-        self.ack_load_queue.append(self._issue(self.load_queue, device, self._load_stream, copy))
-        self.load_queue = []
+        operations, self.load_queue = self.load_queue, []
+        transfers = join_transfers([operation.transfers for operation in operations])
+        self.ack_load_queue.append(self._issue(operations, transfers, self._load_stream, copy))
         return index
 
     def _copy_to_device(
-        self, host: torch.Tensor, device: torch.Tensor, layers: Sequence[Event], finish: Event
+        self, transfers: list[PoolTransfer], layers: Sequence[Event], finish: Event
     ) -> None:
-        load = self.mem_pool_host.begin_load(
-            self.mem_pool_host.device_pool, host, device, self.io_backend
-        )
-        for layer, event in enumerate(layers):
-            load.issue(layer)
-            event.record()
+        self.mem_pool_host.load(transfers, layers, self.io_backend)
         finish.record()
 
     def _issue(
         self,
         operations: list[CacheOperation],
-        device: torch.Tensor,
+        transfers: list[PoolTransfer],
         stream: CopyStream,
-        copy: Callable[[torch.Tensor, torch.Tensor, Event], None],
+        copy: Callable[[list[PoolTransfer], Event], None],
     ) -> HiCacheAck:
-        """Begin one copy for all `operations`, whose device slots are `device`."""
-        host = _joined([operation.host_indices for operation in operations])
+        """Begin one copy for all `operations`, whose joined transfers are `transfers`."""
         finish = self._runtime.make_event()
         ids = [operation.operation_id for operation in operations]
-        ack = HiCacheAck(finish, ids, len(host), time.monotonic())
-        stream.submit(lambda: copy(host, device, finish))
+        ack = HiCacheAck(finish, ids, _slots_of_anchor(transfers), time.monotonic())
+        resolved = self._transfers.resolve(transfers)
+        stream.submit(lambda: copy(resolved, finish))
         return ack
 
     def _take_id(self) -> int:
@@ -333,7 +360,8 @@ class HiCacheController:
             namespace=namespace,
             page_size=self.page_size,
             page_bytes=self.mem_pool_host.page_bytes,
-            pages_per_read=pages_per_read(self.mem_pool_host.page_num),
+            pages_per_read=pages_per_read(self.mem_pool_host.anchor.page_num),
+            pools=StoredPools(self.mem_pool_host.extra_queries, self._transfers.resolve),
             threshold_pages=settings.threshold_pages(self.page_size),
             pass_prefix_keys=settings.pass_prefix_keys,
             metrics=self._metrics,
@@ -342,14 +370,14 @@ class HiCacheController:
         )
 
     def attach_storage_backend(self, storage_io: StorageIO) -> None:
-        """Use an L3 from now on. Raises ValueError where one is attached already."""
+        """Use `storage_io` from now on. Raises ValueError where another is attached."""
         if self.storage_io is not None:
             raise ValueError("a storage backend is attached already; detach it first")
         self.storage_io = storage_io
 
     def detach_storage_backend(self) -> StorageIO | None:
-        """Use L3 no longer. Its objects stay; no operation may be under way. Returns what is to be
-        closed; None where nothing was attached."""
+        """Detach L3, whose objects stay. No operation may be under way. Returns the `StorageIO`,
+        which the caller closes; None where none was attached."""
         storage_io, self.storage_io = self.storage_io, None
         self._metrics.breaker_open.set(0)
         return storage_io
@@ -357,7 +385,7 @@ class HiCacheController:
     # ---- life ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Free every host page. Nothing may be queued or under way."""
+        """Free every host page of every pool. Nothing may be queued or under way."""
         assert not (self.write_queue or self._locating or self.load_queue)
         assert not (self.ack_write_queue or self.ack_load_queue)
         self.mem_pool_host.clear()
@@ -371,8 +399,23 @@ class HiCacheController:
         self._load_stream.close()
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _slots_of_anchor(transfers: Sequence[PoolTransfer]) -> int:
+    host = transfers[0].host_indices
+    assert host is not None
+    return len(host)
+
+
+def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[PoolTransfer]:
+    """Transfers of the anchor's tokens from `begin` to `end`. Pools with slots of their own go with
+    the last piece."""
+    slots = write.device.wait()
+    anchor, host, device = write.transfers[0], write.transfers[0].host_indices, slots[0]
+    assert host is not None and device is not None
+    piece = [PoolTransfer(anchor.name, host[begin:end], device[begin:end])]
+    if is_last:
+        rest = zip(write.transfers[1:], slots[1:], strict=True)
+        piece += [replace(transfer, device_indices=on_cpu) for transfer, on_cpu in rest]
+    return piece
 
 
 def _first_waiting(connect: Callable[[], HiCacheStorage]) -> Callable[[], HiCacheStorage]:

@@ -1,20 +1,67 @@
 """Builds the host pools that mirror a model's device pools, as one group.
 
-Building succeeds whole or raises: there is never a cache without a pool that its model needs.
+Building succeeds whole or raises and keeps no memory: there is never a cache without a pool that
+its model needs. Sizes are settled for all pools before any memory is taken.
 """
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from sglang.srt.constants import GB
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
+from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
+from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
 
+HostPoolClass: TypeAlias = type[HostKVCache[Any]]
+
+_HOST_POOLS: dict[type, HostPoolClass] = {MHATokenToKVPool: MHATokenToKVPoolHost}
+"""By class of the device pool; a subclass is mirrored as the nearest of its bases that is here."""
+
+
+def register_host_pool(device_pool_class: type, host_pool_class: HostPoolClass) -> None:
+    """Mirror device pools of `device_pool_class` in pools of `host_pool_class`. Before the start.
+
+    Raises:
+        ValueError: Another class is registered for it.
+    """
+    if _HOST_POOLS.setdefault(device_pool_class, host_pool_class) is not host_pool_class:
+        raise ValueError(f"{device_pool_class.__name__} has a host pool class already")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One host pool before it has memory."""
+
+    state: StatePool
+    host_pool_class: HostPoolClass
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that requests can own on the device."""
+        return self.state.device_pool.size * self._slot_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self.state.device_pool.page_size * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return self.host_pool_class.slot_bytes(self.state.device_pool)
+
 
 def build_kv_host_stack(
-    device_pool: KVCache,
+    pools: ModelPools,
     *,
     ratio: float,
     size_gb: float,
@@ -23,14 +70,15 @@ def build_kv_host_stack(
     has_storage: bool,
     allocator_type: str = "default",
 ) -> tuple[str, HostPoolGroup]:
-    """The stack of a dense model: KV alone, as the anchor.
+    """Host pools for every kind of state of a model.
 
     Args:
-        device_pool: L1.
-        ratio: Tokens of L2 per token of L1, where `size_gb` is 0.
-        size_gb: GB (10^9 bytes) of L2; wins over the ratio.
-        io_backend: As asked for; `auto` chooses.
-        layout: As asked for; `auto` chooses.
+        pools: L1.
+        ratio: Slots of each pool here per slot there, where `size_gb` is 0.
+        size_gb: GB (10^9 bytes) of all host pools together, divided between them as device memory
+            is; wins over the ratio.
+        io_backend: As asked for; `auto` chooses, by the anchor's pages.
+        layout: The same.
         has_storage: An L3 backend is configured.
         allocator_type: Where the host memory comes from; see `HostKVCache`.
 
@@ -38,36 +86,99 @@ def build_kv_host_stack(
         The resolved I/O backend, and the pools.
 
     Raises:
-        ValueError: The pool's kind has no host counterpart, or layout, I/O or size cannot work.
+        ValueError: A kind of device pool has no host counterpart, layout or I/O cannot work, or
+            there is too little memory. Names the pool, the bytes wanted and those there.
     """
-    if not isinstance(device_pool, MHATokenToKVPool):
-        raise ValueError(
-            f"the hierarchical cache has no host pool for {type(device_pool).__name__}; "
-            "start without --enable-hierarchical-cache"
-        )
+    plans = [_Plan(state, _host_pool_class(state)) for state in pools.pools]
+    anchor = plans[0]
+    device_pool = anchor.state.device_pool
     check_has_copier(device_pool.device)
-    elements = device_pool.head_num * min(device_pool.head_dim, device_pool.v_head_dim)
-    token_bytes = elements * device_pool.layer_num * device_pool.store_dtype.itemsize
     io_backend, layout = resolve_layout_and_io(
-        device_pool.device.type,
+        torch.device(device_pool.device).type,
         io_backend,
         layout,
         has_storage,
-        token_bytes * device_pool.page_size,
+        anchor.host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
     )
-    host_pool = MHATokenToKVPoolHost(
-        device_pool,
-        ratio,
-        size_gb,
-        device_pool.page_size,
-        layout,
-        allocator_type=allocator_type,
+    pages = _pages_of_pools(plans, ratio, size_gb)
+    _check_all_fit(plans, pages)
+    entries: list[PoolEntry] = []
+    for plan in plans:
+        host_pool = _build(plan, pages[plan.state.name], layout, allocator_type)
+        entries.append(_entry(plan.state, host_pool, is_anchor=plan is anchor))
+    return io_backend, HostPoolGroup(entries, pools.num_layers)
+
+
+def _host_pool_class(state: StatePool) -> HostPoolClass:
+    bases = type(state.device_pool).__mro__
+    found = next((_HOST_POOLS[base] for base in bases if base in _HOST_POOLS), None)
+    if found is None:
+        raise ValueError(
+            f"the hierarchical cache has no host pool for {bases[0].__name__} (pool {state.name}); "
+            "start without --enable-hierarchical-cache"
+        )
+    return found
+
+
+def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dict[PoolName, int]:
+    """Pages of each pool; those that share slots have equally many."""
+    setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
+    device_bytes = sum(plan.device_bytes for plan in plans)
+    pages: dict[PoolName, int] = {}
+    for plan in plans:
+        name, owner = plan.state.name, plan.state.indices_from_pool
+        if owner is not None:
+            pages[name] = pages[owner]
+            continue
+        # What shares its slots comes out of the same part of the memory.
+        together = [one for one in plans if _owner_of_slots(one, plans) == name]
+        share = sum(one.device_bytes for one in together)
+        budget = size_gb * GB * (share / device_bytes) if size_gb else ratio * share
+        pages[name] = pages_in(budget, sum(one.page_bytes for one in together), name, setting)
+    return pages
+
+
+def _owner_of_slots(plan: _Plan, plans: Sequence[_Plan]) -> PoolName:
+    by_name = {one.state.name: one.state for one in plans}
+    state = plan.state
+    while state.indices_from_pool is not None:
+        state = by_name[state.indices_from_pool]
+    return state.name
+
+
+def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int]) -> None:
+    wanted = {plan.state.name: pages[plan.state.name] * plan.page_bytes for plan in plans}
+    each = ", ".join(f"pool {name} {size} bytes" for name, size in wanted.items())
+    check_fits_host_memory(
+        sum(wanted.values()),
+        f"the host cache ({each})",
+        "lower --hicache-size or --hicache-ratio",
     )
-    anchor = PoolEntry(
-        name=PoolName.KV,
+
+
+def _build(plan: _Plan, page_num: int, layout: str, allocator_type: str) -> AnyHostPool:
+    name = plan.state.name
+    try:
+        return plan.host_pool_class.make(
+            plan.state.device_pool, page_num=page_num, layout=layout, allocator_type=allocator_type
+        )
+    except ValueError as error:
+        raise ValueError(f"host pool {name}: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        raise ValueError(
+            f"host pool {name}: no memory for {page_num * plan.page_bytes} bytes, with "
+            f"{available_host_bytes()} bytes available: {error}; lower --hicache-size or "
+            "--hicache-ratio"
+        ) from error
+
+
+def _entry(state: StatePool, host_pool: AnyHostPool, *, is_anchor: bool) -> PoolEntry:
+    return PoolEntry(
+        name=state.name,
         host_pool=host_pool,
-        device_pool=device_pool,
-        layer_mapper=lambda layer: layer,
-        is_primary_index_anchor=True,
+        device_pool=state.device_pool,
+        layer_mapper=state.layer_mapper,
+        is_primary_index_anchor=is_anchor,
+        hit_policy=state.hit_policy,
+        indices_from_pool=state.indices_from_pool,
     )
-    return io_backend, HostPoolGroup([anchor])

@@ -1,4 +1,4 @@
-"""Leave a store alone that keeps failing, and come back to it.
+"""Leaves a failing store alone for a while, then probes it.
 
 Source of the pattern: Nygard, "Release It!" (2007).
 """
@@ -17,8 +17,8 @@ _LONGEST_PAUSE_S: Final = 30.0
 class CircuitBreaker:
     """Closed while the store works; open (calls refused) for a growing pause after a failure.
 
-    When a pause is over, the next caller of `allow` probes the store, and only its success closes
-    the breaker. One failure opens it: a call to a dead Mooncake master costs seconds.
+    When a pause is over, the next caller of `allow` probes the store; the breaker closes if the
+    probe succeeds. A single failure opens it, since a call to a dead Mooncake master costs seconds.
 
     Threads: any; a probe runs in the thread that asks, one at a time, outside the lock.
 
@@ -44,17 +44,17 @@ class CircuitBreaker:
         return self._retry_at is not None
 
     def trip(self) -> None:
-        """A call failed: open, or stay open for twice as long."""
+        """Open after a failed call; an open breaker stays open for twice as long."""
         with self._lock:
             self._open()
 
     def reset(self) -> None:
-        """A call succeeded: close."""
+        """Close after a successful call."""
         with self._lock:
             self._close()
 
     def allow(self) -> bool:
-        """Whether a call may go to the store now; probes it first where a pause is over."""
+        """Whether a call may be made now. Probes the store first where a pause is over."""
         with self._lock:
             if self._retry_at is None:
                 return True
@@ -65,7 +65,7 @@ class CircuitBreaker:
         try:
             works = self._probe()
         finally:
-            # Together, so that nobody who asks meanwhile finds the pause over and no probe running.
+            # In one step, or another caller could find the pause over and no probe running.
             with self._lock:
                 self._probing = False
                 if works:

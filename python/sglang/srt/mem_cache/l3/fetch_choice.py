@@ -1,8 +1,8 @@
-"""Which reads from L3 are begun, and which are cut because computing would be done sooner.
+"""Decides which reads from L3 are begun, and which are cut because computing would end sooner.
 
-The rule is in `fetch_worth.py`; here are the numbers that go into it: what the reads under way
-have still to bring, and what waits to be computed. All of them are the same on every rank: the
-scheduler's queue, and what the ranks agreed on in this tick or the last.
+The rule is in `fetch_worth.py`. This file collects its inputs: the tokens that the reads under way
+have still to bring, and the tokens that wait to be computed. Both are the same on every rank, since
+they come from the scheduler's queue and from what the ranks agreed on in this tick or the last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.tree.ballot import Rates
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 
 _PROBE_EVERY: Final = 32
-"""Of reads given up in a row, every so many is made after all: stores and networks recover."""
+"""Every 32nd of the reads given up in a row is made after all: stores and networks recover."""
 
 
 class FetchChoice:
@@ -36,15 +36,15 @@ class FetchChoice:
         self._given_up = 0
 
     def watch(self, workload: Callable[[], Workload]) -> None:
-        """Where to ask what waits to be computed. Without it computing begins at once."""
+        """Set the function that tells how much waits to be computed. Without it nothing does."""
         self._workload = workload
 
     def begin_tick(self) -> None:
-        """What was known of the queue is out of date."""
+        """A tick begins: forget what was known of the queue."""
         self._waiting = None
 
     def may_begin(self, request_id: str, tokens: int, policy: PrefetchPolicy) -> bool:
-        """Whether a read of `tokens` for a request that has just come is made at all."""
+        """Whether to begin a read of `tokens` for a new request."""
         if policy is PrefetchPolicy.WAIT_COMPLETE or not all(self.rates):
             return True
         if self._waiting is None:
@@ -59,22 +59,22 @@ class FetchChoice:
         return False
 
     def cut_overtaken(self, policy: PrefetchPolicy) -> list[PrefetchOperation]:
-        """Cut the reads that computing would overtake; those are returned."""
-        # With best effort nobody waits, and who asked to wait to the end shall do so.
+        """Cut the reads that computing would overtake, and return them."""
+        # With best effort no request waits, and with `wait_complete` all wait to the end.
         if policy is not PrefetchPolicy.TIMEOUT or not all(self.rates):
             return []
-        waited_for = self._board.waited_for()
-        if not waited_for:
+        awaited = self._board.awaited_reads()
+        if not awaited:
             return []
         work = self._look()
         later = overtaken(
-            [self._board.pending(one, work.waiting) for one in waited_for],
+            [self._board.pending(one, work.waiting) for one in awaited],
             self.rates,
             ahead=self._board.abandoned_tokens(),
             waiting=self._to_compute(work),
         )
         cut = []
-        for read, is_later in zip(waited_for, later, strict=True):
+        for read, is_later in zip(awaited, later, strict=True):
             if not is_later:
                 continue
             if self._may_give_up():
@@ -85,7 +85,7 @@ class FetchChoice:
         return cut
 
     def note_read(self) -> None:
-        """Pages have been read: it is known how fast that is."""
+        """Pages have been read, so the rate of reads is known."""
         self._given_up = 0
 
     def _may_give_up(self) -> bool:

@@ -1,8 +1,8 @@
-"""Is a prompt there sooner by reading it from L3 or by computing it? Measured, not configured.
+"""Compares reading a prompt from L3 with computing it, by measured rates.
 
 Both are queues: one thread reads prompts one after the other, one device computes them. A prompt
-joins the queue that ends sooner, so that a burst is divided between the two. What is decided here
-is pure; ranks that are given the same numbers decide the same.
+joins the queue that ends sooner, so that a burst is divided between the two. Decisions are pure:
+ranks with the same inputs decide the same.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final, NamedTuple
 from sglang.srt.mem_cache.tree.ballot import Rates
 
 _MEMORY: Final = 4
-"""Measurements of full size after which an earlier one has faded by two thirds."""
+"""After so many measurements of full size an earlier one has lost two thirds of its weight."""
 _SIZE_FADES: Final = 0.99
 _ENOUGH_SAMPLES: Final = 4
 _CUT_MARGIN: Final = 1.25
-"""A read may end so much later than computing would: it leaves the device to others and to
-decoding, and rates are known to some ten percent."""
+"""A read may take longer than computing by this factor: it leaves the device to other requests and
+to decoding, and rates are known to about ten percent."""
 _CUT_SLACK_S: Final = 0.01
-"""And so much besides: nobody notices that, and what a call has half read would be lost."""
+"""And longer by this time: no client notices it, and a cut loses what a call has half read."""
 _START_MARGIN: Final = 2.0
-"""A read that looks worse than this is not begun. More than `_CUT_MARGIN`, for what the store has
-is not known then."""
+"""A read that looks slower than computing by this factor is not begun. It is larger than
+`_CUT_MARGIN` because the hit is not known yet."""
 
 
 class RateEstimate:
-    """Tokens per second of one kind of work. Each measurement weighs as many tokens as it had, so
-    that small ones, which are mostly overhead, say little about large ones."""
+    """Tokens per second of one kind of work. The weight of a measurement is its tokens, so that
+    small ones, which are mostly overhead, say little about large ones."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
@@ -37,7 +37,7 @@ class RateEstimate:
         self._weight = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """One more measurement; nothing is learned from empty ones."""
+        """Add a measurement; an empty one is ignored."""
         if tokens <= 0 or seconds <= 0:
             return
         self._largest = max(tokens, _SIZE_FADES * self._largest)
@@ -50,24 +50,24 @@ class PendingRead(NamedTuple):
     """A prompt that waits for L3. Tokens."""
 
     unread: int
-    """What the thread has yet to read of it."""
+    """Tokens that the thread has still to read."""
     missing: int
-    """What reading it spares to compute."""
+    """Tokens that need not be computed if they are read."""
     uncached: int
-    """All that has to be computed if it is not read: that, and what the store lacks."""
+    """Tokens to be computed if nothing more is read: those, and the ones that the store lacks."""
     is_spared: bool = False
-    """It is read whatever that takes."""
+    """It is read even where computing would be sooner."""
 
 
 def overtaken(
     reads: Sequence[PendingRead], rates: Rates, *, ahead: int, waiting: int
 ) -> list[bool]:
-    """Which reads are to be cut, because computing would be done sooner.
+    """Which reads are to be cut, because computing would end sooner.
 
     Args:
         reads: In the order in which they are read.
-        rates: Where one is not known nothing is cut.
-        ahead: Tokens that the thread reads before them, for nobody.
+        rates: Where one is unknown nothing is cut.
+        ahead: Tokens that the thread reads before them and that no request waits for.
         waiting: Tokens that wait to be computed already.
     """
     cuts = []
@@ -75,7 +75,7 @@ def overtaken(
         later = _is_later(ahead + read.unread, waiting + read.missing, rates)
         is_cut = later and not read.is_spared
         cuts.append(is_cut)
-        # It goes to the end of the one queue or of the other.
+        # A cut prompt goes to the end of the queue of computing, another stays in that of reads.
         if is_cut:
             waiting += read.uncached
         else:
@@ -84,11 +84,11 @@ def overtaken(
 
 
 def is_hopeless(tokens: int, rates: Rates, *, ahead: int, waiting: int) -> bool:
-    """Whether a read of `tokens` is not to be begun: computing them would be done long before.
+    """Whether a read of `tokens` is not worth beginning: computing them would end much sooner.
 
     Args:
-        tokens: What would be asked for.
-        rates: Where one is not known nothing is hopeless.
+        tokens: Those to be read.
+        rates: Where one is unknown nothing is hopeless.
         ahead: Tokens that are known to be read before it.
         waiting: Tokens that wait to be computed already.
     """
@@ -102,15 +102,15 @@ def _is_later(to_read: int, to_compute: int, rates: Rates, margin: float = _CUT_
 
 
 class FetchWorth:
-    """What this rank has measured. Scheduler thread, but for `reads.add`, which the prefetch
-    thread calls."""
+    """The rates that this rank has measured. The scheduler thread calls everything but
+    `reads.add`, which the prefetch thread calls."""
 
     def __init__(self) -> None:
         self.reads = RateEstimate()
         self.prefills = RateEstimate()
 
     def rates(self) -> Rates:
-        """For the ballot: the slowest rank decides."""
+        """This rank's rates, for the ballot: the lowest of all ranks count."""
         return Rates(_known(self.reads), _known(self.prefills))
 
 

@@ -1,15 +1,14 @@
-"""Reads from L3 under way: who waits for which of their pages, and how it is decided.
+"""The reads from L3 under way, and which request waits for which of their pages.
 
 No bytes are moved here. The tree starts operations, feeds each tick's agreed progress, and takes
-back what landed and what is to be freed.
+back the pages that landed and the slots to be freed.
 
-Life of a read: *under way* while requests wait for it. Whoever comes while pages of its prompt are
-being read waits for these as well, and reads itself only what follows them. A request leaves when
-it is scheduled or aborted, or when the tree has what it waits for; a read that nobody waits for is
-*cut*. What landed is published before that, by whoever may be scheduled. Of the rest of its host
-pages, those that the store was not yet given to write to are free at the next tick; those of the
-call under way when it was cut stay with it until that call has returned. Mooncake's can take
-minutes, if a store node hangs.
+A read is *under way* while requests wait for it. A request whose prompt is partly being read
+already waits for those pages too, and reads only the pages after them. It leaves the read when it
+is scheduled or aborted, or when the tree has the pages that it waits for. A read without requests
+is *cut*: the pages that landed have been published by then. Its other host pages are freed at the
+next tick, except for those of the call under way: they stay with the read until that call returns.
+With Mooncake that can take minutes, if a store node hangs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sglang.srt.mem_cache.tree.ballot import MAX_PREFETCHES, PrefetchProgress
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 
 _ANSWER_S: Final = 0.001
-"""Asking a store takes a tenth of it to a third; a tick that has to be waited for, ten times it."""
+"""A store answers in a tenth to a third of it; the next tick is about ten times as far away."""
 _NO_PROGRESS: Final = PrefetchProgress()
 
 
@@ -37,11 +36,11 @@ class PrefetchPolicy(StrEnum):
     """How long a request waits for its prefetch."""
 
     BEST_EFFORT = "best_effort"
-    """Not at all: it takes what has landed."""
+    """The request does not wait: it uses the pages that have landed."""
     WAIT_COMPLETE = "wait_complete"
-    """To the end, at most `prefetch_timeout_max`, however slow L3 is."""
+    """Until the read ends, at most `prefetch_timeout_max`, however slow L3 is."""
     TIMEOUT = "timeout"
-    """A base and some more for each 1,024 tokens, and no longer than computing would take."""
+    """A base time and some more for each 1,024 tokens, and no longer than computing would take."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,33 +51,33 @@ class Read:
     progress: PrefetchProgress = _NO_PROGRESS
     """As agreed last."""
     needs: dict[str, int] = field(default_factory=dict)
-    """How many of its pages, from the first on, by request."""
+    """By request: how many of the read's pages it needs, from the first on."""
 
     @property
     def is_reading(self) -> bool:
-        """It may bring more."""
+        """The read may bring more pages."""
         return not (self.progress.ended or self.operation.is_overtaken)
 
     @property
     def reach(self) -> int:
-        """Pages that it has brought or may bring yet, as far as the store has answered."""
+        """Pages that have landed or may still land, as far as the store has answered."""
         wanted, progress = self.operation.wanted_pages, self.progress
         if not self.is_reading:
             return progress.landed
         return wanted if progress.hit < 0 else min(wanted, progress.hit)
 
     def is_awaited_by(self, request_id: str) -> bool:
-        """Whether it may still bring what one of its requests needs."""
+        """Whether pages that this request needs may still land."""
         return self.is_reading and self.progress.landed < self.needs[request_id]
 
 
 class Joined(NamedTuple):
-    """What of a prompt is being read already."""
+    """How much of a prompt is being read already."""
 
     tokens: int
-    """The request waits for these, which come first."""
+    """The first tokens, which the request waits for."""
     rest: RadixKey
-    """What is left for it to read itself; empty, too, where the store is known to lack it."""
+    """The tokens after them, which the request reads; empty where the store lacks them."""
     prior: PageHash | None
     """Hash of the page before `rest`."""
 
@@ -94,7 +93,7 @@ class PrefetchBoard:
         self._page_size = page_size
         self._reads: list[Read] = []
         self._by_request: dict[str, list[Read]] = {}
-        """Those that a request waits for, in the order of its pages."""
+        """The reads that a request waits for, in the order of its pages."""
         self._by_page: dict[PageHash, Read] = {}
         self._cut: list[PrefetchOperation] = []
         self._new: list[PrefetchOperation] = []
@@ -108,7 +107,7 @@ class PrefetchBoard:
 
     @property
     def is_full(self) -> bool:
-        """No more may be started now: the ballot has that many slots."""
+        """No read may be started now: the ballot has no free slot."""
         return len(self) >= MAX_PREFETCHES
 
     def held_tokens(self) -> int:
@@ -116,17 +115,17 @@ class PrefetchBoard:
         return sum(operation.owned_tokens for operation in self.operations())
 
     def stuck_tokens(self) -> int:
-        """Host tokens of reads that nobody waits for any more."""
+        """Host tokens of reads that were cut, and whose call has not returned."""
         return sum(operation.owned_tokens for operation in self._cut)
 
     def operations(self) -> list[PrefetchOperation]:
-        """All that own host pages."""
+        """The operations that own host pages."""
         return [*(read.operation for read in self._reads), *self._cut]
 
     # ---- who waits for what ------------------------------------------------------------------
 
     def start(self, operation: PrefetchOperation) -> None:
-        """Take up an operation, which is to be submitted with what comes in the same tick."""
+        """Add a read. It is submitted with the others of the same tick; see `take_new`."""
         read = Read(operation)
         self._reads.append(read)
         self._by_page.update(dict.fromkeys(operation.hashes, read))
@@ -134,12 +133,12 @@ class PrefetchBoard:
         self._new.append(operation)
 
     def join(self, request_id: str, new: RadixKey, start: int, prior: PageHash | None) -> Joined:
-        """Let a request wait for the pages of its prompt that are being read, and for no longer
-        than the request that began to read them.
+        """Let a request wait for the pages of its prompt that are being read. It waits no longer
+        than the request that began the read.
 
         Args:
-            request_id: Waits for nothing yet.
-            new: What no tier above L3 has of its prompt. Whole pages.
+            request_id: A request that waits for nothing yet.
+            new: The part of its prompt that neither L1 nor L2 has. Whole pages.
             start: Tokens of the prompt before `new`.
             prior: Hash of the page before `new`.
         """
@@ -149,7 +148,7 @@ class PrefetchBoard:
             if read is None or read.operation.is_overtaken or read.progress.expired:
                 break
             operation = read.operation
-            # The hash of a page speaks for all that is before it.
+            # Equal hashes of a page mean equal pages before it.
             before = start - operation.start
             common = (before + operation.key[start:].match(new, page)) // page
             asked = min(common, operation.wanted_pages)
@@ -158,11 +157,11 @@ class PrefetchBoard:
             reach = min(asked, read.reach)
             if reach * page > before:
                 if not operation.owns(before, reach * page):
-                    # The tree has lost what it was given of them.
+                    # Some were published, and the tree has evicted them since.
                     break
                 self._add(request_id, read, reach)
             if reach < asked:
-                # The store lacks a page, and with it whatever follows.
+                # The store lacks a page; the pages after it are of no use.
                 return Joined(max(0, reach * page - before) + start - first, new[:0], prior)
             done = asked * page - before
             new, start, prior = new[done:], start + done, operation.hashes[asked - 1]
@@ -173,16 +172,16 @@ class PrefetchBoard:
         self._by_request.setdefault(request_id, []).append(read)
 
     def reads(self) -> list[Read]:
-        """All that are under way."""
+        """The reads under way."""
         return self._reads.copy()
 
     def reads_of(self, request_id: str) -> list[Read]:
-        """Those that a request waits for, in the order of its pages."""
+        """The reads that a request waits for, in the order of its pages."""
         return self._by_request.get(request_id, []).copy()
 
     def leave(self, request_id: str) -> list[Read]:
-        """The request waits no more. Returns the reads that are cut for that, in the order of
-        its pages: what of them is not published is freed at later ticks."""
+        """Remove a request from its reads. Returns the reads that are cut by that, in the order of
+        its pages; the pages that are not published are freed at later ticks."""
         reads = self._by_request.pop(request_id, [])
         for read in reads:
             del read.needs[request_id]
@@ -190,11 +189,11 @@ class PrefetchBoard:
         return [read for read in reads if not read.needs]
 
     def note_known(self, read: Read, tokens: int) -> None:
-        """The tree has the first `tokens` of the prompt of a read: who needs no more of it waits
-        for it no longer."""
+        """The tree has the first `tokens` of a read's prompt: requests that need no more leave
+        the read."""
         pages = (tokens - read.operation.start) // self._page_size
         if read.progress.ended and pages >= read.progress.landed:
-            # It brings nothing more to anybody.
+            # It has ended, and all that landed is known.
             pages = len(read.operation.hashes)
         for request_id in [rid for rid, needed in read.needs.items() if needed <= pages]:
             self._drop(request_id, read)
@@ -209,7 +208,7 @@ class PrefetchBoard:
             del self._by_request[request_id]
 
     def _narrow(self, read: Read) -> None:
-        """Read no more than what is still waited for."""
+        """Read no further than its requests need; cut it where there is none."""
         operation = read.operation
         if read.needs:
             operation.wanted_pages = max(read.needs.values())
@@ -222,7 +221,7 @@ class PrefetchBoard:
                 del self._by_page[page]
 
     def check(self) -> None:
-        """Assert that reads and requests know of each other, and that no read is for nobody."""
+        """Assert that reads and requests know of each other, and that every read has a request."""
         waits = [(rid, read) for rid, reads in self._by_request.items() for read in reads]
         needs = [(rid, read) for read in self._reads for rid in read.needs]
         assert sorted((rid, id(read)) for rid, read in waits) == sorted(
@@ -238,13 +237,13 @@ class PrefetchBoard:
     # ---- one tick ----------------------------------------------------------------------------
 
     def take_new(self) -> list[PrefetchOperation]:
-        """What has been started since this was called last; to be submitted now."""
+        """The reads that were started since the last call, to be submitted now."""
         self._unanswered, self._new = self._new, []
         return self._unanswered
 
     def await_answers(self) -> None:
-        """Give the store a moment to say what it has of the prompts that have just come, so that
-        one of which it has nothing need not wait for the next tick."""
+        """Wait for about a millisecond for the store's answers about new prompts, so that a prompt
+        that the store does not have need not wait for the next tick."""
         if self._unanswered:
             until = time.monotonic() + _ANSWER_S
             for operation in self._unanswered:
@@ -252,13 +251,13 @@ class PrefetchBoard:
             self._unanswered = []
 
     def progress(self) -> Sequence[PrefetchProgress]:
-        """What this rank sees of each of `operations`."""
+        """This rank's progress on each of `operations`."""
         if not len(self):
             return ()
         now = time.monotonic()
         seen = []
         for operation in self.operations():
-            # `ended` first: what it says of `landed_pages` must not be older than itself.
+            # `ended` first: `landed_pages` is final once it is true.
             ended = operation.ended
             expired = now > operation.deadline
             seen.append(
@@ -273,7 +272,7 @@ class PrefetchBoard:
         return seen
 
     def agree(self, agreed: Sequence[PrefetchProgress]) -> list[torch.Tensor]:
-        """Take the tick's agreement on `progress`; returns the host slots to be freed now."""
+        """Take the progress that the ranks agreed on; returns the host slots to be freed now."""
         reads, cut = self.reads(), self._cut.copy()
         freed = []
         for read, progress in zip(reads, agreed[: len(reads)], strict=True):
@@ -295,28 +294,28 @@ class PrefetchBoard:
         return operation.release(begin * self._page_size, end * self._page_size)
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
-        """Whether a request need not wait any longer. From agreed progress only."""
+        """Whether a request has to wait no longer. Depends on agreed progress alone."""
         return policy is PrefetchPolicy.BEST_EFFORT or not any(
             read.is_awaited_by(request_id) and not read.progress.expired
             for read in self._by_request.get(request_id, ())
         )
 
-    # ---- from agreed progress: what is to be read, and what to be computed, in tokens --------
+    # ---- tokens to be read and to be computed, from agreed progress -------------------------
 
-    def waited_for(self) -> list[Read]:
-        """The reads that may bring more to requests, in their order."""
+    def awaited_reads(self) -> list[Read]:
+        """The reads that requests wait for and that may bring more, in their order."""
         return [read for read in self._reads if read.is_reading]
 
     def pending(self, read: Read, waiting: Mapping[str, int]) -> PendingRead:
-        """What is left of one of them.
+        """How much of a read is left.
 
         Args:
-            read: One of `waited_for`.
-            waiting: By request, what no tier had of its prompt when it came.
+            read: One of `awaited_reads`.
+            waiting: By request, the tokens of its prompt that no tier had when it arrived.
         """
-        # Until the store has said what it has: all that it is asked for.
+        # Until the store answers, it is taken to have all pages.
         missing = max(0, read.reach - read.progress.landed) * self._page_size
-        # A request whose prompt is read in parts is counted with the last.
+        # A prompt that is read by several operations counts with the last of them.
         last = [rid for rid in read.needs if self._by_request[rid][-1] is read]
         rests = [max(0, waiting.get(rid, 0) - self._landed(rid)) for rid in last]
         return PendingRead(
@@ -327,26 +326,26 @@ class PrefetchBoard:
         )
 
     def unread_tokens(self) -> int:
-        """What these will read, as far as the store has answered."""
-        known = [read for read in self.waited_for() if read.progress.hit >= 0]
+        """Tokens that `awaited_reads` will still read, as far as the store has answered."""
+        known = [read for read in self.awaited_reads() if read.progress.hit >= 0]
         return sum(self.pending(read, {}).unread for read in known)
 
     def abandoned_tokens(self) -> int:
-        """What is read before the first of `waited_for` though nobody waits for it. To be asked
-        right after `agree`."""
+        """Tokens that are read before the first of `awaited_reads` and that no request waits for.
+        Call it right after `agree`."""
         before = itertools.takewhile(lambda read: not read.is_reading, self._reads)
         calls = [self._half_of_call(read.progress) for read in before]
         return sum(calls) + self.stuck_tokens() // 2
 
     def uncached(self, request_id: str, tokens: int) -> int:
-        """What of a request's `tokens` waits to be computed now: none while L3 may bring them."""
+        """How many of a request's `tokens` have to be computed: none while L3 may bring them."""
         reads = self._by_request.get(request_id)
         if reads is None:
             return tokens
         return 0 if reads[-1].is_reading else max(0, tokens - self._landed(request_id))
 
     def _landed(self, request_id: str) -> int:
-        """What has been read for a request that waits."""
+        """Tokens that have been read for a request."""
         pages = [
             min(read.progress.landed, read.needs[request_id])
             for read in self._by_request[request_id]
@@ -354,6 +353,6 @@ class PrefetchBoard:
         return sum(pages) * self._page_size
 
     def _half_of_call(self, progress: PrefetchProgress) -> int:
-        """A call to the store that is under way has done half of its work, on the average."""
+        """Half the tokens of the call under way: on average it has done so much of its work."""
         pages = 0 if progress.ended else max(0, progress.handed - progress.landed)
         return pages * self._page_size // 2

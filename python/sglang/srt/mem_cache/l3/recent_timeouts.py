@@ -1,7 +1,7 @@
-"""Pages whose transfer has just timed out, so that they are not asked for again at once.
+"""Remembers the pages whose transfer has just timed out, so that they are not tried again at once.
 
-The breaker leaves a whole store alone. A store of which one node hangs passes its probes, and
-each further read of a page on that node would cost another timeout.
+The breaker leaves a whole store alone. A store with one hanging node passes its probes, and each
+further read of a page on that node would cost another timeout.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sglang.srt.mem_cache.tree.radix_key import PageHash
 PERIOD_S: Final = 30.0
 """How long a page is left alone."""
 _MAX_PAGES: Final = 65_536
-"""The oldest are forgotten beyond that: a bound on memory, about 10 MB."""
+"""A bound on memory, about 10 MB; beyond it the oldest are forgotten."""
 
 
 class RecentTimeouts:
-    """Of one kind of transfer. Called by the thread that makes them, and by no other.
+    """The timeouts of one kind of transfer. Only the thread that makes the transfers calls it.
 
     Args:
         clock: Seconds, monotonic.
@@ -28,10 +28,10 @@ class RecentTimeouts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._until: dict[PageHash, float] = {}
-        """In order of time."""
+        """Until when a page is left alone; the earliest first."""
 
     def add(self, pages: Iterable[PageHash]) -> None:
-        """A transfer of `pages` has taken too long, and they did not land."""
+        """Note `pages` that did not land in a transfer that took too long."""
         until = self._clock() + PERIOD_S
         for page in pages:
             self._until.pop(page, None)
@@ -40,7 +40,7 @@ class RecentTimeouts:
             del self._until[next(iter(self._until))]
 
     def leading_allowed(self, pages: Sequence[PageHash]) -> int:
-        """How many pages there are before the first that is to be left alone."""
+        """The number of pages before the first that is left alone."""
         now = self._clock()
         while self._until and next(iter(self._until.values())) <= now:
             del self._until[next(iter(self._until))]

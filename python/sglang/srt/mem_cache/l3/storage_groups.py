@@ -1,6 +1,6 @@
-"""Which operations on L3 go in one call to the store: pure, the same on all ranks.
+"""Groups operations on L3 into calls to the store. Pure, the same on all ranks.
 
-A call costs as much CPU time as ten pages of 64 KB or 500 keys more in it.
+A call takes as much CPU time as ten more pages of 64 KB in it, or 500 more keys.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, Storage
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 
 PAGES_PER_CALL: Final = 64
-"""Pages of one get or put: enough to hide the round trip, few enough that a cut comes soon."""
+"""Pages of one get or put: enough to hide the round trip, few enough to cut a read soon."""
 _STUCK_SHARE: Final = 8
-"""One of so many pages of L2 a get may be given at most: it keeps them for as long as it hangs."""
+"""A get is given one page in so many of L2 at most: it keeps them for as long as it hangs."""
 _PROMPTS_PER_QUESTION: Final = 16
 _PAGES_PER_QUESTION: Final = 1024
-"""Of the prompts that one call asks about; those of one prompt may be more."""
+"""All prompts of a question together; a single prompt may have more."""
 
 
 def pages_per_read(host_pages: int) -> int:
-    """Pages of one get, with an L2 of `host_pages`."""
+    """Pages of one get where L2 has `host_pages` pages."""
     return max(1, min(PAGES_PER_CALL, host_pages // _STUCK_SHARE))
 
 
-def questions(operations: Sequence[PrefetchOperation]) -> Iterator[list[PrefetchOperation]]:
-    """Prompts in groups that one call asks about, in their order."""
+def prompts_per_question(
+    operations: Sequence[PrefetchOperation],
+) -> Iterator[list[PrefetchOperation]]:
+    """Prompts in groups, in their order; one call asks the store about a group."""
     group: list[PrefetchOperation] = []
     pages = 0
     for operation in operations:
@@ -40,7 +42,7 @@ def questions(operations: Sequence[PrefetchOperation]) -> Iterator[list[Prefetch
 
 
 def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
-    """The first writes that can go in one call; at least one.
+    """The first writes of `queued` that can go in one call; at least one.
 
     A write joins where the pages before its own are in the store, or are written before it in
     the same call.
@@ -49,13 +51,13 @@ def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
     pages = 0
     for operation in queued:
         pages += len(operation.hashes)
-        may_join = operation.after in group or not waits_in_vain(operation)
+        may_join = operation.after in group or not lacks_predecessor(operation)
         if pages > PAGES_PER_CALL or not may_join:
             break
         group.append(operation)
     return group or list(queued[:1])
 
 
-def waits_in_vain(operation: StorageOperation) -> bool:
-    """Whether the pages before these are not in the store, so that nobody could use these."""
+def lacks_predecessor(operation: StorageOperation) -> bool:
+    """Whether the pages before these are not in the store, so that no reader could use these."""
     return operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED

@@ -1,18 +1,21 @@
-"""Operations on L3: what is asked, how far it came, how it ended.
+"""Operations on L3: the request, its progress and its outcome.
 
-Each is a small state machine with one terminal state. The scheduler thread makes and decides
-them; one transfer thread works on them. Fields say who writes them; a reader in the other thread
-sees single assignments of ints and flags.
+Each is a small state machine with one terminal state. The scheduler thread makes operations, a
+transfer thread carries them out. The docstring of a field names the thread that writes it; the
+other thread sees single assignments of ints and flags.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -20,13 +23,14 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 @dataclass(eq=False, slots=True)
 class PrefetchOperation:
-    """Read the pages of a prompt that follow what L1 and L2 have of it, or what other reads bring.
+    """A read of the pages of a prompt after those that L1 and L2 have or that other reads bring.
 
-    Owns `host_indices` until they are published (what landed) or released (the rest).
+    It owns `host_indices` until they are published (pages that landed) or released (the others).
+    The slots of `extra_transfers` stay the caller's.
     """
 
     request_id: str
-    """Who began it; others may wait for it too."""
+    """The request that began it; others may wait for it too."""
     key: RadixKey
     """The whole prompt up to the last page asked for. Publishing matches it again, so no node
     needs to be pinned, and splits and evictions meanwhile do no harm."""
@@ -41,26 +45,29 @@ class PrefetchOperation:
     deadline: float
     """`time.monotonic()` seconds."""
     epoch: int
-    """Of the store when the read began: what it held may be gone in a later one."""
+    """The store's epoch when the read began; in a later one its objects may be gone."""
+    extra_transfers: Sequence[PoolTransfer] = ()
+    """Host slots in other pools that have their own; see `parts_of_pages`. Pools that share others'
+    slots come along by themselves."""
 
     hit_pages: int = -1
     """Transfer thread: what the store reported, agreed by all ranks; -1 while unknown."""
     handed_pages: int = 0
-    """Transfer thread: pages that the store was given to write to, from the first on. Final once
-    the read is cut."""
+    """Transfer thread: pages that the store may write to, from the first on. Final once the read
+    is cut."""
     landed_pages: int = 0
-    """Transfer thread: pages got and verified, from the first on."""
+    """Transfer thread: pages that can be used, from the first on: all their parts are there and
+    verified, and a state behind the last where a pool has states."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     wanted_pages: int = field(init=False)
-    """Scheduler: somebody waits for these, from the first on. Only ever lowered."""
+    """Scheduler: pages that requests wait for, from the first on. It is only ever lowered."""
     is_terminated: bool = False
-    """Scheduler: nobody waits for the rest. The transfer stops at its next step."""
+    """Scheduler: no request waits for more pages. The transfer stops at its next step."""
     is_overtaken: bool = False
-    """Scheduler, before `is_terminated`: that is because computing was going to be sooner, or
-    was."""
+    """Scheduler, before `is_terminated`: computing the prompt ended sooner, or was going to."""
     is_spared: bool = False
-    """Scheduler: not to be overtaken, so that it shows how fast reads are."""
+    """Scheduler: the read is not overtaken, so that it measures how fast reads are."""
     _answered: threading.Event = field(default_factory=threading.Event)
     _owned: list[tuple[int, int]] = field(init=False)
     """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
@@ -68,6 +75,11 @@ class PrefetchOperation:
     def __post_init__(self) -> None:
         self._owned = [(0, len(self.host_indices))]
         self.wanted_pages = len(self.hashes)
+
+    @property
+    def transfers(self) -> list[PoolTransfer]:
+        """Where the pages go, the anchor's first."""
+        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
 
     @property
     def ended(self) -> bool:
@@ -83,16 +95,16 @@ class PrefetchOperation:
         return any(first <= begin and end <= last for first, last in self._owned)
 
     def owned_slots(self) -> torch.Tensor:
-        """Scheduler: those."""
+        """Scheduler: their host slots."""
         return self._slots(self._owned)
 
     def publish(self, begin: int, end: int) -> torch.Tensor:
-        """Scheduler: hand the tokens from `begin` to `end` over; their host slots."""
+        """Scheduler: hand the tokens from `begin` to `end` to the tree; their host slots."""
         self._owned = _outside(self._owned, begin, end)
         return self.host_indices[begin:end].clone()
 
     def release(self, begin: int, end: int) -> torch.Tensor:
-        """Scheduler: let go of all but the tokens from `begin` to `end`; the host slots."""
+        """Scheduler: give up all but the tokens from `begin` to `end`; returns the host slots."""
         freed, kept = self._owned, []
         if begin < end:
             freed = _outside(freed, begin, end)
@@ -111,23 +123,23 @@ class PrefetchOperation:
         return parts[0] if len(parts) == 1 else torch.cat([self.host_indices[:0], *parts])
 
     def overtake(self) -> None:
-        """Scheduler: cut it, because computing the prompt is going to be sooner."""
+        """Scheduler: cut the read, because computing the prompt is going to end sooner."""
         self.is_overtaken = True
         self.is_terminated = True
 
     @property
     def why_cut(self) -> CacheOutcome:
-        """How it ends before all pages that the store has are read."""
+        """The outcome of a read that ends before all pages of its hit are read."""
         if self.is_overtaken:
             return CacheOutcome.OVERTAKEN
         return CacheOutcome.LATE if self.is_terminated else CacheOutcome.LANDED
 
     def hand_over(self, pages: int) -> bool:
-        """Transfer thread, before the store may write to the pages before `pages`: whether it may.
+        """Transfer thread: whether the store may write to the first `pages` pages. Call it before.
 
-        Not where nobody waits for more than it was given. Here the number is written before
-        `is_terminated` is read, in the scheduler it is the other way round: either the thread sees
-        that it is too late, or the scheduler sees the number.
+        False where no request waits for more than the store has been given already. This thread
+        writes the number and then reads `is_terminated`; the scheduler writes `is_terminated` and
+        then reads the number. So either this thread sees the cut, or the scheduler sees the number.
         """
         if self.handed_pages >= self.wanted_pages:
             return False
@@ -135,60 +147,67 @@ class PrefetchOperation:
         return not self.is_terminated
 
     def note_answer(self) -> None:
-        """Transfer thread: the store has said what it has, and that is going to be read."""
+        """Transfer thread: the store has answered, and its pages are going to be read."""
         self._answered.set()
 
     def finish(self, outcome: CacheOutcome) -> None:
-        """Transfer thread: settle."""
+        """Transfer thread: end the operation."""
         self.outcome = outcome
         self._answered.set()
 
     def wait_for_answer(self, until: float) -> None:
-        """Scheduler: wait until it is known what will be read, or `until` (`time.monotonic()`)."""
+        """Scheduler: wait for the store's answer, at most until `until` (`time.monotonic()`)."""
         self._answered.wait(max(0.0, until - time.monotonic()))
 
 
 @dataclass(eq=False, slots=True)
 class StorageOperation:
-    """Write the pages of a node to L3. The node's host pages are pinned until it is settled."""
+    """A write of a node's pages to L3. The node's host pages are pinned until it has ended."""
 
     node: TreeNode
-    """The lower end: where the node was split meanwhile, its upper parts are ancestors."""
+    """The node; after a split the lower part, whose ancestors are the upper parts."""
     host_indices: torch.Tensor
     """int64 `[n]`: host slots."""
     hashes: list[PageHash]
     prefix_hashes: list[PageHash]
     after: StorageOperation | None
-    """The write of the pages before these; writes are prefix-closed, so its failure is ours."""
+    """The write of the pages before these. If it fails, this one does: writes are prefix-closed."""
     epoch: int
-    """Of the store when the write was queued."""
+    """The store's epoch when the write was queued."""
+    extra_transfers: Sequence[PoolTransfer] = ()
+    """Host slots in other pools that have their own, pinned as well; see `parts_of_pages`."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all."""
+
+    @property
+    def transfers(self) -> list[PoolTransfer]:
+        """What is written, the anchor's first."""
+        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
 
     @property
     def ended(self) -> bool:
         return self.outcome is not None
 
     def finish(self, outcome: CacheOutcome) -> None:
-        """Transfer thread: settle, and drop the chain to operations long past."""
+        """Transfer thread: end the operation, and drop its reference to earlier ones."""
         self.after = None
         self.outcome = outcome
 
 
 @dataclass(eq=False, slots=True)
 class CheckOperation:
-    """Ask whether L3 still has the pages of a prompt, all of which it has had."""
+    """A question whether L3 still has all pages of a prompt that was written to it."""
 
     hashes: list[PageHash]
     """From the first page of the prompt on."""
     epoch: int
-    """Of the store when this was queued."""
+    """The store's epoch when the question was queued."""
     outcome: CacheOutcome | None = None
-    """Transfer thread: MISS where a page has gone, else LANDED, also where nobody was asked."""
+    """Transfer thread: MISS where a page has gone; LANDED otherwise, also without an answer."""
 
 
 def _outside(ranges: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """What of `ranges` is not from `begin` to `end`."""
+    """`ranges` without what lies from `begin` to `end`."""
     parts = [
         part
         for first, last in ranges

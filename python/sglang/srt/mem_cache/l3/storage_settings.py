@@ -18,7 +18,7 @@ class OnUnreachable(StrEnum):
     WAIT = "wait"
     """Retry for up to five minutes."""
     DEGRADE = "degrade"
-    """Run without L3, and take it up when it answers."""
+    """Run without L3 until it answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class StorageSettings:
     """Thresholds and bounds of L3 reads."""
 
     prefetch_threshold: int = 256
-    """Tokens; shorter hits are recomputed."""
+    """Tokens. Shorter hits are computed instead."""
     timeout: PrefetchTimeoutConfig = field(default_factory=PrefetchTimeoutConfig)
     on_unreachable: OnUnreachable = OnUnreachable.EXIT
     pass_prefix_keys: bool = False

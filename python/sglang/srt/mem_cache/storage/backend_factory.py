@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,20 +61,24 @@ class StorageBackendFactory:
         backend_name: str,
         storage_config: HiCacheStorageConfig,
         mem_pool_host: StoragePool,
+        *,
+        extra_pools: Mapping[str, StoragePool] | None = None,
         **kwargs: Any,
     ) -> HiCacheStorage:
-        """Make a backend and register the anchor pool with it.
+        """Make a backend and register every pool of the model with it.
 
         Args:
             backend_name: A registered name, or `dynamic` with `backend_name`, `module_path` and
                 `class_name` in the extra config.
             storage_config: Given to the backend, and put on it if it does not keep it itself.
             mem_pool_host: The anchor pool.
+            extra_pools: The others, by name.
             kwargs: Passed to backends that are not built in.
 
         Raises:
-            ValueError: The name is unknown, a field is missing, or the class cannot be loaded, is
-                no `HiCacheStorage` or raises anything of its own. One line.
+            ValueError: The name is unknown, a field is missing, the class does not know one of
+                the pools, or it cannot be loaded, is no `HiCacheStorage` or raises anything of its
+                own. One line.
             StorageUnavailable: The store is not there.
         """
         entry = cls._find(backend_name, storage_config)
@@ -88,7 +93,7 @@ class StorageBackendFactory:
             backend: HiCacheStorage = backend_class(*args, **kwargs)
             if backend.storage_config is None:
                 backend.storage_config = storage_config
-            backend.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+            _register(backend, {PoolName.KV: mem_pool_host, **(extra_pools or {})})
         except (ValueError, StorageUnavailable):
             raise
         except (Exception, SystemExit) as error:
@@ -107,6 +112,16 @@ class StorageBackendFactory:
                 )
             return entry
         return _Registered(*dynamic_class(config.extra_config or {}))
+
+
+def _register(backend: HiCacheStorage, pools: Mapping[str, StoragePool]) -> None:
+    """Make all pools known to the backend, which is closed where it does not take one."""
+    try:
+        for name, pool in pools.items():
+            backend.register_mem_host_pool_v2(pool, name)
+    except BaseException:
+        backend.close()
+        raise
 
 
 def _load(name: str, entry: _Registered) -> Any:

@@ -3,8 +3,9 @@
 The engine calls `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`, `get_stats`,
 `probe` and `rebuild` only. A third-party backend may implement just `get`, `set` and `exists`
 (values are then flat uint8 tensors: page bytes, then the trailer of `page_trailer`), or the v1
-calls for the anchor pool. Answers of another type or length than their call promises are refused
-(`answers.py`): the store then counts as failing.
+calls, which know the anchor pool alone: it then serves models that have no other. Answers of
+another type or length than their call promises are refused (`answers.py`): the store then counts
+as failing.
 
 Threads: gets and exists come from the prefetch thread, sets from the backup thread, at the same
 time. At run time a backend is made, cleared and closed in further threads, while nothing else is
@@ -13,6 +14,7 @@ asked of it. Import it from `sglang.srt.mem_cache.hicache_storage`.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -51,10 +53,15 @@ class HiCacheStorage(ABC):
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: StoragePool, host_pool_name: str) -> None:
-        """Make any pool known by name, before the first transfer that names it."""
+        """Make any pool known by name, before the first transfer that names it.
+
+        Raises:
+            ValueError: The backend knows the anchor alone, and this is another pool.
+        """
         if host_pool_name == PoolName.KV:
             self.register_mem_pool_host(host_pool)
         else:
+            self._check_knows_extra_pools(host_pool_name)
             self.extra_mem_pools = {**(self.extra_mem_pools or {}), host_pool_name: host_pool}
 
     def pool(self, name: str) -> StoragePool:
@@ -92,10 +99,19 @@ class HiCacheStorage(ABC):
         self,
         prompts: Sequence[list[str]],
         extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> list[PoolTransferResult]:
-        """`batch_exists_v2` of several prompts, for backends that can ask for all in one call."""
+        """`batch_exists_v2` of several prompts, for backends that can ask for all in one call.
+
+        Args:
+            prompts: Keys of the pages of each prompt.
+            extra_infos: One a prompt.
+            pool_transfers: The pools beside the anchor with their hit policies, the same for all
+                prompts. Given where the model has such pools.
+        """
+        transfers = list(pool_transfers) if pool_transfers else None
         return [
-            self.batch_exists_v2(keys, extra_info=extra_info)
+            self.batch_exists_v2(keys, transfers, extra_info)
             for keys, extra_info in zip(prompts, extra_infos, strict=True)
         ]
 
@@ -246,6 +262,24 @@ class HiCacheStorage(ABC):
         # What follows a page's key is the same for all of them.
         rest = self.object_key("", pool)
         return [key + rest for key in keys]
+
+    def _check_knows_extra_pools(self, name: str) -> None:
+        """Raise ValueError where the class implements calls that know the anchor alone."""
+        mine = type(self)
+        of_anchor = [
+            f"batch_{kind}_v1"
+            for kind in ("get", "set")
+            if getattr(mine, f"batch_{kind}_v1") is not getattr(HiCacheStorage, f"batch_{kind}_v1")
+            and getattr(mine, f"batch_{kind}_v2") is getattr(HiCacheStorage, f"batch_{kind}_v2")
+        ]
+        if "pool_transfers" not in inspect.signature(mine.prompts_exist).parameters:
+            of_anchor.append("prompts_exist")
+        if of_anchor:
+            raise ValueError(
+                f"storage backend {mine.__name__} knows one pool, and this model has pool "
+                f"{str(name)!r} as well: {', '.join(of_anchor)} has no pools; implement the v2 "
+                "calls, or use another --hicache-storage-backend"
+            )
 
     def _plain_get(
         self, pool_name: str, keys: list[str], host_indices: torch.Tensor

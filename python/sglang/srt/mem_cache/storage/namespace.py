@@ -20,6 +20,9 @@ class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     page_byte_order: str
     """`host_layout.page_byte_order`: layouts with equal bytes share pages."""
+    extra_pools: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Name, dtype and shape of each pool beside the KV pool; unset where there is none, so that it
+    is no part of the digest."""
     format_version: int = FORMAT_VERSION
 
     def digest(self) -> str:

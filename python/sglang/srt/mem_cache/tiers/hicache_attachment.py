@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sglang.srt.arg_groups.extra_config import (
     check_extra_config_keys,
     parse_extra_config,
@@ -170,18 +172,23 @@ class StorageAttachment:
         self.settings = storage.settings
 
     def _namespace(self) -> str:
-        pool = self._controller.mem_pool_device
+        pool, group = self._controller.mem_pool_device, self._controller.mem_pool_host
         return CacheNamespace(
             weights_identity=self._weights_identity,
             kv_dtype=str(pool.dtype),
             page_size=self._controller.page_size,
-            page_byte_order=page_byte_order(self._controller.mem_pool_host.layout),
+            page_byte_order=page_byte_order(group.anchor.layout),
+            extra_pools=tuple(
+                f"{name} {pool.dtype} {pool.layer_num} {pool.page_size} {pool.page_bytes}"
+                for name, pool in group.extra_pools.items()
+            )
+            or msgspec.UNSET,
         ).digest()
 
     def _connector(
         self, backend: str, config: dict[str, Any], namespace: str
     ) -> Callable[[], HiCacheStorage]:
-        host_pool = self._controller.mem_pool_host
+        group = self._controller.mem_pool_host
         storage_config = HiCacheStorageConfig(
             tp_rank=0,
             tp_size=1,
@@ -191,14 +198,16 @@ class StorageAttachment:
             attn_cp_size=1,
             is_mla_model=False,
             enable_storage_metrics=True,
-            is_page_first_layout=host_pool.is_zero_copy,
+            is_page_first_layout=group.anchor.is_zero_copy,
             model_name=self._model_name,
             extra_config=config,
             namespace=namespace,
         )
 
         def connect() -> HiCacheStorage:
-            return StorageBackendFactory.create_backend(backend, storage_config, host_pool)
+            return StorageBackendFactory.create_backend(
+                backend, storage_config, group.anchor, extra_pools=group.extra_pools
+            )
 
         return connect
 

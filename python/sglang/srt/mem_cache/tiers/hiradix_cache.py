@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
@@ -81,7 +82,7 @@ class HiRadixCache(RadixCache):
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
         controller = self.cache_controller = _make_controller(params, server_args, metrics)
-        self.host_pool = controller.mem_pool_host
+        self.host_pool = controller.mem_pool_host.anchor
         self._reduce = reduce
         self._attachment = StorageAttachment(
             controller,
@@ -278,9 +279,9 @@ class HiRadixCache(RadixCache):
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and why that size."""
-        pool = self.host_pool
+        pool, nbytes = self.host_pool, self.cache_controller.mem_pool_host.nbytes
         host = (
-            f"L2: {pool.size} tokens, {pool.page_num * pool.page_bytes / 1e9:.2f} GB of host "
+            f"L2: {pool.size} tokens, {nbytes / 1e9:.2f} GB of host "
             f"memory in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
         )
         return [host, self._attachment.describe()]
@@ -300,6 +301,7 @@ class HiRadixCache(RadixCache):
 
     def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
         super().check_integrity(request_slots)
+        self.cache_controller.mem_pool_host.check_integrity()
         self.host_pages.check([pages for flow in self._flows for pages in flow.owned_host_pages()])
 
 
@@ -309,7 +311,7 @@ def _make_controller(
     """L2, and what moves bytes to and from it."""
     allocator = params.token_to_kv_pool_allocator
     io_backend, host_pool = build_kv_host_stack(
-        allocator.get_kvcache(),
+        params.model_pools or ModelPools.dense(allocator.get_kvcache()),
         ratio=server_args.hicache_ratio,
         size_gb=server_args.hicache_size,
         io_backend=server_args.hicache_io_backend,

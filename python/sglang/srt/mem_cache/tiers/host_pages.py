@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.tree.integrity import PageBooks
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+    from sglang.srt.mem_cache.host.host_pool import AnyHostPool
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -24,11 +24,11 @@ class HostPages:
 
     Args:
         tree: Whose nodes.
-        pool: L2.
+        pool: L2, of the anchor: the pages that prefixes are made of.
         metrics: Counts evictions.
     """
 
-    def __init__(self, tree: PrefixTree, pool: HostPoolGroup, metrics: HiCacheMetrics) -> None:
+    def __init__(self, tree: PrefixTree, pool: AnyHostPool, metrics: HiCacheMetrics) -> None:
         self.pool = pool
         self._tree = tree
         self._metrics = metrics
@@ -74,7 +74,6 @@ class HostPages:
         Args:
             owned: Pages of operations: owner and int64 slots.
         """
-        self.pool.check_integrity()
         books = PageBooks("host", self.pool.size, self._tree.page_size)
         books.own_pages("the free list", self.pool.free_page_ids())
         for node in self._tree.nodes():

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.device.state_pool import ModelPools
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +28,5 @@ class CacheInitParams:
     """Digest of weights and configuration: engines that differ in it share nothing in L3."""
     metrics_registry: CollectorRegistry | None = None
     """Where the cache registers its metrics; None: it keeps none."""
+    model_pools: ModelPools | None = None
+    """Every kind of state that the model keeps; None: keys and values alone, in every layer."""

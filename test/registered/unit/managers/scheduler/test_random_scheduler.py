@@ -21,7 +21,7 @@ from sglang.srt.managers.messages.io_struct import (
     FlushCacheReqInput,
     ToScheduler,
 )
-from sglang.srt.mem_cache.l3 import storage_io
+from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.storage import base
 from sglang.test import chaotic_store, object_store
 from sglang.test.checkable_model import CheckableWorker, WrongContext, words
@@ -261,7 +261,7 @@ def test_writes_that_wait_for_room_end_with_what_is_above_them(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that refuses is not asked again and again by an engine that has nothing to do."""
-    monkeypatch.setattr(storage_io, "_STUCK_AFTER_S", 20.0)
+    monkeypatch.setattr(guarded_store, "_STUCK_AFTER_S", 20.0)
     monkeypatch.setitem(MOODS, "hung", Mood(hang=1.0))
     rig = make_rig(hicache_ratio=14 / 16)  # Writes under way have half of it: 7 pages.
     try:

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.host.host_layout import HostLayout, page_byte_order
 from sglang.srt.mem_cache.host.host_page_list import HostPageList
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost, PoolEntry
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (
     PAGE,
@@ -269,71 +268,6 @@ def test_kv_split_has_two_buffers() -> None:
         "page_first_direct": 1,
         "page_first_kv_split": 2,
     }
-
-
-# -- groups --------------------------------------------------------------------------------------
-
-
-def make_group() -> HostPoolGroup:
-    """KV in three layers; a state pool with pages of one slot in model layers 1 to 3."""
-    kv, state = make_device_pool(), make_device_pool(page_size=1)
-    return HostPoolGroup(
-        [
-            PoolEntry(PoolName.MAMBA, make_host_pool(state, "page_first"), state, lambda i: i - 1),
-            PoolEntry(
-                PoolName.KV,
-                make_host_pool(kv, "page_first"),
-                kv,
-                lambda i: i if i < 3 else None,
-                is_primary_index_anchor=True,
-            ),
-        ]
-    )
-
-
-def test_group_is_its_anchor_and_moves_extra_pools() -> None:
-    group = make_group()
-    kv, state = (group.entries[name] for name in (PoolName.KV, PoolName.MAMBA))
-    slots = group.alloc(2 * PAGE)
-    assert slots is not None
-    assert group.available_size() == kv.host_pool.available_size() == group.size - 2 * PAGE
-    moved = PoolTransfer(
-        PoolName.MAMBA, host_indices=torch.tensor([3]), device_indices=torch.tensor([6])
-    )
-    device_slots = page_slots([4, 2])
-    group.backup_from_device_all_layer(kv.device_pool, slots, device_slots, "direct", [moved])
-    source = kv.device_pool.k_buffer[2][device_slots].clone()
-    state_source = state.device_pool.v_buffer[0][6].clone()
-    for entry in (kv, state):
-        for buffer in (*entry.device_pool.k_buffer, *entry.device_pool.v_buffer):
-            buffer.zero_()
-    group.load_to_device_per_layer(kv.device_pool, slots, device_slots, 2, "direct")
-    group.load_to_device_per_layer(kv.device_pool, slots, device_slots, 1, "direct", [moved])
-    bits = torch.int16
-    assert torch.equal(kv.device_pool.k_buffer[2][device_slots].view(bits), source.view(bits))
-    assert torch.equal(state.device_pool.v_buffer[0][6].view(bits), state_source.view(bits))
-    assert not kv.device_pool.k_buffer[0].any()
-    assert not state.device_pool.v_buffer[1].any()
-    assert group.free(slots) == 2 * PAGE
-    group.check_integrity()
-    group.clear()
-
-
-def test_group_needs_one_anchor_and_known_names() -> None:
-    group = make_group()
-    entries = list(group.entries.values())
-    with pytest.raises(ValueError, match="one anchor, got 0"):
-        HostPoolGroup(entries[:1])
-    with pytest.raises(ValueError, match="repeat"):
-        HostPoolGroup([*entries, entries[0]])
-    with pytest.raises(ValueError, match=r"indexer.*mamba, kv"):
-        group.get_pool("indexer")
-    assert group.get_pool("kv") is group.anchor
-    missing = PoolTransfer(PoolName.MAMBA)
-    with pytest.raises(ValueError, match="needs host_indices"):
-        group.load_to_device_per_layer(
-            entries[1].device_pool, page_slots([0]), page_slots([1]), 1, "direct", [missing]
-        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.host import host_copy, page_copier
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
@@ -181,7 +182,12 @@ def test_a_device_without_a_copier_is_refused_until_it_has_one() -> None:
     pool = MHATokenToKVPool(8 * PAGE, PAGE, torch.float32, 1, 2, LAYERS, "meta")
     with pytest.raises(ValueError, match="has no copies on meta yet"):
         build_kv_host_stack(
-            pool, ratio=1.0, size_gb=0, io_backend="auto", layout="auto", has_storage=False
+            ModelPools.dense(pool),
+            ratio=1.0,
+            size_gb=0,
+            io_backend="auto",
+            layout="auto",
+            has_storage=False,
         )
     register_page_copier("meta", NoCopier)
     copier = make_page_copier(pools)

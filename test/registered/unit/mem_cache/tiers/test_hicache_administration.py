@@ -310,7 +310,7 @@ def test_what_is_detached_is_not_shown_as_failing(rig: CacheRig) -> None:
     assert attach(rig, ERRATIC)[0]
     storage_io = rig.hi.cache_controller.storage_io
     assert storage_io is not None
-    storage_io._trip()
+    storage_io.store.trip()
     assert rig.hi.metrics.breaker_open._value.get() == 1
     assert rig.hi.detach_storage_backend()[0]
     assert rig.hi.metrics.breaker_open._value.get() == 0

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
+from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
@@ -107,19 +107,19 @@ class SteppedRig(CacheRig):
     def backups(self, count: int | None) -> None:
         """Do the first `count` writes to L3."""
         if (storage_io := self.hi.cache_controller.storage_io) is not None:
-            _serve(storage_io._backups, storage_io._backup_thread, count)
+            _serve(storage_io.writes.queue, storage_io.writes.run, count)
 
     def prefetches(self, count: int | None) -> None:
         """Do the first `count` reads from L3."""
         if (storage_io := self.hi.cache_controller.storage_io) is not None:
             self.hi.storage_prefetch._submit()
             if count is not None:
-                _ungroup(storage_io._prefetches)
-            _serve(storage_io._prefetches, storage_io._prefetch_thread, count)
+                _ungroup(storage_io.reads.queue)
+            _serve(storage_io.reads.queue, storage_io.reads.run, count)
 
 
 def _stop_threads(storage_io: StorageIO) -> None:
-    for waiting in (storage_io._prefetches, storage_io._backups):
+    for waiting in (storage_io.reads.queue, storage_io.writes.queue):
         waiting.put(None)
     for thread in storage_io._threads:
         thread.join()
@@ -141,7 +141,7 @@ def _serve(waiting: queue.SimpleQueue[Any], serve: Callable[[], None], count: in
     count = len(operations) if count is None else count
     for operation in [*operations[:count], None]:
         waiting.put(operation)
-    with patch.object(storage_io_module, "_GATHER_S", 0.0):
+    with patch.object(storage_writes, "_GATHER_S", 0.0):
         serve()
     for operation in operations[count:]:
         waiting.put(operation)
@@ -380,7 +380,7 @@ class Tiers(RuleBasedStateMachine):
         for node in rig.hi.nodes():
             if node.storage_epoch == rig.hi.storage_link.epoch:
                 above = node.get_prefix_hash_values(self.page)
-                keys = storage_io._keys([*above, *node.page_hashes(self.page)])
+                keys = storage_io.store.keys([*above, *node.page_hashes(self.page)])
                 assert storage_io.storage.batch_exists_v2(keys).kv_hit_pages == len(keys)
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from typing import Any, Final
 
 import torch
@@ -145,12 +145,29 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         self,
         prompts: Sequence[list[str]],
         extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> list[PoolTransferResult]:
+        if pool_transfers:
+            return self._prompts_in_all_pools(prompts, pool_transfers)
         if len(prompts) == 1:
             return super().prompts_exist(prompts, extra_infos)
         # A call costs as much as 500 keys more in it.
         there = iter(self._exist(self.object_keys(list(chain(*prompts)), PoolName.KV)))
         return [PoolTransferResult(leading_run(list(islice(there, len(p))))) for p in prompts]
+
+    def _prompts_in_all_pools(
+        self, prompts: Sequence[list[str]], pool_transfers: Sequence[PoolTransfer]
+    ) -> list[PoolTransferResult]:
+        """`prompts_exist` with several pools, in one call as well."""
+        pages = list(dict.fromkeys(chain(*prompts)))
+        pools = [PoolName.KV, *(transfer.name for transfer in pool_transfers)]
+        asked = [key for pool in pools for key in self.object_keys(pages, pool)]
+        there = set(compress(asked, self._exist(asked)))
+
+        def exists(pool: str, keys: Sequence[str]) -> list[bool]:
+            return [key in there for key in self.object_keys(keys, pool)]
+
+        return [combine_hits(keys, pool_transfers, exists, PoolName.KV) for keys in prompts]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None

@@ -1,0 +1,127 @@
+"""Which pages of extra pools move with the anchor's, for models with several kinds of state.
+
+The copies and transfers themselves are made by `HiCacheController` and `StorageIO`, as for a dense
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
+from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+
+
+class HybridTransfers:
+    """Completes the transfers of an operation. Scheduler's thread; `resolve` in any thread.
+
+    Args:
+        group: The model's pools.
+    """
+
+    def __init__(self, group: HostPoolGroup) -> None:
+        self._group = group
+        self._anchor = group.anchor_entry.name
+        self._sidecars = group.sidecars
+
+    def of_anchor(self, host: torch.Tensor, device: torch.Tensor) -> PoolTransfer:
+        """The anchor's part of a copy; int64 slots of whole pages, equally many on each side."""
+        return PoolTransfer(self._anchor, host, device)
+
+    def resolve(self, transfers: list[PoolTransfer]) -> list[PoolTransfer]:
+        """`transfers`, and those of the pools that share the slots of another. Any thread.
+
+        Raises:
+            ValueError: A transfer takes its slots from a pool that is not among `transfers`.
+        """
+        if len(transfers) == 1 and not self._sidecars:
+            return transfers
+        return _resolve_shared_pool_transfers(transfers, self._sidecars)
+
+    def reserve_host_pages(
+        self, device_indices: torch.Tensor, extra: Sequence[PoolTransfer]
+    ) -> list[PoolTransfer] | None:
+        """Take host pages for a write in every pool that has slots of its own, or in none.
+
+        Returns the transfers, the anchor's first; None where a pool has no room.
+
+        Args:
+            device_indices: The anchor's slots.
+            extra: Transfers of other pools. Those without `host_indices` get them here, as many as
+                `device_indices`; their pool's `host_evict_fn` makes room.
+        """
+        host_indices = self._group.anchor.alloc(len(device_indices))
+        if host_indices is None:
+            return None
+        transfers = [self.of_anchor(host_indices, device_indices)]
+        taken = transfers.copy()
+        for transfer in extra:
+            if transfer.host_indices is None and transfer.indices_from_pool is None:
+                transfer.host_indices = self._alloc(transfer)
+                if transfer.host_indices is None:
+                    self._give_back(taken)
+                    return None
+                taken.append(transfer)
+            transfers.append(transfer)
+        return transfers
+
+    def _alloc(self, transfer: PoolTransfer) -> torch.Tensor | None:
+        assert transfer.device_indices is not None, f"{transfer.name}: nothing to write"
+        entry = self._group.entries[transfer.name]
+        needed = len(transfer.device_indices)
+        missing = needed - entry.host_pool.available_size()
+        if missing > 0 and entry.host_evict_fn is not None:
+            entry.host_evict_fn(missing)
+        return entry.host_pool.alloc(needed)
+
+    def _give_back(self, taken: Sequence[PoolTransfer]) -> None:
+        for transfer in taken:
+            assert transfer.host_indices is not None
+            self._group.get_pool(transfer.name).free(transfer.host_indices)
+            transfer.host_indices = None
+
+
+def _resolve_shared_pool_transfers(
+    transfers: list[PoolTransfer], sidecars: Sequence[SidecarPoolSpec]
+) -> list[PoolTransfer]:
+    """Give every transfer its slots, and add the transfers of sidecars.
+
+    Args:
+        transfers: The anchor's first. One with `indices_from_pool` takes slots and keys of that
+            pool's transfer.
+        sidecars: Pools without slots of their own; each moves whenever its owner does.
+
+    Raises:
+        ValueError: A transfer takes its slots from a pool that is not among `transfers`.
+    """
+    resolved: dict[PoolName, PoolTransfer] = {}
+    for transfer in transfers:
+        owner = transfer.indices_from_pool
+        if owner is not None:
+            if owner not in resolved:
+                raise ValueError(
+                    f"pool transfer {transfer.name}: takes its slots from {owner}, which is not "
+                    "transferred before it"
+                )
+            spec = SidecarPoolSpec(transfer.name, owner, transfer.hit_policy)
+            transfer = _beside(resolved[owner], spec)
+        resolved[transfer.name] = transfer
+    for sidecar in sidecars:
+        owner = sidecar.indices_from_pool
+        if owner in resolved and sidecar.pool_name not in resolved:
+            resolved[sidecar.pool_name] = _beside(resolved[owner], sidecar)
+    return list(resolved.values())
+
+
+def _beside(owner: PoolTransfer, sidecar: SidecarPoolSpec) -> PoolTransfer:
+    """A sidecar's transfer: the pages that its owner moves."""
+    return PoolTransfer(
+        sidecar.pool_name,
+        owner.host_indices,
+        owner.device_indices,
+        owner.keys,
+        sidecar.hit_policy,
+    )

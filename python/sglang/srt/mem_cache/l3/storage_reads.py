@@ -1,0 +1,196 @@
+"""The prefetch thread: asks how far the store reaches into prompts, and reads those pages."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+from sglang.srt.mem_cache.l3.fetch_worth import FetchWorth
+from sglang.srt.mem_cache.l3.guarded_store import GuardedStore
+from sglang.srt.mem_cache.l3.pool_parts import parts_of_pages, usable_pages
+from sglang.srt.mem_cache.l3.storage_groups import prompts_per_question
+from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, PrefetchOperation
+from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.srt.utils.threads import leave_cores_to_model
+
+logger = logging.getLogger(__name__)
+
+_CHECK_PAUSE_S: Final = 30.0
+_LONGEST_CHECK_PAUSE_S: Final = 600.0
+"""Pauses between two checks that L3 still has its pages. The pause doubles after a check that found
+a page missing, up to the longest, so that a store that is too small is not filled over and over."""
+
+Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
+AgreeHit = Callable[[int], int]
+"""MIN over the ranks of a prefetch's hit, in pages. Called once per prefetch, in queue order."""
+
+
+class StorageReads:
+    """The queue of reads and the work of the thread that makes them.
+
+    Args:
+        store: Where to.
+        page_size: Tokens.
+        page_bytes: Bytes of a page in all host pools.
+        pages_per_read: Of one get at most: what a call that hangs can keep of the host pools.
+        threshold_pages: Shorter hits are not read.
+        metrics: Counts what happened.
+        worth: Is told how fast reads are.
+        agree_hit: See `AgreeHit`; None with one rank.
+    """
+
+    def __init__(
+        self,
+        store: GuardedStore,
+        *,
+        page_size: int,
+        page_bytes: int,
+        pages_per_read: int,
+        threshold_pages: int,
+        metrics: HiCacheMetrics,
+        worth: FetchWorth,
+        agree_hit: AgreeHit | None,
+    ) -> None:
+        self._store = store
+        self._page_size = page_size
+        self._page_bytes = page_bytes
+        self._pages_per_read = pages_per_read
+        self._threshold_pages = threshold_pages
+        self._metrics = metrics
+        self._worth = worth
+        self._agree_hit = agree_hit
+        self._check_pause = _CHECK_PAUSE_S
+        self._check_at = 0.0
+        """`time.monotonic()` seconds: not before."""
+        self.queue: queue.SimpleQueue[Prefetches | None] = queue.SimpleQueue()
+        """None ends the thread."""
+
+    def run(self) -> None:
+        """Body of the prefetch thread."""
+        leave_cores_to_model()
+        while (operations := self.queue.get()) is not None:
+            if isinstance(operations, CheckOperation):
+                operations.outcome = self._check(operations.hashes)
+                continue
+            for group in prompts_per_question(operations):
+                self._prefetch_group(group)
+
+    def _prefetch_group(self, group: Sequence[PrefetchOperation]) -> None:
+        """Ask about several prompts, end those with nothing to read, and read the others."""
+        started = time.monotonic()
+        to_read: list[PrefetchOperation] = []
+        for operation, answer in zip(group, self._ask(group), strict=True):
+            outcome: CacheOutcome | None = CacheOutcome.FAILED
+            with self._store.reporting_failures("read"):
+                outcome = self._decide(operation, answer)
+            if outcome is None:
+                operation.note_answer()
+                to_read.append(operation)
+            else:
+                self._end(operation, outcome, time.monotonic() - started)
+        for operation in to_read:
+            started = time.monotonic()
+            ended = CacheOutcome.FAILED
+            with self._store.reporting_failures("read"):
+                ended = self._read_pages(operation, operation.hit_pages)
+            self._end(operation, ended, time.monotonic() - started)
+
+    def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
+        """For each prompt the pages that the store has, or why that is not known."""
+        known: dict[int, int | CacheOutcome] = {
+            index: operation.why_cut if operation.is_terminated else CacheOutcome.UNAVAILABLE
+            for index, operation in enumerate(group)
+        }
+        timeouts = self._store.timeouts["get"]
+        reaches = [timeouts.leading_allowed(operation.hashes) for operation in group]
+        asked = [i for i, one in enumerate(group) if reaches[i] and not one.is_terminated]
+        if not asked or not self._store.allows_calls():
+            return list(known.values())
+        known.update(dict.fromkeys(asked, CacheOutcome.FAILED))
+        with self._store.reporting_failures("read"):
+            hits = self._store.hit_pages(
+                [group[i].hashes[: reaches[i]] for i in asked],
+                [group[i].prefix_hashes for i in asked],
+            )
+            known.update(zip(asked, hits, strict=True))
+        return list(known.values())
+
+    def _decide(
+        self, operation: PrefetchOperation, answer: int | CacheOutcome
+    ) -> CacheOutcome | None:
+        """The outcome of an operation without a read; None: `hit_pages` are to be read."""
+        hit = answer if isinstance(answer, int) else 0
+        # One vote for each operation in any case: the other ranks wait for it.
+        agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
+        operation.hit_pages = agreed
+        if not isinstance(answer, int):
+            return answer
+        if agreed < self._threshold_pages or agreed == 0:
+            return CacheOutcome.REVOKED if agreed else CacheOutcome.MISS
+        return None
+
+    def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:
+        """Read the first `pages` of an operation, some at a time, until a part is missing."""
+        transfers, hashes = operation.transfers, operation.hashes
+        read = 0
+        for begin in range(0, pages, self._pages_per_read):
+            end = min(begin + self._pages_per_read, pages)
+            if not operation.hand_over(end):
+                return operation.why_cut
+            before = hashes[:begin] if self._store.pass_prefix_keys else []
+            started = time.monotonic()
+            landed, why = self._store.transfer(
+                "get",
+                parts_of_pages(transfers, hashes, begin, end, last=pages),
+                [*operation.prefix_hashes, *before],
+            )
+            read += landed
+            operation.landed_pages = usable_pages(read, transfers, hashes, pages)
+            # For each call, not for each prompt: long prompts then give rates while they are read.
+            self._worth.reads.add(landed * self._page_size, time.monotonic() - started)
+            if not why:
+                self._store.say.warning(
+                    f"get-{why}", "L3: page %d of %d is %s; the rest is recomputed",
+                    begin + landed, pages, why.value,
+                )  # fmt: skip
+                return why
+        self._store.note_success()
+        return CacheOutcome.OVERTAKEN if operation.is_overtaken else CacheOutcome.LANDED
+
+    def _end(self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float) -> None:
+        self._metrics.prefetch_outcomes.labels(outcome.value).inc()
+        self._metrics.transfer_seconds.labels("prefetch").observe(seconds)
+        if operation.landed_pages:
+            self._metrics.prefetched.inc(operation.landed_pages * self._page_size)
+            rate = operation.landed_pages * self._page_bytes / max(seconds, 1e-9)
+            self._metrics.prefetch_bandwidth.set(rate / 1e9)
+        operation.finish(outcome)
+
+    def _check(self, hashes: Sequence[PageHash]) -> CacheOutcome:
+        """Check that the store still has pages that it had: MISS if not, otherwise LANDED. Also
+        LANDED where it is too early to ask, or the store does not answer."""
+        # This may be the only probe of a failed store while all prompts are in L1 and L2.
+        if not self._store.allows_calls() or time.monotonic() < self._check_at:
+            return CacheOutcome.LANDED
+        there: int | None = None
+        with self._store.reporting_failures("question"):
+            (there,) = self._store.hit_pages([hashes], [()])
+        if there is None:
+            return CacheOutcome.LANDED
+        is_whole = there == len(hashes)
+        longer = min(2 * self._check_pause, _LONGEST_CHECK_PAUSE_S)
+        self._check_pause = _CHECK_PAUSE_S if is_whole else longer
+        self._check_at = time.monotonic() + self._check_pause
+        if is_whole:
+            return CacheOutcome.LANDED
+        self._metrics.pages.labels("check", CacheOutcome.MISS.value).inc()
+        logger.warning(
+            "L3 has lost page %d of %d of a prompt: whatever prompts use is looked for there "
+            "again, and written where it is missing", there, len(hashes),
+        )  # fmt: skip
+        return CacheOutcome.MISS

@@ -1,0 +1,147 @@
+"""A store that hangs, fails and answers as it is told, and the threads in front of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.storage_operation import (
+    PrefetchOperation,
+    StorageOperation,
+)
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+STUCK_S = 0.05
+"""Stands in for three seconds."""
+
+
+class HangingStore(HiCacheStorage):
+    """Has every page and answers probes; a transfer of a page in `hangs` takes too long."""
+
+    def __init__(self) -> None:
+        self.hangs: set[str] = set()
+        self.raises = self.is_mute = False
+        self.asked: list[list[str]] = []
+        self.moved: object = None
+        """What it answers to transfers, if anything else than the truth."""
+        self.found: object = None
+        """What it answers to questions, the same."""
+        self.absent: set[str] = set()
+        self.questions: list[int] = []
+        """Of how many prompts each."""
+        self.probe_gate = threading.Event()
+        self.probe_gate.set()
+
+    def prompts_exist(
+        self,
+        prompts: Sequence[list[str]],
+        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+    ) -> list[PoolTransferResult]:
+        self.questions.append(len(prompts))
+        if self.is_mute:
+            raise StorageUnavailable("no answer")
+        if self.found is not None:
+            return self.found  # type: ignore[return-value]
+        absent = {f"ns/{page}" for page in self.absent}
+        return [PoolTransferResult(0 if absent & set(keys) else len(keys)) for keys in prompts]
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        keys = transfers[0].keys or []
+        self.asked.append([key.removeprefix("ns/") for key in keys])
+        if isinstance(self.moved, BaseException):
+            raise self.moved
+        if self.moved is not None:
+            return self.moved  # type: ignore[return-value]
+        if not self.hangs & set(self.asked[-1]):
+            return {"kv": [CacheOutcome.LANDED] * len(keys)}
+        time.sleep(STUCK_S * 1.5)
+        if self.raises:
+            raise StorageUnavailable("timed out")
+        return {"kv": [CacheOutcome.FAILED] * len(keys)}
+
+    batch_set_v2 = batch_get_v2
+
+    def probe(self) -> bool:
+        return self.probe_gate.wait(10)
+
+    def get(self, *args: object, **kwargs: object) -> torch.Tensor | None:
+        raise NotImplementedError
+
+    set = get  # type: ignore[assignment]
+
+    def exists(self, key: str) -> bool:
+        raise NotImplementedError
+
+
+class HangingBench:
+    """A `StorageIO` on a hanging store."""
+
+    def __init__(self) -> None:
+        self.store = HangingStore()
+        self.metrics = HiCacheMetrics(None)
+        self.io = StorageIO(
+            lambda: self.store,
+            namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, threshold_pages=1,
+            pass_prefix_keys=False, metrics=self.metrics,
+        )  # fmt: skip
+
+    def read(self, *pages: str) -> CacheOutcome | None:
+        """Read `pages` to the end; how it ended."""
+        operation = self.submit(*pages)
+        wait_for(lambda: operation.ended)
+        return operation.outcome
+
+    def submit(self, *pages: str) -> PrefetchOperation:
+        operation = self.operation(*pages)
+        self.io.submit_prefetches([operation])
+        return operation
+
+    def operation(self, *pages: str) -> PrefetchOperation:
+        return PrefetchOperation(
+            request_id="r", key=RadixKey([]), start=0,
+            host_indices=torch.arange(len(pages)), hashes=[PageHash(page) for page in pages],
+            prefix_hashes=[], deadline=0.0, epoch=0,
+        )  # fmt: skip
+
+    def write(self, *pages: str) -> CacheOutcome | None:
+        """Write `pages`; how that ended."""
+        operation = StorageOperation(
+            node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
+            hashes=[PageHash(page) for page in pages], prefix_hashes=[], after=None, epoch=0,
+        )  # fmt: skip
+        self.io.submit_backup(operation)
+        wait_for(lambda: operation.ended)
+        return operation.outcome
+
+    def count(self, call: str, outcome: str) -> float:
+        """Pages whose `call` ended so."""
+        pages: float = self.metrics.pages.labels(call, outcome)._value.get()
+        return pages
+
+    def let_the_pause_pass(self) -> None:
+        self.io.store._breaker._retry_at = time.monotonic()
+
+
+def wait_for(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

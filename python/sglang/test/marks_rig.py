@@ -1,0 +1,42 @@
+"""A cache rig whose model keeps marks beside its keys and values: two kinds of state, one tree."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.test.cache_rig import CacheRig, RigRequest, expected_kv
+from sglang.test.marks_pool import MarksPool
+
+MARK_LAYERS = (1, 3)
+NUM_LAYERS = 5
+"""Keys and values in layers 0 to 2, marks in 1 and 3, nothing in 4."""
+
+
+class MarksRig(CacheRig):
+    """A `CacheRig` on the CPU that computes a mark a page and layer, from all tokens before its
+    end, and checks those that it reuses."""
+
+    def model_pools(self) -> ModelPools:
+        self.marks = MarksPool(self.pool.size, self.page_size, len(MARK_LAYERS))
+        kv = StatePool(PoolName.KV, self.pool, range(self.pool.layer_num))
+        indexer = StatePool(
+            PoolName.INDEXER, self.marks, MARK_LAYERS, indices_from_pool=PoolName.KV
+        )
+        return ModelPools((kv, indexer), NUM_LAYERS)
+
+    def _compute(self, request: RigRequest) -> None:
+        super()._compute(request)
+        ids, known = request.kv_committed_ids, request.cache_protected_len
+        assert request.req_pool_idx is not None
+        row = self.rows.req_to_token[request.req_pool_idx, : len(ids)].long()
+        pages = row[self.page_size - 1 :: self.page_size] // self.page_size
+        ends = expected_kv(ids, request.extra_key)[self.page_size - 1 :: self.page_size].long()
+        reused = known // self.page_size
+        for own, layer in enumerate(MARK_LAYERS):
+            assert self.marks.counter is not None
+            self.marks.counter.wait_until(layer)
+            wanted = 1000 * ends + layer
+            assert torch.equal(self.marks.marks[own, pages[:reused]], wanted[:reused]), layer
+            self.marks.marks[own, pages[reused:]] = wanted[reused:]

@@ -1,0 +1,53 @@
+"""Two kinds of state in a real Mooncake Store: pages and their marks, all or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.test.cache_rig import Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.marks_rig import MarksRig
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.storage_rigs import PAGE, StorageRigs, storage_io_of
+
+register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+
+PROMPT = [*range(160), 7]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    with MooncakeCluster(segment_size="128mb") as running:
+        yield running
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_marks_come_back_with_their_pages_or_both_stay_away(
+    cluster: MooncakeCluster, layout: str
+) -> None:
+    with StorageRigs.on(cluster) as rigs:
+        writer, reader, third = (
+            rigs.make(kind=MarksRig, hicache_mem_layout=layout) for _ in range(3)
+        )
+        writer.run(PROMPT)
+        writer.settle()
+        assert reader.run(PROMPT) == Reused(storage=160)
+        reader.settle()
+        io = storage_io_of(reader)
+        assert isinstance(io.storage, MooncakeStore)
+        (key,) = io.store.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[30:31])
+        with io.storage._client.using() as client:
+            assert client.remove(io.storage.object_key(key, "indexer"), True) == 0
+        reader.flush()
+        assert reader.run(PROMPT) == Reused(storage=120), "30 pages of 40"
+        reader.settle()
+        assert third.run(PROMPT) == Reused(storage=160), "the write brought back what was missing"
+        third.settle()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

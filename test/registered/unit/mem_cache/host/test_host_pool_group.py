@@ -1,0 +1,161 @@
+"""Several pools that move together: copies, the signals of layers, what a group says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, SidecarPoolSpec
+from sglang.srt.mem_cache.host.page_copier import PageLoad
+from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, PoolEntry
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import (
+    PAGE,
+    device_bytes,
+    make_device_pool,
+    make_host_pool,
+    page_slots,
+)
+from sglang.test.marks_pool import MarksPool, MarksPoolHost, marks_of
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+class Pools:
+    """KV in model layers 0 and 2 to 3, a mark a page in layers 1 and 2; layer 4 has no state."""
+
+    def __init__(self) -> None:
+        self.kv = make_device_pool()
+        self.marks = MarksPool(self.kv.size, PAGE, 2)
+        self.group = HostPoolGroup(
+            [
+                PoolEntry(
+                    PoolName.INDEXER,
+                    MarksPoolHost(self.marks, 2.0, 0, PAGE, "page_first"),
+                    self.marks,
+                    {1: 0, 2: 1}.get,
+                    indices_from_pool=PoolName.KV,
+                ),
+                PoolEntry(
+                    PoolName.KV,
+                    make_host_pool(self.kv, "page_first"),
+                    self.kv,
+                    {0: 0, 2: 1, 3: 2}.get,
+                    is_primary_index_anchor=True,
+                ),
+            ],
+            num_layers=5,
+        )
+        self.host = self.group.anchor.alloc(2 * PAGE)
+        self.on_device = page_slots([4, 2])
+        self.marks.marks[:, [4, 2]] = torch.tensor([[10, 11], [20, 21]])
+
+    def transfers(self) -> list[PoolTransfer]:
+        names = (PoolName.KV, PoolName.INDEXER)
+        return [PoolTransfer(name, self.host, self.on_device) for name in names]
+
+
+class Recorded:
+    """A layer's event: in which order, and what the pools had loaded by then."""
+
+    def __init__(self, layer: int, order: list[tuple[int, int]], done: list[str]) -> None:
+        self._layer, self._order, self._done = layer, order, done
+
+    def record(self) -> None:
+        self._order.append((self._layer, len(self._done)))
+
+    def query(self) -> bool:
+        raise NotImplementedError
+
+    wait = synchronize = record
+
+
+def test_a_group_moves_the_pages_of_all_pools() -> None:
+    pools = Pools()
+    pools.group.backup(pools.transfers(), "direct")
+    before = device_bytes(pools.kv, pools.on_device)
+    for buffer in (*pools.kv.k_buffer, *pools.kv.v_buffer, pools.marks.marks):
+        buffer.zero_()
+    pools.group.load(
+        pools.transfers(), [device_runtime("cpu").make_event() for _ in range(5)], "direct"
+    )
+    assert device_bytes(pools.kv, pools.on_device) == before
+    assert marks_of(pools.marks, pools.on_device) == [10, 11, 20, 21]
+    pools.group.check_integrity()
+    pools.group.clear()
+    assert pools.group.anchor.available_size() == pools.group.anchor.size
+
+
+class WatchedLoad(PageLoad):
+    def __init__(self, load: PageLoad, name: str, copies: list[str]) -> None:
+        self.load, self.name, self.copies = load, name, copies
+
+    def issue(self, layer: int) -> None:
+        self.load.issue(layer)
+        self.copies.append(f"{self.name} {layer}")
+
+
+def test_a_layer_is_signalled_when_every_pool_that_has_it_has_loaded_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools = Pools()
+    pools.group.backup(pools.transfers(), "direct")
+    copies: list[str] = []
+    for name, entry in pools.group.entries.items():
+        begin = entry.host_pool.begin_load
+
+        def watched(
+            *args: Any, name: str = name, begin: Callable[..., PageLoad] = begin
+        ) -> PageLoad:
+            return WatchedLoad(begin(*args), name, copies)
+
+        monkeypatch.setattr(entry.host_pool, "begin_load", watched)
+    order: list[tuple[int, int]] = []
+    events = [Recorded(layer, order, copies) for layer in range(5)]
+    pools.group.load(pools.transfers(), events, "direct")
+    assert copies == ["kv 0", "indexer 0", "kv 1", "indexer 1", "kv 2"]
+    assert order == [(4, 0), (0, 1), (1, 2), (2, 4), (3, 5)], "layer 4 has no state: at once"
+    order.clear()
+    copies.clear()
+    pools.group.load(pools.transfers()[:1], events, "direct")
+    assert order == [(1, 0), (4, 0), (0, 1), (2, 2), (3, 3)], "nothing of layer 1 is loaded"
+
+
+def test_what_a_group_says_of_all_its_pools() -> None:
+    group = Pools().group
+    kv, marks = group.get_pool("kv"), group.get_pool("indexer")
+    assert kv is group.anchor
+    assert group.extra_pools == {"indexer": marks}
+    assert group.sidecars == (SidecarPoolSpec(PoolName.INDEXER, PoolName.KV),)
+    assert [(one.name, one.hit_policy.value) for one in group.extra_queries] == [
+        ("indexer", "all_pages")
+    ]
+    assert (group.page_bytes, marks.page_bytes) == (kv.page_bytes + 16, 16)
+    assert group.nbytes == 32 * group.page_bytes
+
+
+def test_a_group_needs_one_anchor_known_names_and_equal_slots() -> None:
+    pools = Pools()
+    indexer, kv = pools.group.entries.values()
+    with pytest.raises(ValueError, match="one anchor, got 0"):
+        HostPoolGroup([indexer])
+    with pytest.raises(ValueError, match="repeat"):
+        HostPoolGroup([indexer, indexer, kv])
+    with pytest.raises(ValueError, match=r"mamba.*indexer, kv"):
+        pools.group.get_pool("mamba")
+    with pytest.raises(ValueError, match="needs host_indices"):
+        pools.group.backup([PoolTransfer(PoolName.KV)], "direct")
+    with pytest.raises(ValueError, match=r"mamba.*indexer, kv"):
+        pools.group.load([PoolTransfer(PoolName.MAMBA)], [], "direct")
+    small = MarksPoolHost(pools.marks, 1.0, 0, PAGE, "page_first")
+    with pytest.raises(ValueError, match=r"indexer shares.*kv.*16 pages of 4, not 32 of 4"):
+        HostPoolGroup([replace(indexer, host_pool=small), kv])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,207 @@
+"""Host pools by spec: sizes, the errors that name them, and nothing left after one."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+    build_kv_host_stack,
+    register_host_pool,
+)
+from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import PAGE, make_device_pool
+from sglang.test.marks_pool import MarksPool, MarksPoolHost
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
+KV_PAGE = PAGE * 3 * 2 * 2 * 4 * 2  # layers, K and V, heads, dim, bf16
+MARK_PAGE, STATE = 16, 16
+
+
+def three_pools() -> ModelPools:
+    """16 pages of KV with a mark each, and 8 states."""
+    kv = make_device_pool()
+    return ModelPools(
+        (
+            StatePool(KV, kv, range(3)),
+            StatePool(INDEXER, MarksPool(kv.size, PAGE, 2), (0, 2), indices_from_pool=KV),
+            StatePool(MAMBA, MarksPool(8, 1, 2), (3, 4), PoolHitPolicy.TRAILING_PAGES),
+        ),
+        6,
+    )
+
+
+def build(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
+    asked: dict[str, Any] = {
+        "ratio": 2.0, "size_gb": 0.0, "io_backend": "auto", "layout": "auto", "has_storage": True
+    }  # fmt: skip
+    io_backend, group = build_kv_host_stack(pools, **(asked | arguments))
+    assert io_backend == "direct"
+    return group
+
+
+def page_nums(group: HostPoolGroup) -> dict[str, int]:
+    return {name: entry.host_pool.page_num for name, entry in group.entries.items()}
+
+
+# -- what is built -------------------------------------------------------------------------------
+
+
+def test_every_pool_has_the_ratio_of_its_device_pool() -> None:
+    group = build(three_pools())
+    assert page_nums(group) == {"kv": 32, "indexer": 32, "mamba": 16}
+    assert group.num_layers == 6
+    assert {name: type(pool) for name, pool in group.extra_pools.items()} == {
+        "indexer": MarksPoolHost,
+        "mamba": MarksPoolHost,
+    }
+    layers = {
+        name: [entry.layer_mapper(layer) for layer in range(6)]
+        for name, entry in group.entries.items()
+    }
+    assert layers == {
+        "kv": [0, 1, 2, None, None, None],
+        "indexer": [0, None, 1, None, None, None],
+        "mamba": [None, None, None, 0, 1, None],
+    }
+    assert group.get_pool("indexer").layout == group.anchor.layout == "page_first_direct"
+
+
+def test_a_size_is_divided_as_device_memory_is() -> None:
+    size = 10 * (KV_PAGE + MARK_PAGE) + 5 * STATE
+    assert page_nums(build(three_pools(), size_gb=size / 1e9)) == {
+        "kv": 10,
+        "indexer": 10,
+        "mamba": 5,
+    }
+
+
+def test_a_dense_model_has_one_pool_of_the_whole_size() -> None:
+    kv = make_device_pool()
+    group = build(ModelPools.dense(kv), size_gb=(41 * KV_PAGE + 1) / 1e9)
+    assert page_nums(group) == {"kv": 41}
+    assert (group.num_layers, group.sidecars, group.extra_queries) == (3, (), [])
+    assert isinstance(group.anchor, MHATokenToKVPoolHost)
+
+
+def test_a_subclass_is_mirrored_as_its_base() -> None:
+    class Special(MHATokenToKVPool):
+        pass
+
+    kv = Special(64, PAGE, torch.bfloat16, 2, 4, 3, "cpu")
+    assert type(build(ModelPools.dense(kv)).anchor) is MHATokenToKVPoolHost
+    with pytest.raises(ValueError, match="MHATokenToKVPool has a host pool class already"):
+        register_host_pool(MHATokenToKVPool, MarksPoolHost)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+class Unknown:
+    size, page_size, layer_num, device = 8, 1, 2, "cpu"
+
+
+def test_a_kind_without_a_host_pool_is_named() -> None:
+    kv = StatePool(KV, make_device_pool(), range(3))
+    strange = StatePool(MAMBA, Unknown(), (0, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no host pool for Unknown \(pool mamba\)"):
+        build(ModelPools((kv, strange), 3))
+
+
+def test_a_pool_that_gets_less_than_a_page_is_named_with_its_bytes() -> None:
+    both = KV_PAGE + MARK_PAGE
+    with pytest.raises(
+        ValueError, match=rf"--hicache-ratio 0.05: pool kv gets {both * 16 // 20} bytes.*{both}"
+    ):
+        build(three_pools(), ratio=0.05)
+    with pytest.raises(ValueError, match=r"--hicache-ratio 0.1: pool mamba gets 12 .*takes 16"):
+        build(three_pools(), ratio=0.1)
+    with pytest.raises(ValueError, match=r"--hicache-size 1e-09 GB: pool kv gets 0 bytes"):
+        build(three_pools(), size_gb=1e-9)
+
+
+def test_pools_that_do_not_fit_together_are_named_with_their_bytes() -> None:
+    each = f"pool kv {32 * KV_PAGE} bytes, pool indexer 512 bytes, pool mamba 256 bytes"
+    reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(1 << 60)
+    message = rf"{re.escape(each)}.*needs.*GiB available"
+    with reserve, pytest.raises(ValueError, match=message):
+        build(three_pools())
+
+
+def test_a_layout_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown layout"):
+        build(three_pools(), layout="diagonal")
+
+
+@pytest.mark.parametrize("error", [MemoryError("the driver refused"), RuntimeError("no memory")])
+def test_memory_that_is_refused_names_the_pool_and_leaves_nothing_allocated(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    blocks: list[weakref.ref[torch.Tensor]] = []
+    allocate = HostTensorAllocator.allocate
+
+    def refuses_third(self: HostTensorAllocator, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(blocks) == 2:
+            raise error
+        tensor = allocate(self, *args, **kwargs)
+        blocks.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(HostTensorAllocator, "allocate", refuses_third)
+    with pytest.raises(
+        ValueError, match=rf"host pool mamba: no memory for 256 bytes, with \d+.*{error}"
+    ) as raised:
+        build(three_pools())
+    del raised
+    error.__traceback__ = None
+    gc.collect()
+    assert [block() for block in blocks] == [None, None]
+
+
+def test_what_a_pool_refuses_is_said_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(self: MarksPoolHost) -> list[torch.Tensor]:
+        raise ValueError("layout page_first_direct: not for marks")
+
+    monkeypatch.setattr(MarksPoolHost, "init_kv_buffer", refuses)
+    with pytest.raises(ValueError, match="host pool indexer: layout page_first_direct: not for"):
+        build(three_pools())
+
+
+# -- specs that contradict themselves ------------------------------------------------------------
+
+
+def test_specs_are_checked() -> None:
+    kv = StatePool(KV, make_device_pool(), range(3))
+    marks = MarksPool(64, PAGE, 2)
+    for pools, message in (
+        ((), "first pool is the anchor"),
+        ((StatePool(INDEXER, marks, (0, 1), indices_from_pool=KV), kv), "first pool is the anchor"),
+        ((kv, kv), "kv is there twice"),
+        ((kv, StatePool(INDEXER, marks, (0, 4))), r"indexer has 2 layers.*below 4.*\[0, 4\]"),
+        ((kv, StatePool(INDEXER, marks, (1, 0))), r"ascending, not \[1, 0\]"),
+        ((kv, StatePool(INDEXER, marks, (0,))), "indexer has 2 layers"),
+        ((kv, StatePool(INDEXER, marks, (0, 1), indices_from_pool=MAMBA)), "does not come before"),
+        (
+            (kv, StatePool(INDEXER, MarksPool(8, 1, 2), (0, 1), indices_from_pool=KV)),
+            "has 8 in pages of 1, not 64 in pages of 4",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelPools(pools, 4)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

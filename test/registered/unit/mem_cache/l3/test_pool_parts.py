@@ -1,0 +1,93 @@
+"""Parts of pages: what each pool moves for a run of pages, and which prefix can be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.l3.pool_parts import combined_outcomes, parts_of_pages, usable_pages
+from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+LANDED, MISS, SHORT, DAMAGED, FAILED = (
+    CacheOutcome.LANDED, CacheOutcome.MISS, CacheOutcome.SHORT, CacheOutcome.DAMAGED,
+    CacheOutcome.FAILED,
+)  # fmt: skip
+HASHES = [PageHash(page) for page in "abcde"]
+KV = PoolTransfer(PoolName.KV, torch.arange(10))
+"""Pages of two tokens."""
+INDEXER = PoolTransfer(PoolName.INDEXER, torch.arange(5) + 100)
+"""Pages of one slot."""
+
+
+def states(count: int, keys: list[str] | None = None) -> PoolTransfer:
+    slots = torch.arange(count) + 50
+    return PoolTransfer(PoolName.MAMBA, slots, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+
+def shown(parts: list[PoolTransfer]) -> dict[str, tuple[list[int], list[str] | None]]:
+    """Host slots and keys by pool."""
+    shown_parts = {}
+    for part in parts:
+        assert part.host_indices is not None
+        shown_parts[part.name.value] = (part.host_indices.tolist(), part.keys)
+    return shown_parts
+
+
+def test_pools_with_a_page_for_each_key_are_cut_alike() -> None:
+    assert shown(parts_of_pages([KV, INDEXER], HASHES, 1, 3)) == {
+        "kv": ([2, 3, 4, 5], ["b", "c"]),
+        "indexer": ([101, 102], ["b", "c"]),
+    }
+
+
+def test_a_state_goes_with_the_page_that_it_stands_behind() -> None:
+    behind_b_and_e = states(2, ["b", "e"])
+    assert shown(parts_of_pages([KV, behind_b_and_e], HASHES, 0, 2))["mamba"] == ([50], ["b"])
+    assert "mamba" not in shown(parts_of_pages([KV, behind_b_and_e], HASHES, 2, 4))
+    assert shown(parts_of_pages([KV, behind_b_and_e], HASHES, 4, 5))["mamba"] == ([51], ["e"])
+
+
+def test_a_state_without_keys_stands_behind_the_last_page_that_moves() -> None:
+    assert shown(parts_of_pages([KV, states(1)], HASHES, 0, 5))["mamba"] == ([50], ["e"])
+    assert shown(parts_of_pages([KV, states(1)], HASHES, 0, 3, last=3))["mamba"] == ([50], ["c"])
+    assert "mamba" not in shown(parts_of_pages([KV, states(1)], HASHES, 0, 2, last=3))
+
+
+def test_a_page_has_landed_when_all_its_parts_have() -> None:
+    parts = parts_of_pages([KV, INDEXER, states(1, ["d"])], HASHES, 0, 5)
+    whole = [LANDED] * 5
+    assert combined_outcomes(parts, [whole, whole, [LANDED]]) == whole
+    assert combined_outcomes(parts[:1], [[LANDED, MISS]]) == [LANDED, MISS]
+    damaged = [LANDED, LANDED, DAMAGED, SHORT, SHORT]
+    assert combined_outcomes(parts, [whole, damaged, [LANDED]]) == damaged
+    assert combined_outcomes(parts, [whole, whole, [MISS]]) == [LANDED] * 3 + [MISS, LANDED]
+    missing = [LANDED, MISS, SHORT, SHORT, SHORT]
+    assert combined_outcomes(parts, [missing, damaged, [FAILED]]) == missing, "the anchor's first"
+
+
+@pytest.mark.parametrize(
+    ("landed", "keys", "usable"),
+    [
+        (5, ["e"], 5), (4, ["e"], 0), (4, ["b", "e"], 2), (1, ["b"], 0), (2, ["b"], 2),
+        (0, ["a"], 0), (5, None, 5), (4, None, 0),
+    ],
+)  # fmt: skip
+def test_a_prefix_ends_where_it_has_a_state(
+    landed: int, keys: list[str] | None, usable: int
+) -> None:
+    with_states = [KV, INDEXER, states(len(keys) if keys else 1, keys)]
+    assert usable_pages(landed, with_states, HASHES, 5) == usable
+    assert usable_pages(landed, [KV, INDEXER], HASHES, 5) == landed
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

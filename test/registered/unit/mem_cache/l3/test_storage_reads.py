@@ -1,0 +1,99 @@
+"""Questions to the store: how many prompts each, and how often L3 is checked."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+)
+from sglang.srt.mem_cache.l3.storage_operation import (
+    CheckOperation,
+)
+from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.hanging_store import HangingBench, wait_for
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+def test_l3_is_asked_what_it_still_has_now_and_then_and_less_often_where_it_loses_pages(
+    bench: HangingBench,
+) -> None:
+    def check(*pages: str) -> CacheOutcome:
+        operation = CheckOperation([PageHash(page) for page in pages], epoch=0)
+        bench.io.submit_check(operation)
+        wait_for(lambda: operation.outcome is not None)
+        assert operation.outcome is not None
+        return operation.outcome
+
+    def pause() -> float:
+        left = bench.io.reads._check_at - time.monotonic()
+        bench.io.reads._check_at = 0.0
+        return left
+
+    assert check("a", "b") is CacheOutcome.LANDED
+    bench.store.absent = {"b"}
+    assert check("a", "b") is CacheOutcome.LANDED, "not asked again so soon"
+    assert bench.store.questions == [1]
+    assert 25 < pause() <= 30
+    for longer in (60, 120, 240, 480, 600, 600):
+        assert check("a", "b") is CacheOutcome.MISS
+        assert longer - 5 < pause() <= longer
+    bench.store.is_mute = True
+    assert check("a", "b") is CacheOutcome.LANDED, "whether it has lost anything is not known"
+    assert bench.io.is_open
+    bench.store.is_mute, bench.store.absent = False, set()
+    bench.let_the_pause_pass()
+    bench.io.reads._check_at = time.monotonic() + 100
+    asked = len(bench.store.questions)
+    assert check("a", "b") is CacheOutcome.LANDED
+    assert (len(bench.store.questions), bench.io.reconnects) == (asked, 1), "probed all the same"
+    bench.io.reads._check_at = 0.0
+    assert check("a", "b") is CacheOutcome.LANDED
+    assert 25 < pause() <= 30
+
+
+def test_prompts_of_one_tick_are_one_question(bench: HangingBench) -> None:
+    bench.store.absent = {"b"}
+    here, absent, cut = (bench.operation(page) for page in ("a", "b", "c"))
+    cut.is_terminated = True
+    bench.io.submit_prefetches([here, absent, cut])
+    wait_for(lambda: here.ended)
+    assert [one.outcome for one in (here, absent, cut)] == ["landed", "miss", "late"]
+    assert (here.landed_pages, absent.landed_pages) == (1, 0)
+    assert bench.store.questions == [2]
+
+
+def test_who_misses_does_not_wait_for_who_reads(bench: HangingBench) -> None:
+    bench.store.absent, bench.store.hangs = {"b"}, {"a"}
+    reads, misses = bench.operation("a"), bench.operation("b")
+    bench.io.submit_prefetches([reads, misses])
+    wait_for(lambda: misses.ended)
+    assert not reads.ended
+    wait_for(lambda: reads.ended)
+
+
+def test_a_question_that_fails_fails_all_it_was_about(bench: HangingBench) -> None:
+    bench.store.is_mute = True
+    operations = [bench.operation(page) for page in "ab"]
+    bench.io.submit_prefetches(operations)
+    wait_for(lambda: all(one.ended for one in operations))
+    assert [one.outcome for one in operations] == ["failed", "failed"]
+    assert [one.hit_pages for one in operations] == [0, 0]
+    assert bench.io.is_open
+
+
+def test_questions_have_a_size(bench: HangingBench) -> None:
+    long = [str(number) for number in range(600)]
+    operations = [bench.operation(*long), bench.operation(*long)]
+    operations += [bench.operation(str(number)) for number in range(20)]
+    bench.io.submit_prefetches(operations)
+    wait_for(lambda: all(one.ended for one in operations))
+    assert bench.store.questions == [1, 16, 5]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,125 @@
+"""Writes of several nodes: which go in one call, and what a refused page takes down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+)
+from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL, next_group
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.storage_operation import (
+    StorageOperation,
+)
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.hanging_store import HangingStore, wait_for
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+def test_a_write_goes_along_only_with_what_it_hangs_on() -> None:
+    def operation(after: StorageOperation | None) -> StorageOperation:
+        return StorageOperation(
+            node=TreeNode(1, RadixKey([])), host_indices=torch.arange(1),
+            hashes=[PageHash("p")], prefix_hashes=[], after=after, epoch=0,
+        )  # fmt: skip
+
+    first, lost = operation(None), operation(None)
+    lost.finish(CacheOutcome.FAILED)
+    second, orphan = operation(first), operation(lost)
+    assert next_group([first, second, orphan]) == [first, second]
+    assert next_group([orphan, first]) == [orphan], "alone it finds out why"
+    first.finish(CacheOutcome.LANDED)
+    assert next_group([second, operation(None)])[0] is second
+
+
+class RecordingStore(HangingStore):
+    """Keeps what is written; refuses what holds `refused`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+        self.refused: str | None = None
+
+    def batch_set_v2(self, transfers: Any, extra_info: object = None) -> dict[str, Any]:
+        keys = [key.rsplit("/", 1)[-1] for key in transfers[0].keys]
+        self.calls.append(keys)
+        assert len(transfers[0].host_indices) == len(keys)
+        if self.refused not in keys:
+            return {"kv": [CacheOutcome.LANDED] * len(keys)}
+        good = keys.index(self.refused)
+        rest = [CacheOutcome.SHORT] * (len(keys) - good - 1)
+        return {"kv": [*[CacheOutcome.LANDED] * good, CacheOutcome.FAILED, *rest]}
+
+
+def write_at_once(io: StorageIO, chains: list[list[str]]) -> list[StorageOperation]:
+    """Queue one write a chain, all within a moment; those of the same first letter follow each
+    other. Returns them when all have ended."""
+    operations: list[StorageOperation] = []
+    for pages in chains:
+        before = [o for o in operations if o.hashes[0][0] == pages[0][0]]
+        operation = StorageOperation(
+            node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
+            hashes=[PageHash(page) for page in pages], prefix_hashes=[],
+            after=before[-1] if before else None, epoch=0,
+        )  # fmt: skip
+        operations.append(operation)
+    for operation in operations:
+        io.submit_backup(operation)
+    wait_for(lambda: all(operation.ended for operation in operations))
+    return operations
+
+
+@pytest.fixture
+def recording() -> Iterator[tuple[RecordingStore, StorageIO]]:
+    store = RecordingStore()
+    io = StorageIO(
+        lambda: store,
+        namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, threshold_pages=1,
+        pass_prefix_keys=False, metrics=HiCacheMetrics(None),
+    )  # fmt: skip
+    yield store, io
+    assert io.close()
+
+
+def test_nodes_that_queue_up_are_written_in_one_call(
+    recording: tuple[RecordingStore, StorageIO],
+) -> None:
+    store, io = recording
+    operations = write_at_once(io, [["a1", "a2"], ["b1"], ["a3"]])
+    assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
+    assert store.calls == [["a1", "a2", "b1", "a3"]]
+
+
+def test_a_call_takes_no_more_pages_than_it_may(
+    recording: tuple[RecordingStore, StorageIO],
+) -> None:
+    store, io = recording
+    whole = [f"b{i}" for i in range(PAGES_PER_CALL)]
+    operations = write_at_once(io, [["a1"], whole, ["a2"]])
+    assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
+    assert max(map(len, store.calls)) == PAGES_PER_CALL
+    assert sorted(key for call in store.calls for key in call) == sorted([*whole, "a1", "a2"])
+
+
+def test_one_refused_page_takes_its_own_chain_down_and_no_other(
+    recording: tuple[RecordingStore, StorageIO],
+) -> None:
+    store, io = recording
+    store.refused = "a2"
+    a, b, after_a = write_at_once(io, [["a1", "a2"], ["b1"], ["a3"]])
+    assert (a.outcome, b.outcome) == (CacheOutcome.FAILED, CacheOutcome.LANDED)
+    assert after_a.outcome is CacheOutcome.SHORT
+    assert not any("a3" in call for call in store.calls[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,346 @@
+"""Two kinds of state in one tree: their pages move together through L1, L2 and L3, or not at all.
+
+The second kind is a mark a page, in layers of its own; the rig checks every mark that it reuses.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    HiCacheFile,
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PageResult,
+    PoolTransfer,
+    StorageUnavailable,
+)
+from sglang.srt.mem_cache.hybrid_cache import cache_controller
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
+from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_mooncake import FakeMooncakes
+from sglang.test.marks_rig import MarksRig
+from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.test.random_setup import impatient
+from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+PROMPT = [*range(40), 7]
+"""Ten pages and a token."""
+
+
+@pytest.fixture(autouse=True)
+def storage_dir(tmp_path: Path) -> Iterator[Path]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
+        yield tmp_path
+
+
+@pytest.fixture(name="rigs")
+def make_rigs() -> Iterator[StorageRigs]:
+    with StorageRigs() as made:
+        yield made
+
+
+def mark_file(root: Path, page: int) -> Path:
+    """Where the mark of a page of `PROMPT` is."""
+    page_hash = RadixKey(PROMPT[:40]).page_hashes(PAGE)[page]
+    (found,) = root.glob(f"*/??/{page_hash}%2Findexer")
+    return found
+
+
+# -- L2 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_marks_go_to_the_host_and_come_back(
+    monkeypatch: pytest.MonkeyPatch, layout: str, policy: str, in_pieces: bool
+) -> None:
+    monkeypatch.setattr(MHATokenToKVPoolHost, "prefers_cpu_slots", lambda *_: in_pieces)
+    monkeypatch.setattr(cache_controller, "_PAGES_AT_ONCE", 3)
+    settings = HiCacheSettings(hicache_mem_layout=layout, hicache_write_policy=policy)
+    rig = MarksRig(l1_pages=12, settings=settings)
+    rig.run(PROMPT)
+    rig.settle()
+    for first in (1000, 2000):
+        rig.run(range(first, first + 40))
+        rig.settle()
+    rig.marks.marks[:, 1:].fill_(-1)
+    assert rig.run(PROMPT).host == 40
+    rig.settle()
+    rig.close()
+
+
+def test_a_load_signals_the_layers_of_the_model() -> None:
+    rig = MarksRig(settings=HiCacheSettings())
+    counter = rig.hi.cache_controller.layer_done_counter
+    assert counter.num_layers == 5
+    assert rig.pool.layer_transfer_counter is rig.marks.counter is counter
+    rig.close()
+
+
+# -- L3 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_marks_go_to_files_and_come_back(rigs: StorageRigs, layout: str) -> None:
+    writer, reader = (rigs.make("file", kind=MarksRig, hicache_mem_layout=layout) for _ in range(2))
+    writer.run(PROMPT)
+    writer.settle()
+    assert reader.run(PROMPT) == Reused(storage=40)
+    reader.settle()
+
+
+def test_marks_go_to_mooncake_and_come_back_with_one_question_for_all_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fakes = FakeMooncakes(monkeypatch)
+    monkeypatch.setattr(mooncake_store, "is_reachable", lambda config: True)
+    with StorageRigs(master_server_address="127.0.0.1:1", protocol="tcp") as rigs:
+        writer, reader = (rigs.make(kind=MarksRig) for _ in range(2))
+        other = [*range(500, 520), 7]
+        for prompt in (PROMPT, other):
+            writer.run(prompt)
+        writer.settle()
+        assert sum(key.endswith("/indexer") for key in fakes[0].objects) == 15
+        reader.arrive("a", PROMPT)
+        reader.arrive("b", other)
+        reader.until(lambda: all(reader.tree.check_prefetch_progress(rid) for rid in "ab"))
+        assert fakes[1].calls.count("batch_is_exist") == 1
+        for rid, prompt, tokens in (("a", PROMPT, 40), ("b", other, 20)):
+            request, reused = reader.admit(rid, prompt)
+            assert reused == Reused(storage=tokens)
+            reader.finish(request)
+        reader.settle()
+
+
+@pytest.mark.parametrize("trouble", ["missing", "damaged", "truncated"])
+def test_a_page_without_its_mark_counts_as_missing_and_is_healed_whole(
+    rigs: StorageRigs, storage_dir: Path, trouble: str
+) -> None:
+    writer, reader, third = (rigs.make("file", kind=MarksRig) for _ in range(3))
+    writer.run(PROMPT)
+    writer.settle()
+    file = mark_file(storage_dir, 6)
+    raw = file.read_bytes()
+    if trouble == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(raw[:-1] if trouble == "truncated" else bytes([raw[0] ^ 1]) + raw[1:])
+    assert reader.run(PROMPT) == Reused(storage=24), "six pages of ten"
+    reader.settle()
+    assert file.read_bytes() == raw
+    assert third.run(PROMPT) == Reused(storage=40)
+    third.settle()
+
+
+class Picky(HiCacheFile):
+    """A file store that does to marks alone what it is told to."""
+
+    fails_at: ClassVar[int | None] = None
+    """Marks from this page of a call on are refused."""
+    is_down: ClassVar[bool] = False
+    gate: ClassVar[threading.Event]
+    """Marks are read when it is set, a moment after the keys and values."""
+
+    def __init__(self, storage_config: Any, **_: Any) -> None:
+        root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
+        super().__init__(storage_config, root)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        results = super().batch_get_v2(transfers[:1], extra_info)
+        assert self.gate.wait(30)
+        if self.is_down:
+            raise StorageUnavailable("no marks today")
+        return results | super().batch_get_v2(transfers[1:], extra_info)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        if self.fails_at is None:
+            return super().batch_set_v2(transfers, extra_info)
+        results = super().batch_set_v2(transfers[:1], extra_info)
+        (marks,) = transfers[1:]
+        assert marks.keys is not None and marks.host_indices is not None
+        kept, refused = marks.keys[: self.fails_at], marks.keys[self.fails_at :]
+        slots = marks.host_indices[: len(kept) * PAGE]
+        some = PoolTransfer(marks.name, slots, keys=kept)
+        written = super().batch_set_v2([some], extra_info)["indexer"]
+        return results | {"indexer": [*written, *[CacheOutcome.FAILED] * len(refused)]}
+
+
+@pytest.fixture(autouse=True)
+def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Picky, "gate", threading.Event(), raising=False)
+    Picky.gate.set()
+    yield
+    Picky.gate.set()
+
+
+def test_nothing_of_a_read_is_visible_before_all_its_marks_are_there(rigs: StorageRigs) -> None:
+    writer = rigs.make("file", kind=MarksRig)
+    reader = rigs.make(Picky, kind=MarksRig, extra={"prefetch_timeout_max": 20})
+    writer.run(PROMPT)
+    writer.settle()
+    Picky.gate.clear()
+    reader.arrive("slow", PROMPT)
+    (operation,) = reader.hi.storage_prefetch.board.take_new()
+    storage_io_of(reader).submit_prefetches([operation])
+    reader.until(lambda: operation.handed_pages == 10)
+    assert operation.landed_pages == 0
+    assert not reader.tree.check_prefetch_progress("slow")
+    Picky.gate.set()
+    reader.until(lambda: reader.tree.check_prefetch_progress("slow"))
+    request, reused = reader.admit("slow", PROMPT)
+    assert reused == Reused(storage=40)
+    reader.finish(request)
+    reader.settle()
+
+
+def test_a_store_that_fails_for_marks_gives_nothing(
+    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = rigs.make("file", kind=MarksRig), rigs.make(Picky, kind=MarksRig)
+    writer.run(PROMPT)
+    writer.settle()
+    monkeypatch.setattr(Picky, "is_down", True)
+    assert reader.run(PROMPT) == Reused()
+    assert storage_io_of(reader).is_open
+    reader.settle()
+    assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size - 40, "its own copy"
+
+
+def test_nothing_is_written_behind_a_page_whose_mark_was_refused(
+    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = rigs.make(Picky, kind=MarksRig), rigs.make("file", kind=MarksRig)
+    monkeypatch.setattr(Picky, "fails_at", 3)
+    writer.run(PROMPT)
+    writer.run([*PROMPT[:40], *range(100, 108), 7])
+    writer.settle()
+    assert counts(writer.hi.metrics.backup_outcomes) == {"failed": 1, "short": 1}
+    assert reader.run(PROMPT) == Reused(storage=12)
+    reader.settle()
+
+
+_MOODS = ("well", "quick", "slow", "failing", "refusing", "rotten", "forgetful", "full")
+
+
+@pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
+@pytest.mark.parametrize("seed", range(3))
+def test_marks_are_right_whatever_the_store_does(backend: str, seed: int) -> None:
+    """Prompts of four families over small tiers; every reused mark is checked by the rig."""
+    rng = random.Random(seed)
+    with (
+        ObjectStore(seed) as store,
+        impatient(),
+        StorageRigs(**{STORE_KEY: store.name, "prefetch_timeout_max": 2.0}) as rigs,
+    ):
+        pair = [
+            rigs.make(
+                backend,
+                kind=MarksRig,
+                l1_pages=12,
+                hicache_ratio=1.5,
+                hicache_mem_layout=rng.choice(("page_first_direct", "layer_first")),
+                hicache_write_policy=rng.choice(WRITE_POLICIES),
+            )
+            for _ in range(2)
+        ]
+        reused = 0
+        for _ in range(120):
+            store.set_mood(rng.choice(_MOODS))
+            first = 1000 * rng.randrange(4)
+            prompt = [*range(first, first + rng.randrange(4, 41)), 7]
+            reused += rng.choice(pair).run(prompt).storage
+            if rng.random() < 0.1:
+                store.rot(rng)
+                rng.choice(pair).flush()
+        store.set_mood("quick")
+        store.release()
+        for rig in pair:
+            rig.settle()
+        assert reused, "L3 was of no use"
+        assert not store.contradictions
+
+
+# -- who may serve such a model ------------------------------------------------------------------
+
+
+class OfOnePool(HiCacheStorage):
+    """A backend of the v1 interface."""
+
+    def __init__(self, storage_config: Any, **_: Any) -> None:
+        self.storage_config = storage_config
+
+    def batch_get_v1(self, *args: Any, **kwargs: Any) -> list[PageResult]:
+        return []
+
+    batch_set_v1 = batch_get_v1
+
+    def get(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return None
+
+    def set(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def exists(self, key: str) -> bool:
+        return False
+
+
+class OldQuestion(OfOnePool):
+    """Asks about prompts without pools."""
+
+    batch_get_v2 = batch_set_v2 = OfOnePool.batch_get_v1  # type: ignore[assignment]
+
+    def prompts_exist(self, prompts: Any, extra_infos: Any) -> Any:  # type: ignore[override]
+        return []
+
+
+@pytest.mark.parametrize("backend", [OfOnePool, OldQuestion])
+def test_a_backend_of_one_pool_is_refused_by_name(
+    rigs: StorageRigs, backend: type[HiCacheStorage]
+) -> None:
+    with pytest.raises(ValueError, match=rf"{backend.__name__} knows one pool.*'indexer'"):
+        rigs.make(backend, kind=MarksRig)
+    rigs.make(backend, kind=CacheRig)
+
+
+def test_engines_with_other_pools_share_nothing(rigs: StorageRigs) -> None:
+    with_marks, without = rigs.make("file", kind=MarksRig), rigs.make("file")
+    with_marks.run(PROMPT)
+    with_marks.settle()
+    assert without.run(PROMPT) == Reused()
+    without.settle()
+
+
+def test_the_start_line_counts_the_bytes_of_all_pools() -> None:
+    rigs = (
+        MarksRig(l1_pages=8, settings=HiCacheSettings()),
+        CacheRig(l1_pages=8, settings=HiCacheSettings()),
+    )
+    sizes = [rig.hi.cache_controller.mem_pool_host.nbytes for rig in rigs]
+    assert sizes[0] == sizes[1] + 32 * 16
+    for rig in rigs:
+        rig.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
