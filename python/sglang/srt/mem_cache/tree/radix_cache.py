@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
+from sglang.srt.mem_cache.tree.digest import check_digest
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.integrity import PageBooks, check_nodes
 from sglang.srt.mem_cache.tree.look_ahead import LookAhead
@@ -394,6 +395,7 @@ class RadixCache(BasePrefixCache):
     def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
         nodes = list(self.nodes())
         check_nodes(self.root_node, nodes, self.page_size)
+        check_digest(self.root_node, nodes)
         self._look_ahead.check(nodes)
         on_device = [node for node in nodes if node.value is not None]
         locked = sum(len(node.key) for node in on_device if node.lock_ref)
