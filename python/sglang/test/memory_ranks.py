@@ -93,6 +93,25 @@ def _check_kinds(number: int, kinds: dict[int, str]) -> None:
             )
 
 
+class EchoGroup(RankGroup):
+    """Rank 0 of two, of which the other sees whatever this one sees."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 2
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        assert payload is not None
+        return payload
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+
 class MemoryRankGroup(RankGroup):
     """One rank of a `MemoryExchange`. One thread uses it."""
 

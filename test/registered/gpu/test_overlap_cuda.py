@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.managers.scheduler.scheduler import Scheduler, Tick
+from sglang.srt.managers.messages.tick import Tick
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.utils.device import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt

@@ -66,8 +66,6 @@ _LONGEST_CHECK_PAUSE_S: Final = 600.0
 is too small is not to be filled over and over."""
 
 _Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
-AgreeHit = Callable[[int], int]
-"""MIN over the ranks of a prefetch's hit, in pages. Called once per prefetch, in queue order."""
 
 
 class StorageIO:
@@ -83,7 +81,6 @@ class StorageIO:
         threshold_pages: Shorter hits are not read.
         pass_prefix_keys: Tell the backend the keys of the pages before.
         metrics: Counts what happened.
-        agree_hit: See `AgreeHit`; None with one rank.
 
     Raises:
         StorageUnavailable: The first `connect` failed, and `degrade` is false.
@@ -101,7 +98,6 @@ class StorageIO:
         threshold_pages: int,
         pass_prefix_keys: bool,
         metrics: HiCacheMetrics,
-        agree_hit: AgreeHit | None = None,
         degrade: bool = False,
     ) -> None:
         self._connect = connect
@@ -112,7 +108,6 @@ class StorageIO:
         self._threshold_pages = threshold_pages
         self._pass_prefix_keys = pass_prefix_keys
         self._metrics = metrics
-        self._agree_hit = agree_hit
         self._say = RateLimitedLogger(logger)
         self._breaker = CircuitBreaker(self._probe)
         self._call_started: dict[str, float] = {}
@@ -388,13 +383,11 @@ class StorageIO:
     ) -> CacheOutcome | None:
         """How `operation` ends without a read; None: `hit_pages` are to be read."""
         hit = answer if isinstance(answer, int) else 0
-        # Exactly one vote per operation, whatever happened: the other ranks wait for it.
-        agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
-        operation.hit_pages = agreed
+        operation.hit_pages = hit
         if not isinstance(answer, int):
             return answer
-        if agreed < self._threshold_pages or agreed == 0:
-            return CacheOutcome.REVOKED if agreed else CacheOutcome.MISS
+        if hit < self._threshold_pages or hit == 0:
+            return CacheOutcome.REVOKED if hit else CacheOutcome.MISS
         return None
 
     def _end_prefetch(

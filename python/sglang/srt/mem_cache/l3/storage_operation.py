@@ -44,7 +44,7 @@ class PrefetchOperation:
     """Of the store when the read began: what it held may be gone in a later one."""
 
     hit_pages: int = -1
-    """Transfer thread: what the store reported, agreed by all ranks; -1 while unknown."""
+    """Transfer thread: what the store reported to this rank; -1 while unknown."""
     handed_pages: int = 0
     """Transfer thread: pages that the store was given to write to, from the first on. Final once
     the read is cut."""
@@ -52,6 +52,8 @@ class PrefetchOperation:
     """Transfer thread: pages got and verified, from the first on."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
+    agreed_hit: int | None = None
+    """Scheduler: what the store has of it for all ranks; None while unknown."""
     wanted_pages: int = field(init=False)
     """Scheduler: somebody waits for these, from the first on. Only ever lowered."""
     is_terminated: bool = False
@@ -125,11 +127,12 @@ class PrefetchOperation:
     def hand_over(self, pages: int) -> bool:
         """Transfer thread, before the store may write to the pages before `pages`: whether it may.
 
-        Not where nobody waits for more than it was given. Here the number is written before
-        `is_terminated` is read, in the scheduler it is the other way round: either the thread sees
-        that it is too late, or the scheduler sees the number.
+        Not where nobody waits for more than it was given, or another rank lacks what follows.
+        Here the number is written before `is_terminated` is read, in the scheduler it is the other
+        way round: either the thread sees that it is too late, or the scheduler sees the number.
         """
-        if self.handed_pages >= self.wanted_pages:
+        hit = self.agreed_hit
+        if self.handed_pages >= (self.wanted_pages if hit is None else min(self.wanted_pages, hit)):
             return False
         self.handed_pages = pages
         return not self.is_terminated

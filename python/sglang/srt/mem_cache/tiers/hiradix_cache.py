@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministrat
 from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.tiers.host_tier_cache import parts_of
 from sglang.srt.mem_cache.tiers.prefetch_cache import PrefetchCache
-from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Rates, Reduce, Verdict
+from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Rates, Verdict
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash
@@ -69,9 +69,7 @@ class HiRadixCache(PrefetchCache):
         StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
     """
 
-    def __init__(
-        self, params: CacheInitParams, server_args: HiCacheArgs, reduce: Reduce | None = None
-    ) -> None:
+    def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         metrics = HiCacheMetrics(params.metrics_registry)
         allocator = params.token_to_kv_pool_allocator
         io_backend, host_pool = build_kv_host_stack(
@@ -91,6 +89,7 @@ class HiRadixCache(PrefetchCache):
         )
         attachment = StorageAttachment(
             controller,
+            group=params.tp_cache_group,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
@@ -101,7 +100,6 @@ class HiRadixCache(PrefetchCache):
             attachment,
             write_policy=server_args.hicache_write_policy,
             metrics=metrics,
-            reduce=reduce,
         )
         self._backups: deque[StorageOperation] = deque()
         self._backup_tokens = 0
@@ -109,7 +107,8 @@ class HiRadixCache(PrefetchCache):
         """Nodes whose write to L3 waits for room among the writes under way, parents first."""
         self._check: CheckOperation | None = None
         self._uses_of_stored = 0
-        self._reconnects = 0
+        self._seen_reconnects = self._agreed_reconnects = 0
+        """How often L3 came back on this rank: as told to the others, and as agreed by all."""
         self.administration = StorageAdministration(self, self._attachment)
         """Changes of L3 at run time."""
         if server_args.hicache_storage_backend is not None:
@@ -299,7 +298,8 @@ class HiRadixCache(PrefetchCache):
             progress.check = Verdict.on(is_good=bool(self._check.outcome))
         storage_io = self.cache_controller.storage_io
         if storage_io is not None:
-            progress.reconnects = storage_io.reconnects
+            self._seen_reconnects = storage_io.reconnects
+            progress.has_reconnected = self._seen_reconnects != self._agreed_reconnects
         progress.administration = self.administration.progress()
         return progress
 
@@ -315,8 +315,8 @@ class HiRadixCache(PrefetchCache):
         if refused:
             self._give_up_below(refused)
         self._resume_postponed()
-        if agreed.reconnects != self._reconnects:
-            self._reconnects = agreed.reconnects
+        if agreed.has_reconnected:
+            self._agreed_reconnects = self._seen_reconnects
             self._storage_epoch += 1
         if (check := self._check) is not None and agreed.check is not Verdict.UNDER_WAY:
             self._check = None

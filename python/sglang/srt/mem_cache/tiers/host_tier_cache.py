@@ -26,8 +26,9 @@ from sglang.srt.mem_cache.hybrid_cache.cache_controller import (
     HiCacheAck,
     HiCacheController,
 )
-from sglang.srt.mem_cache.tree.ballot import Progress, Reduce, agree
+from sglang.srt.mem_cache.tree.ballot import Progress, agree
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, EvictResult, InitLoadBackParams
+from sglang.srt.mem_cache.tree.digest import Books, CacheBooks
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.integrity import PageBooks
@@ -63,7 +64,6 @@ class HostTierCache(RadixCache):
         cache_controller: Moves the bytes; its host pool is L2.
         write_policy: One of `WRITE_POLICIES`.
         metrics: Counts what happened.
-        reduce: MIN over the ranks; None with one rank.
     """
 
     def __init__(
@@ -73,14 +73,20 @@ class HostTierCache(RadixCache):
         *,
         write_policy: str,
         metrics: HiCacheMetrics,
-        reduce: Reduce | None = None,
     ) -> None:
         super().__init__(params)
         self.cache_controller = cache_controller
         self.host_pool = cache_controller.mem_pool_host
         self.write_policy = write_policy
         self.metrics = metrics
-        self._reduce = reduce
+        self._group = params.tp_cache_group
+        self._books = CacheBooks(
+            lambda: self.root_node,
+            {
+                "free tokens of L1": self.token_to_kv_pool_allocator.available_size,
+                "free tokens of L2": self.host_pool.available_size,
+            },
+        )
         self._say = RateLimitedLogger(logger)
         self._host_heap = EvictionHeap(self.eviction_strategy, self._is_host_candidate)
         self._writing: dict[int, _Copy] = {}
@@ -347,13 +353,20 @@ class HostTierCache(RadixCache):
 
     # ---- one tick --------------------------------------------------------------------------
 
+    @property
+    def needs_tick(self) -> bool:
+        return self._has_operations()
+
+    def watch_queues(self, queues: Books) -> None:
+        self._books.queues = queues
+
     def start_writing_host_cache(self) -> None:
         self.cache_controller.start_writing()
 
     def check_hicache_events(self) -> None:
         self.cache_controller.start_writing(soon=True)
         if self._has_operations():
-            self._act_on(agree(self._progress(), self._reduce))
+            self._act_on(agree(self._progress(), self._group, self._books))
 
     def _progress(self) -> Progress:
         controller = self.cache_controller

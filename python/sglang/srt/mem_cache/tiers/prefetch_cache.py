@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPoli
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tiers.host_tier_cache import HostTierCache
-from sglang.srt.mem_cache.tree.ballot import Progress, Reduce
+from sglang.srt.mem_cache.tree.ballot import Progress
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -45,7 +45,6 @@ class PrefetchCache(HostTierCache):
         attachment: L3's settings.
         write_policy: As of `HostTierCache`.
         metrics: Counts what happened.
-        reduce: MIN over the ranks; None with one rank.
     """
 
     def __init__(
@@ -56,11 +55,8 @@ class PrefetchCache(HostTierCache):
         *,
         write_policy: str,
         metrics: HiCacheMetrics,
-        reduce: Reduce | None = None,
     ) -> None:
-        super().__init__(
-            params, cache_controller, write_policy=write_policy, metrics=metrics, reduce=reduce
-        )
+        super().__init__(params, cache_controller, write_policy=write_policy, metrics=metrics)
         self._attachment = attachment
         self._board = PrefetchBoard(self.page_size)
         self._choice = FetchChoice(self._board)
@@ -70,6 +66,7 @@ class PrefetchCache(HostTierCache):
         self._answers = True
         """As of the last ballot: no call to L3 is stuck on any rank."""
         self._storage_epoch = 0
+        self._books.counts["epoch of L3"] = lambda: self._storage_epoch
 
     def is_busy(self) -> dict[str, int]:
         counts = super().is_busy()

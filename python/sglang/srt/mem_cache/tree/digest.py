@@ -4,12 +4,14 @@ The digest of a tree is a sum over its nodes that each change adds to, so that i
 however large the tree is. A node is named by its tokens from the root on, never by its slots, which
 no two ranks need have in common.
 
-How a node counts: P(x) is a hash of the prefix that ends at x. A node from a to b that is in a tier
-of weight w adds w * (P(b) - P(a)). Cut at m, its parts add w * (P(m) - P(a)) + w * (P(b) - P(m)),
-which is the same: a split changes nothing. Prefix hashes are polynomials (Karp and Rabin, "Efficient
-randomized pattern-matching algorithms", 1987), so that they follow from the node above, and are
-mixed (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), or the sums of
-unlike trees would be equal.
+P(x) is a hash of the prefix that ends at x. A node from a to b that is in a tier of weight w adds
+w * (P(b) - P(a)). Cut at m, its parts add w * (P(m) - P(a)) + w * (P(b) - P(m)), which is the same:
+a split changes nothing.
+
+Prefix hashes are polynomials, so that each follows from that of the node above (Karp and Rabin,
+"Efficient randomized pattern-matching algorithms", 1987). Their bits are mixed, since sums of plain
+polynomials are equal for some unequal trees (mixing: Steele, Lea, Flood, "Fast splittable
+pseudorandom number generators", 2014).
 
 Threads: the scheduler's only.
 """
@@ -123,7 +125,7 @@ class CacheBooks:
     """`Books` of a prefix cache and of the queues above it."""
 
     root: Callable[[], TreeNode]
-    counts: Mapping[str, Callable[[], int]]
+    counts: dict[str, Callable[[], int]]
     """Numbers that must be equal, each below 2**61."""
     queues: Books | None = None
     """The scheduler's, once there is one."""
@@ -145,6 +147,7 @@ class CacheBooks:
         while stack and len(entries) < _MAX_ENTRIES:
             node, begin = stack.pop()
             end = begin + len(node.key)
+            assert node.prefix_hash is not None, "it is in the tree"
             entries[f"node {node.prefix_hash:016x}"] = _state_of(node, begin, end)
             stack += [(child, end) for child in reversed(node.children.values())]
         return {name[:_MAX_ENTRY_CHARS]: text[:_MAX_ENTRY_CHARS] for name, text in entries.items()}
@@ -186,9 +189,7 @@ def explain_difference(group: RankGroup, books: Books) -> str:
     raw = group.broadcast(msgspec.msgpack.encode(mine) if group.rank == 0 else None)
     theirs = msgspec.msgpack.decode(raw, type=dict[str, str])
     differences = gather_texts(group, _first_difference(mine, theirs), _MAX_DIFFERENCE_BYTES)
-    lines = [
-        f"rank {rank} has {text}" for rank, text in enumerate(differences) if text
-    ]
+    lines = [f"rank {rank} has {text}" for rank, text in enumerate(differences) if text]
     return "; ".join(lines) or f"the first {len(mine)} entries are equal on all ranks"
 
 

@@ -187,9 +187,14 @@ def test_every_rank_learns_which_rank_differs_and_where_first() -> None:
     trees[2].nodes[1].set_host_value(None)
     trees[2].nodes[1].storage_epoch = 6
     name = f"node {trees[0].nodes[1].prefix_hash:016x}: tokens 0 to 4 (1, 2, 3, 4, ...)"
-    assert explained(*(tree.books(free=5) for tree in trees)) == [
-        f"rank 2 has {name}: L1 and L3 in epoch 6, rank 0 tokens 0 to 4 (1, 2, 3, 4, ...): L1 and L2"
-    ] * 3
+    assert (
+        explained(*(tree.books(free=5) for tree in trees))
+        == [
+            f"rank 2 has {name}: L1 and L3 in epoch 6, "
+            "rank 0 tokens 0 to 4 (1, 2, 3, 4, ...): L1 and L2"
+        ]
+        * 3
+    )
 
 
 def test_a_node_that_one_rank_alone_has_is_named() -> None:
