@@ -21,13 +21,13 @@ from typing import Any, Final
 import torch
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.managers.messages.io_struct import ControlReqOutput, RequestOutput, ToScheduler
 from sglang.srt.managers.messages.tick import decode_tick, encode_tick
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.digest import CacheBooks
+from sglang.srt.mem_cache.tree.digest import CacheBooks, explain_difference
 from sglang.test.memory_ranks import MemoryExchange
-from sglang.test.random_scheduler import CheckableRig, RandomScheduler
+from sglang.test.random_scheduler import CheckableRig, Outcome, RandomScheduler
 from sglang.test.random_setup import Setup
 
 _MOST_DELAY_S: Final = 0.0005
@@ -42,11 +42,11 @@ class RankRig(CheckableRig):
 
     Args:
         group: The scheduler's ranks.
-        referee: The same ranks, to compare their books after each tick.
+        referee: The same ranks, to compare their books after each tick; None: nobody does.
         args: As of `CheckableRig`.
     """
 
-    def __init__(self, group: RankGroup, referee: RankGroup, **args: Any) -> None:
+    def __init__(self, group: RankGroup, referee: RankGroup | None, **args: Any) -> None:
         super().__init__(BUILTIN_MODEL_DIR, group=group, **args)
         self._referee = referee
         self.num_ticks = 0
@@ -76,12 +76,15 @@ class RankRig(CheckableRig):
             for one in output.outputs:
                 self._collect(one)
         self.num_ticks += 1
-        self._compare()
+        if self._referee is not None:
+            self._compare(self._referee)
 
-    def _compare(self) -> None:
+    def _compare(self, referee: RankGroup) -> None:
         digest = self.books().digest
-        least, minus_most = self._referee.reduce_min(torch.tensor([digest, -digest])).tolist()
-        assert least == -minus_most, f"the books differ after tick {self.num_ticks}"
+        least, minus_most = referee.reduce_min(torch.tensor([digest, -digest])).tolist()
+        if least != -minus_most:
+            difference = explain_difference(referee, self.books())
+            raise RanksDiverged(f"the books differ after tick {self.num_ticks}: {difference}")
 
     def books(self) -> CacheBooks:
         """Everything that must be equal on all ranks."""
@@ -131,6 +134,7 @@ class RandomRanks(RandomScheduler):
         ranks: How many.
         setup: In place of the one that the seed draws.
         wrap_group: Around each rank's group, for a rank that does wrong.
+        has_referee: Compare the books after each tick. Otherwise the ballots alone do.
     """
 
     def __init__(
@@ -140,11 +144,13 @@ class RandomRanks(RandomScheduler):
         *,
         setup: Setup | None = None,
         wrap_group: WrapGroup = lambda group: group,
+        has_referee: bool = True,
     ) -> None:
         super().__init__(seed, setup)
         self._seed = seed
         self._num_ranks = ranks
         self._wrap_group = wrap_group
+        self._has_referee = has_referee
         self._exchange, self._referees = MemoryExchange(ranks), MemoryExchange(ranks)
         self._ranks: list[_Rank] = []
 
@@ -156,7 +162,7 @@ class RandomRanks(RandomScheduler):
 
     def _rank_rig(self, rank: int) -> RankRig:
         group = self._exchange.group(rank, seed=self._seed, most_delay_s=_MOST_DELAY_S)
-        referee = self._referees.group(rank)
+        referee = self._referees.group(rank) if self._has_referee else None
         rig = RankRig(self._wrap_group(group), referee, **self.setup.rig_args())
         self.setup.slow_down(rig.tree, random.Random(f"{self._seed} {rank}"))
         return rig
@@ -195,6 +201,18 @@ class RandomRanks(RandomScheduler):
                 raise rank.error
 
 
+def run_ranks(seed: int, ranks: int, steps: int) -> Outcome:
+    """One run. What it raises has notes: the state, and the command that repeats the run."""
+    run = RandomRanks(seed, ranks)
+    try:
+        return run.run(steps)
+    except BaseException as error:
+        error.add_note(f"with {run.setup}")
+        command = f"python -m sglang.test.random_ranks --seed {seed} --ranks {ranks}"
+        error.add_note(f"to repeat: {command} --steps {steps}")
+        raise
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0)
@@ -202,9 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5000)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    run = RandomRanks(args.seed, args.ranks)
-    print(run.setup)
-    outcome = run.run(args.steps)
+    outcome = run_ranks(args.seed, args.ranks, args.steps)
+    print(outcome.setup)
     print("\n".join(f"{n:10} {what}" for what, n in sorted(outcome.counts.items())))
     print(f"{outcome.steps} ticks of {args.ranks} ranks in {outcome.seconds:.1f} s")
     return 0
