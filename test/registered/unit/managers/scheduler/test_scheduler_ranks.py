@@ -29,7 +29,7 @@ from sglang.srt.managers.scheduler.stop_finder import StopFinder, StopRegexTooSl
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.grammar_rig import HandBackend, text_of
-from sglang.test.memory_ranks import MemoryExchange
+from sglang.test.memory_ranks import EchoGroup, MemoryExchange
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
@@ -238,6 +238,22 @@ def test_whether_a_pattern_takes_too_long_is_what_rank_0_measures(
     ranks.run(ranks.request("r", greedy(6, stop_regex="0")))
     reason, ids = ranks.outcome("r")
     assert (reason.type, len(ids)) == (("abort", 1) if slow_rank == 0 else ("length", 6))
+
+
+class SmallerRank(EchoGroup):
+    """Its other rank has room for 96 tokens and 3 requests."""
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.minimum(values, torch.tensor([96, 3]))
+
+
+def test_l1_is_as_large_as_the_rank_with_the_least_memory_can_have_it(model: Path) -> None:
+    sizes = {"max_total_tokens": 256, "max_running_requests": 8}
+    alone = SchedulerRig(model, pool_tokens=None, **sizes)
+    beside = SchedulerRig(model, pool_tokens=None, group=SmallerRank(), **sizes)
+    limits = [rig.scheduler.state.limits for rig in (alone, beside)]
+    assert [one.pool_tokens for one in limits] == [256, 96]
+    assert [one.max_running_requests for one in limits] == [8, 3]
 
 
 # ---- the loops -----------------------------------------------------------------------------------
