@@ -197,7 +197,11 @@ class Scheduler:
             messages: What has come since the last.
             is_idle: Nothing has, for a while.
         """
-        return Tick(now, messages, self._grammar.look(self._state.queues, messages), is_idle)
+        state = self._state
+        is_full = len(state.waiting) >= state.limits.max_queued_requests
+        # Nothing is compiled for requests that are going to be refused.
+        coming = () if is_full or self._control.is_draining else messages
+        return Tick(now, messages, self._grammar.look(state.queues, coming), is_idle)
 
     def _step_or_verify(self, tick: Tick) -> list[SchedulerOutput]:
         if tick.is_idle:

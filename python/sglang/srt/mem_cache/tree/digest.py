@@ -19,12 +19,12 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
+import xxhash
 
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -68,8 +68,7 @@ def mixed(word: int) -> int:
 
 def hash_of(name: str) -> int:
     """A 64-bit hash of `name`, the same in every process."""
-    raw = name.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 
 def storage_weight(epoch: int) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.constrained.ticket import GrammarTicket
+from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
@@ -113,8 +114,9 @@ class Ranks:
         """How a request ended, which is the same on both ranks."""
         got = [rig.results[rid] for rig in self.rigs]
         assert got[0].output_ids == got[1].output_ids
-        assert got[0].finish_reason == got[1].finish_reason is not None
-        return got[0].finish_reason, got[0].output_ids
+        reason = got[0].finish_reason
+        assert reason is not None and reason == got[1].finish_reason
+        return reason, got[0].output_ids
 
 
 @pytest.fixture(name="make_ranks")
@@ -248,10 +250,13 @@ class SmallerRank(EchoGroup):
 
 
 def test_l1_is_as_large_as_the_rank_with_the_least_memory_can_have_it(model: Path) -> None:
-    sizes = {"max_total_tokens": 256, "max_running_requests": 8}
-    alone = SchedulerRig(model, pool_tokens=None, **sizes)
-    beside = SchedulerRig(model, pool_tokens=None, group=SmallerRank(), **sizes)
-    limits = [rig.scheduler.state.limits for rig in (alone, beside)]
+    groups = (SingleRank(), SmallerRank())
+    limits = [
+        SchedulerRig(
+            model, pool_tokens=None, group=group, max_total_tokens=256, max_running_requests=8
+        ).scheduler.state.limits
+        for group in groups
+    ]
     assert [one.pool_tokens for one in limits] == [256, 96]
     assert [one.max_running_requests for one in limits] == [8, 3]
 
@@ -263,7 +268,7 @@ class Script:
     """A channel: each entry is what one `receive` gives, then a shutdown."""
 
     def __init__(self, *turns: list[ToScheduler]) -> None:
-        self._turns = [*turns, [ShutdownReq(timeout=5.0)]]
+        self._turns: list[list[ToScheduler]] = [*turns, [ShutdownReq(timeout=5.0)]]
         self.ended: list[str] = []
         self.answers: list[str] = []
 
