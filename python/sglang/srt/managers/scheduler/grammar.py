@@ -27,8 +27,8 @@ _LATE_S: Final = 60.0
 class GrammarQueue:
     """Gets the grammars of arriving requests, and their matchers when these are there.
 
-    Every rank compiles, but when a compilation has ended, and how, is what rank 0 has seen of its
-    own: `look` on rank 0, then `follow` on all.
+    Every rank compiles for itself. Whether a compilation has ended, and how, is rank 0's to say:
+    `look` on rank 0 gives the results for the tick, and all ranks `follow` them.
 
     Args:
         make_backend: Called when the first constraint arrives, since the backend costs memory.
@@ -46,8 +46,13 @@ class GrammarQueue:
     def look(
         self, queues: RequestQueues, messages: Sequence[ToScheduler]
     ) -> Sequence[GrammarResult]:
-        """Rank 0: what of the grammars of waiting requests is not compiling any more. Asks for
-        those of `messages`, which every rank is about to be given: some are known already."""
+        """Rank 0: the compilations that have ended, of requests that wait or are about to arrive.
+
+        Args:
+            queues: The requests that wait.
+            messages: Of the next tick. Their grammars are asked for here already: those that are
+                cached need not wait for the tick after it.
+        """
         self._asked.clear()
         results: list[GrammarResult] = []
         if self._num_compiling:
@@ -92,7 +97,7 @@ class GrammarQueue:
             req = queues.find(result.rid)
             ticket = None if req is None else req.grammar_ticket
             if req is None or ticket is None:
-                continue  # It was refused, or dropped.
+                continue  # It was refused on arrival.
             req.grammar_ticket = None
             if result.failure is not None:
                 queues.abort(req, _refusal(result.failure))
@@ -109,11 +114,15 @@ class GrammarQueue:
         return self._get_backend().get(constraint.kind, constraint.text)
 
     def _grammar_of(self, ticket: GrammarTicket) -> Grammar:
-        """A grammar that is ready on rank 0. On another rank this may wait for it."""
+        """The grammar of a ticket that is ready on rank 0. Other ranks may have to wait for it.
+
+        Raises:
+            GrammarError: This rank cannot compile what rank 0 has compiled.
+        """
         ticket.wait(_LATE_S)
         if ticket.state is TicketState.READY:
             return ticket.grammar
-        # Its trial took too long here. Rank 0's has shown that it is harmless.
+        # Its trial was late or failed here. That of rank 0 has shown that it is harmless.
         assert self._backend is not None, "it was asked for the ticket"
         return self._backend.compile_now(ticket.constraint)
 

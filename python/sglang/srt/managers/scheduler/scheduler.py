@@ -164,7 +164,8 @@ class Scheduler:
         return self._outputs.take()
 
     def run(self, channel: Channel) -> None:
-        """Rank 0: step until a shutdown is complete, and tell the other ranks to.
+        """Rank 0's loop: make ticks, give them to every rank and step, until a shutdown is
+        complete.
 
         Args:
             channel: Where messages come from and go to.
@@ -172,7 +173,7 @@ class Scheduler:
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
-            # For that long: between two requests of a busy server there is no time to check books.
+            # A busy server has no time to check its books between two requests.
             is_idle = timeout == _IDLE_POLL_MS and not messages
             if is_idle and self._is_verified and not self._state.tree.needs_tick:
                 continue  # The other ranks wait as this one does.
@@ -183,7 +184,8 @@ class Scheduler:
                 channel.send(output)
 
     def run_beside(self) -> None:
-        """Any rank but 0: do what rank 0 does until it ends. What comes out is rank 0's to send."""
+        """The loop of every other rank: step by rank 0's ticks until a shutdown is complete. The
+        outputs are dropped, since rank 0 sends them."""
         while not self.is_stopped:
             self._step_or_verify(decode_tick(self._parts.group.broadcast(None)))
 

@@ -29,8 +29,8 @@ _decoder = msgspec.msgpack.Decoder(list[FinishReason | None])
 class StopChecker:
     """Stop tokens and lengths for all requests, stop strings and patterns for those that have some.
 
-    Patterns and grammars may take so much CPU time and no more, which no two ranks measure alike:
-    of requests that have one, rank 0 alone looks and tells the others.
+    Patterns and grammars have a budget of CPU time, which no two ranks measure alike. So rank 0
+    alone checks the requests that have one, and tells the others.
 
     Args:
         new_decoder: Makes the decoder of a request with stop strings or patterns; None where there

@@ -176,8 +176,10 @@ class StorageAdministration:
         self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
 
     def _unless_too_many_hang(self, work: Callable[[], T]) -> Callable[[], T]:
-        """`work`; where too many earlier changes still hang on this rank, one that fails for that.
-        Then it is made on no rank, for how many hang is nothing that ranks agree on."""
+        """`work`, or, where too many earlier changes hang on this rank, work that fails.
+
+        How many hang differs between ranks. So the refusal is a failure that all agree on.
+        """
         self._left_behind = [call for call in self._left_behind if not call.ended]
         hanging = len(self._left_behind)
         if hanging < _MAX_LEFT_BEHIND:

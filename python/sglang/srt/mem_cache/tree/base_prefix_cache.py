@@ -221,8 +221,8 @@ class BasePrefixCache(ABC):
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the next tick has something for the ranks to agree on, be it that nothing is
-        busy. The same on all ranks."""
+        """Whether the ranks have something to agree on at the next tick, even if nothing is busy.
+        The same on all ranks."""
         return False
 
     def prefetch_from_storage(
