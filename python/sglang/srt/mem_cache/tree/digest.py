@@ -19,6 +19,7 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -149,7 +150,8 @@ class CacheBooks:
             assert node.prefix_hash is not None, "it is in the tree"
             entries[f"node {node.prefix_hash:016x}"] = _state_of(node, begin, end)
             stack += [(child, end) for child in reversed(node.children.values())]
-        return {name[:_MAX_ENTRY_CHARS]: text[:_MAX_ENTRY_CHARS] for name, text in entries.items()}
+        first = itertools.islice(entries.items(), _MAX_ENTRIES)
+        return {name[:_MAX_ENTRY_CHARS]: text[:_MAX_ENTRY_CHARS] for name, text in first}
 
 
 def _state_of(node: TreeNode, begin: int, end: int) -> str:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from sglang.srt.mem_cache.tree import digest
 from sglang.srt.mem_cache.tree.digest import (
     CacheBooks,
     TreeDigest,
@@ -165,6 +166,18 @@ def test_counts_and_queues_are_part_of_the_books() -> None:
     without = books.digest
     books.queues = Tree().books(waiting=1)
     assert books.digest != without
+
+
+def test_a_description_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_MAX_ENTRIES", 3)
+    tree = Tree()
+    for token in range(5):
+        tree.add(token, token)
+    books = tree.books(free=5)
+    assert len(books.describe()) == 3
+    books.queues = tree.books(**{"x" * 500: 1, "y": 2, "z": 3})
+    assert max(map(len, books.describe())) == 120
+    assert len(books.describe()) == 3
 
 
 def explained(*books: CacheBooks) -> list[str]:
