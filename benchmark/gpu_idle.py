@@ -24,12 +24,13 @@ from gpu_server import random_prompt
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
+from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.input import InputHandler
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.process import build_scheduler
 from sglang.srt.managers.scheduler.results import ResultProcessor
-from sglang.srt.managers.scheduler.scheduler import Scheduler, Tick
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import token_array

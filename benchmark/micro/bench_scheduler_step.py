@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from sglang.benchmark.report import emit, provenance
-from sglang.srt.managers.scheduler.scheduler import Tick
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.utils.process import settle_heap
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
@@ -91,7 +90,7 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
         for index in range(args.steps):
             clock.seconds = 0.0
             started = time.perf_counter()
-            scheduler.step(Tick(2000.0 + index))
+            scheduler.step(scheduler.make_tick(2000.0 + index))
             total.append((time.perf_counter() - started) * 1000)
             forward.append(clock.seconds * 1000)
     assert len(scheduler.state.decoding) == args.running, "a request ended too early"

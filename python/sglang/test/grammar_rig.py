@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend
 from sglang.srt.constrained.constraint import Constraint, ConstraintKind
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
@@ -72,6 +72,10 @@ class HandBackend(GrammarBackend):
             kind = ticket.constraint.kind
             ticket.resolve(XGrammarGrammar(compiled, kind, self._vocabulary, self.limits))
         self.held = []
+
+    def compile_now(self, constraint: Constraint) -> Grammar:
+        compiled = compile_constraint(self._compiler, constraint, any_whitespace=True)
+        return XGrammarGrammar(compiled, constraint.kind, self._vocabulary, self.limits)
 
     def warm_up(self) -> None:
         pass

@@ -50,7 +50,7 @@ from sglang.test import checkable_model
 from sglang.test.checkable_model import CheckableWorker
 from sglang.test.object_store import IN_PLACE, MOODS, ObjectStore
 from sglang.test.random_requests import RandomRequests, Sent
-from sglang.test.random_setup import Setup, impatient, slow_down_copies
+from sglang.test.random_setup import Setup, impatient
 from sglang.test.scheduler_rig import Collected, SchedulerRig
 from sglang.test.step_watchdog import Watchdog, log_kept
 from sglang.test.storage_rigs import counts as counter_values
@@ -95,11 +95,12 @@ class RandomScheduler:
         seed: Decides everything but the threads. With an odd one stores also answer what
             `HiCacheStorage` does not allow: too few results, wrong types, any exception from
             attaching, clearing and closing.
+        setup: In place of the one that the seed draws.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, setup: Setup | None = None) -> None:
         self.rng = random.Random(seed)
-        self.setup = Setup.draw(self.rng)
+        self.setup = setup or Setup.draw(self.rng)
         self.store = ObjectStore(
             seed, damages=self.setup.verify_checksum, breaks_contract=seed % 2 == 1
         )
@@ -144,16 +145,8 @@ class RandomScheduler:
         return self.outcome
 
     def _make_rig(self) -> CheckableRig:
-        setup = self.setup
-        rig = CheckableRig(
-            BUILTIN_MODEL_DIR,
-            pool_tokens=setup.l1_pages * setup.page_size,
-            max_requests=setup.max_requests,
-            overlap=setup.overlap,
-            **setup.server_args(),
-        )
-        if isinstance(rig.tree, HiRadixCache) and setup.slow_copies:
-            slow_down_copies(rig.tree, random.Random(self.rng.random()), setup.slow_copies)
+        rig = CheckableRig(BUILTIN_MODEL_DIR, **self.setup.rig_args())
+        self.setup.slow_down(rig.tree, random.Random(self.rng.random()))
         return rig
 
     def _work(self, steps: int) -> None:

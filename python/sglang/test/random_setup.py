@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.l3 import (
 from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
 from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 
 _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
@@ -93,9 +94,12 @@ class Setup:
             slow_copies=rng.choice((0.0, 0.1, 0.5)),
         )
 
-    def server_args(self) -> dict[str, Any]:
+    def rig_args(self) -> dict[str, Any]:
         """As `SchedulerRig` takes them."""
         args: dict[str, Any] = {
+            "pool_tokens": self.l1_pages * self.page_size,
+            "max_requests": self.max_requests,
+            "overlap": self.overlap,
             "page_size": self.page_size,
             "max_queued_requests": self.max_queued,
             "chunked_prefill_size": self.chunk_tokens,
@@ -115,6 +119,11 @@ class Setup:
                 "hicache_storage_prefetch_policy": self.prefetch_policy,
             }
         return args
+
+    def slow_down(self, tree: BasePrefixCache, rng: random.Random) -> None:
+        """Let some copies of `tree`, if it has any, take a while, as drawn from `rng`."""
+        if isinstance(tree, HiRadixCache) and self.slow_copies:
+            _slow_down_copies(tree, rng, self.slow_copies)
 
     def extra_config(self, store: ObjectStore) -> str:
         return json.dumps(
@@ -150,7 +159,7 @@ def impatient() -> Iterator[None]:
         yield
 
 
-def slow_down_copies(tree: HiRadixCache, rng: random.Random, chance: float) -> None:
+def _slow_down_copies(tree: HiRadixCache, rng: random.Random, chance: float) -> None:
     """Let some copies between L1 and L2 take a while, before and between their layers."""
 
     def pause() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.io_struct import (
@@ -23,7 +24,7 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.scheduler.process import init_pools
-from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerParts, Tick
+from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerParts
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
@@ -75,6 +76,7 @@ class SchedulerRig:
         tokenizer: For stop strings and patterns.
         grammar_backend: For constraints.
         overlap: Prepare a step while the one before it runs; None: as the class says.
+        group: The ranks, each with a rig of its own; None: this one alone.
         args: Fields of `ServerArgs`.
     """
 
@@ -91,8 +93,10 @@ class SchedulerRig:
         tokenizer: DecodingTokenizer | None = None,
         grammar_backend: Callable[[], GrammarBackend] | None = None,
         overlap: bool | None = None,
+        group: RankGroup | None = None,
         **args: Any,
     ) -> None:
+        self.group = group or SingleRank()
         self.server_args = (
             ServerArgs(model_path=str(model_path), **args).resolve().on_device(self.device)
         )
@@ -110,6 +114,7 @@ class SchedulerRig:
                     page_size=page_size,
                     eviction_policy=self.server_args.radix_eviction_policy,
                     weights_identity="rig",
+                    tp_cache_group=self.group,
                     metrics_registry=metrics.registry,
                 ),
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
@@ -121,6 +126,7 @@ class SchedulerRig:
                 worker=self.worker,
                 tree=self.tree,
                 metrics=metrics,
+                group=self.group,
                 new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
                 grammar_backend=grammar_backend,
                 overlap=self.overlap if overlap is None else overlap,
@@ -148,7 +154,7 @@ class SchedulerRig:
             )
         )
         if pool_tokens is None:
-            init_pools(runner, self.server_args)
+            init_pools(runner, self.server_args, self.group)
         else:
             runner.init_memory_pool(pool_tokens, max_requests)
         return TpModelWorker(runner)
@@ -165,7 +171,7 @@ class SchedulerRig:
     def step(self, *messages: ToScheduler) -> None:
         """One tick, one second later; asserts that no slot is lost or has two owners."""
         self.now += 1.0
-        for output in self.scheduler.step(Tick(self.now, messages)):
+        for output in self.scheduler.step(self.scheduler.make_tick(self.now, messages)):
             if isinstance(output, ControlReqOutput):
                 self.answers.append(output)
                 continue

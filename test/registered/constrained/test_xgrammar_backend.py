@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 import sglang
-from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA
+from sglang.srt.constrained import xgrammar_backend
+from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA, Constraint, ConstraintKind
 from sglang.srt.constrained.grammar_backend import GrammarBackend, create_grammar_backend
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.ticket import GrammarError, GrammarTicket, TicketState
@@ -67,6 +68,20 @@ def test_a_constraint_compiles_once(backend: GrammarBackend) -> None:
     assert backend.get("regex", "[ab]+") is first
     assert backend.get("ebnf", "[ab]+") is not first
     assert outcome(backend.get("json_schema", JSON_OBJECT_SCHEMA)) == "ready"
+
+
+def test_what_another_rank_has_tried_compiles_without_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(xgrammar_backend, "CompileProcess", None)
+    made = make(GrammarLimits())
+    schema = Constraint(ConstraintKind.JSON_SCHEMA, JSON_OBJECT_SCHEMA)
+    assert made.compile_now(schema).matcher().failure is None
+    assert not made.compile_now(Constraint(ConstraintKind.REGEX, "[ab]+")).matcher().is_terminated()
+    for kind, text in (("regex", "(a"), ("json_schema", '{"not": {}}')):
+        with pytest.raises(GrammarError):
+            made.compile_now(Constraint(ConstraintKind(kind), text))
+    made.close()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.managers.scheduler.scheduler import Scheduler, Tick
+from sglang.srt.managers.messages.tick import Tick
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 

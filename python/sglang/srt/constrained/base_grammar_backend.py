@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang.srt.constrained.constraint import ConstraintKind
+from sglang.srt.constrained.constraint import Constraint, ConstraintKind
 from sglang.srt.constrained.ticket import GrammarTicket
 
 
@@ -81,6 +81,14 @@ class GrammarBackend(ABC):
 
         Raises:
             ValueError: `kind` is not known.
+        """
+
+    @abstractmethod
+    def compile_now(self, constraint: Constraint) -> Grammar:
+        """Compile in the calling thread, without a trial: for what another rank has tried.
+
+        Raises:
+            GrammarError: It is no grammar of its kind.
         """
 
     @abstractmethod

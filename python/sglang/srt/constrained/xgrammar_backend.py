@@ -108,6 +108,9 @@ class XGrammarBackend(GrammarBackend):
             return f"{size} bytes are more than the {self._limits.max_text_bytes} allowed: shorten"
         return None
 
+    def compile_now(self, constraint: Constraint) -> XGrammarGrammar:
+        return self._compile_here(_prepared(constraint))
+
     def warm_up(self) -> None:
         with self._lock:
             if not self._closed:
@@ -178,16 +181,14 @@ class XGrammarBackend(GrammarBackend):
 
     def _compile(self, job: CompileJob) -> XGrammarGrammar:
         constraint = job.ticket.constraint
-        kind, text = constraint
-        if kind is ConstraintKind.JSON_SCHEMA:
-            text = prepare_json_schema(text)
-        elif kind is ConstraintKind.STRUCTURAL_TAG:
-            text = prepare_structural_tag(text)
-        prepared = Constraint(kind, text)
+        prepared = _prepared(constraint)
         if constraint not in _TRUSTED:
             self._check_elsewhere(prepared, job)
+        return self._compile_here(prepared)
+
+    def _compile_here(self, prepared: Constraint) -> XGrammarGrammar:
         compiled = compile_constraint(self._compiler, prepared, any_whitespace=self._any_whitespace)
-        return XGrammarGrammar(compiled, kind, self._vocabulary, self._limits)
+        return XGrammarGrammar(compiled, prepared.kind, self._vocabulary, self._limits)
 
     def _check_elsewhere(self, constraint: Constraint, job: CompileJob) -> None:
         process = self._take_process()
@@ -232,3 +233,13 @@ class XGrammarBackend(GrammarBackend):
             self._return_process(self._take_process())
         except CompileProcessError as error:
             logger.error("%s", error)
+
+
+def _prepared(constraint: Constraint) -> Constraint:
+    """As the library takes it. Raises GrammarError where something in it would be ignored."""
+    kind, text = constraint
+    if kind is ConstraintKind.JSON_SCHEMA:
+        text = prepare_json_schema(text)
+    elif kind is ConstraintKind.STRUCTURAL_TAG:
+        text = prepare_structural_tag(text)
+    return Constraint(kind, text)

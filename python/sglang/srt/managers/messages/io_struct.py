@@ -230,7 +230,7 @@ def _pack(value: object) -> bytes:
     return value.astype(_WIRE_TOKEN, copy=False).tobytes()
 
 
-def _unpack(_: object, value: object) -> PackedTokens:
+def unpack_tokens(_: object, value: object) -> PackedTokens:
     """The one type that msgspec does not know; what this raises becomes an error of msgspec's."""
     if not isinstance(value, bytes):
         raise TypeError("token ids are bytes, four for each")
@@ -240,8 +240,8 @@ def _unpack(_: object, value: object) -> PackedTokens:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
-def encode(message: Message) -> bytes:
-    """Bytes of one message."""
+def encode(message: msgspec.Struct) -> bytes:
+    """Bytes of one message, or of what has messages in it."""
     return _encoder.encode(message)
 
 
@@ -253,7 +253,7 @@ def frame_of(messages: Sequence[bytes]) -> bytes:
 def scheduler_decoder() -> msgspec.msgpack.Decoder[list[ToScheduler]]:
     """Decoder of the frames that the scheduler receives. Raises `msgspec.DecodeError` on hostile
     bytes."""
-    return msgspec.msgpack.Decoder(list[ToScheduler], dec_hook=_unpack)
+    return msgspec.msgpack.Decoder(list[ToScheduler], dec_hook=unpack_tokens)
 
 
 def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:

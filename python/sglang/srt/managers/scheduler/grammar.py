@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from sglang.srt.constrained.ticket import TicketState
-from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
+from sglang.srt.managers.messages.tick import GrammarResult
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+    from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend
+    from sglang.srt.constrained.constraint import Constraint
+    from sglang.srt.constrained.ticket import GrammarTicket
+    from sglang.srt.managers.messages.io_struct import ToScheduler
     from sglang.srt.managers.scheduler.req import Req
     from sglang.srt.managers.scheduler.request_queues import RequestQueues
 
 logger = logging.getLogger(__name__)
 
+_LATE_S: Final = 60.0
+"""Compiling ends within this, one way or another; see `GrammarLimits`."""
+
 
 class GrammarQueue:
     """Gets the grammars of arriving requests, and their matchers when these are there.
 
-    With several ranks, what `poll` sees has to come from rank 0: when a compilation ends is nothing
-    that ranks agree on by themselves.
+    Every rank compiles for itself. Whether a compilation has ended, and how, is rank 0's to say:
+    `look` on rank 0 gives the results for the tick, and all ranks `follow` them.
 
     Args:
         make_backend: Called when the first constraint arrives, since the backend costs memory.
@@ -32,45 +39,92 @@ class GrammarQueue:
         self._make_backend = make_backend
         self._backend: GrammarBackend | None = None
         self._num_compiling = 0
+        """At most so many requests wait for a grammar; brought up to date by `look`."""
+        self._asked: dict[str, GrammarTicket] = {}
+        """Rank 0, within a tick: tickets of requests that are among its messages."""
+
+    def look(
+        self, queues: RequestQueues, messages: Sequence[ToScheduler]
+    ) -> Sequence[GrammarResult]:
+        """Rank 0: the compilations that have ended, of requests that wait or are about to arrive.
+
+        Args:
+            queues: The requests that wait.
+            messages: Of the next tick. Their grammars are asked for here already: those that are
+                cached need not wait for the tick after it.
+        """
+        self._asked.clear()
+        results: list[GrammarResult] = []
+        if self._num_compiling:
+            tickets = [(req.rid, req.grammar_ticket) for req in queues.waiting]
+            compiling = [(rid, ticket) for rid, ticket in tickets if ticket is not None]
+            self._num_compiling = len(compiling)
+            results += [_result(rid, ticket) for rid, ticket in compiling if _has_ended(ticket)]
+        for message in messages:
+            if not isinstance(message, TokenizedGenerateReqInput):
+                continue
+            constraint = message.sampling_params.constraint
+            if constraint is None or message.rid in self._asked or queues.find(message.rid):
+                continue
+            try:
+                ticket = self._ask(constraint)
+            except ValueError:
+                continue  # `on_arrival` refuses it.
+            self._asked[message.rid] = ticket
+            if _has_ended(ticket):
+                results.append(_result(message.rid, ticket))
+        return results
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         """Ask for the grammar of `req`; why it is refused, or None."""
-        params = req.sampling_params
-        constraint = params.constraint
+        constraint = req.sampling_params.constraint
         if constraint is None:
             return None
-        try:
-            backend = self._get_backend()
-        except ValueError as error:
-            return _refusal(f"{constraint.kind.value}: {error}")
-        req.grammar_ticket = backend.get(constraint.kind, constraint.text)
+        ticket = self._asked.pop(req.rid, None)
+        if ticket is None:
+            try:
+                ticket = self._ask(constraint)
+            except ValueError as error:
+                return _refusal(f"{constraint.kind.value}: {error}")
+        req.grammar_ticket = ticket
         self._num_compiling += 1
         return None
 
-    def poll(self, queues: RequestQueues) -> None:
-        """Give matchers to those that wait and whose grammar is ready; abort those whose grammar
-        failed."""
-        if not self._num_compiling:
-            return
-        self._num_compiling = 0
-        for req in queues.waiting:
-            ticket = req.grammar_ticket
-            if ticket is None:
-                continue
-            if ticket.state is TicketState.COMPILING:
-                self._num_compiling += 1
-                continue
+    def follow(self, results: Sequence[GrammarResult], queues: RequestQueues) -> None:
+        """All ranks: give matchers to those that wait and whose grammar is ready on rank 0; abort
+        those whose grammar failed there."""
+        for result in results:
+            req = queues.find(result.rid)
+            ticket = None if req is None else req.grammar_ticket
+            if req is None or ticket is None:
+                continue  # It was refused on arrival.
             req.grammar_ticket = None
-            if ticket.state is TicketState.FAILED:
-                queues.abort(req, _refusal(ticket.message))
+            if result.failure is not None:
+                queues.abort(req, _refusal(result.failure))
             else:
                 stops = req.sampling_params.stop_token_ids or ()
-                req.matcher = ticket.grammar.matcher(stops)
+                req.matcher = self._grammar_of(ticket).matcher(stops)
 
     def close(self) -> None:
         """End the backend's threads and processes, if there is one."""
         if self._backend is not None:
             self._backend.close()
+
+    def _ask(self, constraint: Constraint) -> GrammarTicket:
+        return self._get_backend().get(constraint.kind, constraint.text)
+
+    def _grammar_of(self, ticket: GrammarTicket) -> Grammar:
+        """The grammar of a ticket that is ready on rank 0. Other ranks may have to wait for it.
+
+        Raises:
+            GrammarError: This rank cannot compile what rank 0 has compiled.
+        """
+        ticket.wait(_LATE_S)
+        if ticket.state is TicketState.READY:
+            return ticket.grammar
+        # Its trial was late or failed here. That of rank 0 has shown that it is harmless.
+        assert self._backend is not None, "it was asked for the ticket"
+        return self._backend.compile_now(ticket.constraint)
 
     def _get_backend(self) -> GrammarBackend:
         if self._backend is None:
@@ -79,6 +133,15 @@ class GrammarQueue:
             self._backend = self._make_backend()
             logger.info("constrained decoding is ready, on demand of the first request")
         return self._backend
+
+
+def _has_ended(ticket: GrammarTicket) -> bool:
+    return ticket.state is not TicketState.COMPILING
+
+
+def _result(rid: str, ticket: GrammarTicket) -> GrammarResult:
+    is_failed = ticket.state is TicketState.FAILED
+    return GrammarResult(rid, ticket.message if is_failed else None)
 
 
 def _refusal(message: str) -> FinishReason:

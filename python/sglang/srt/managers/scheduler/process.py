@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
@@ -69,19 +71,22 @@ class BuiltScheduler:
 
 
 def build_scheduler(
-    server_args: ServerArgs, tp_rank: int = 0, watchdog: ForwardWatchdog | None = None
+    server_args: ServerArgs,
+    group: RankGroup | None = None,
+    watchdog: ForwardWatchdog | None = None,
 ) -> BuiltScheduler:
     """Load the model, size and make the tiers, and put a scheduler on them.
 
     Args:
         server_args: Resolved.
-        tp_rank: This rank.
+        group: The ranks; None: this one alone. Handed down from here to all who must agree.
         watchdog: Guards forwards.
 
     Raises:
         ValueError: One line that names the setting and the remedy.
         StorageUnavailable: L3 cannot be reached, and the settings say not to go on without it.
     """
+    group = group or SingleRank()
     server_args = on_this_machine(server_args, detect_device())
     assert server_args.model_path is not None and server_args.page_size is not None, "resolved"
     model_config = ModelConfig.from_path(
@@ -101,18 +106,19 @@ def build_scheduler(
             cuda_graph_max_bs=server_args.cuda_graph_max_bs,
             load_format=server_args.load_format,
             random_seed=server_args.random_seed,
-            tp_rank=tp_rank,
-            tp_size=server_args.tp_size,
+            tp_rank=group.rank,
+            tp_size=group.size,
         )
     )
-    tiers = [init_pools(runner, server_args)]
+    tiers = [init_pools(runner, server_args, group)]
     metrics = SchedulerMetrics()
-    tree = _make_tree(server_args, runner, metrics)
+    tree = _make_tree(server_args, runner, metrics, group)
     tiers += tree.tiers()
     parts = SchedulerParts(
         worker=TpModelWorker(runner),
         tree=tree,
         metrics=metrics,
+        group=group,
         new_decoder=make_decoder_factory(tokenizer),
         grammar_backend=lambda: create_grammar_backend(
             server_args.grammar_backend,
@@ -175,7 +181,7 @@ def run_scheduler_process(
     start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)
     watchdog = ForwardWatchdog(server_args.watchdog_timeout)
     try:
-        built = build_scheduler(server_args, tp_rank, watchdog)
+        built = build_scheduler(server_args, SingleRank(), watchdog)
     except (ValueError, StorageUnavailable) as error:
         send_error(ready_pipe, str(error))
         raise SystemExit(1) from None
@@ -202,8 +208,9 @@ def run_scheduler_process(
     logger.info("shut down")
 
 
-def init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
-    """Make L1 as large as the flags, the device and the model say; the line that tells why.
+def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -> str:
+    """Make L1 as large as the flags, the device and the model say, and as the rank with the least
+    memory can; the line that tells why. A collective.
 
     Raises:
         ValueError: No size fits; names the flag.
@@ -228,11 +235,13 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs) -> str:
         context_len=runner.model_config.context_len,
         max_running_requests=server_args.max_running_requests,
     )
-    runner.init_memory_pool(size.amount, rows.amount, _longest_pass(server_args))
-    gigabytes = (size.amount + page_size) * runner.kv_bytes_per_token() / 1e9
+    tokens, requests = group.reduce_min(torch.tensor([size.amount, rows.amount])).tolist()
+    runner.init_memory_pool(tokens, requests, _longest_pass(server_args))
+    gigabytes = (tokens + page_size) * runner.kv_bytes_per_token() / 1e9
+    why = size.reason if tokens == size.amount else "what another rank has room for"
     return (
-        f"L1: {size.amount} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
-        f"{server_args.device} ({size.reason}); {rows.amount} requests at once ({rows.reason})"
+        f"L1: {tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
+        f"{server_args.device} ({why}); {requests} requests at once ({rows.reason})"
     )
 
 
@@ -243,7 +252,7 @@ def _longest_pass(server_args: ServerArgs) -> int:
 
 
 def _make_tree(
-    server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics
+    server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics, group: RankGroup
 ) -> BasePrefixCache:
     identity = ""
     if server_args.enable_hierarchical_cache:
@@ -260,6 +269,7 @@ def _make_tree(
         page_size=runner.config.page_size,
         eviction_policy=server_args.radix_eviction_policy,
         weights_identity=identity,
+        tp_cache_group=group,
         metrics_registry=metrics.registry,
     )
     return create_tree_cache(

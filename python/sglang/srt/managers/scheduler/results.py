@@ -43,7 +43,7 @@ class ResultProcessor:
     def _on_prefill(self, works: list[PrefillWork], result: StepResult) -> None:
         """Complete prompts decode from now on."""
         state = self._state
-        joined: list[Req] = []
+        complete: list[Req] = []
         for row, work in enumerate(works):
             req = work.req
             state.counters.prefill_tokens += work.extend_len
@@ -52,21 +52,22 @@ class ResultProcessor:
                 req.input_top_logprobs += result.input_logprobs.tops[row]
             if work.is_last_chunk:
                 self._append(req, row, result)
-                if not self._end_if_finished(req):
-                    joined.append(req)
-        state.decoding.add(joined)
+                complete.append(req)
+        state.decoding.add(self._end_finished(complete))
         state.counters.prefill_batches += 1
 
     def _on_decode(self, reqs: list[Req], result: StepResult) -> None:
         state = self._state
+        alive: list[Req] = []
         for row, req in enumerate(reqs):
             req.num_in_flight -= 1
             if req.finish_reason is not None:
                 continue  # it ended while this step was on its way
             req.kv_committed_len += 1
             self._append(req, row, result)
-            self._end_if_finished(req)
+            alive.append(req)
             state.counters.decode_tokens += 1
+        self._end_finished(alive)
         state.counters.decode_steps += 1
         state.decoding.keep([req for req in state.decoding.reqs if req.finish_reason is None])
 
@@ -98,10 +99,13 @@ class ResultProcessor:
             if req.top_logprobs_num:
                 req.output_top_logprobs.append(result.top_logprobs(row, req.top_logprobs_num))
 
-    def _end_if_finished(self, req: Req) -> bool:
-        reason = self._stop_checker.check(req)
-        if reason is not None:
-            self.end(req, reason)
-            return True
-        self._outputs.on_tokens(req)
-        return False
+    def _end_finished(self, reqs: list[Req]) -> list[Req]:
+        """Give out the newest token of each of `reqs`; those that it does not end."""
+        going_on: list[Req] = []
+        for req, reason in zip(reqs, self._stop_checker.check(reqs), strict=True):
+            if reason is not None:
+                self.end(req, reason)
+                continue
+            self._outputs.on_tokens(req)
+            going_on.append(req)
+        return going_on

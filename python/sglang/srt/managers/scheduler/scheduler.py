@@ -2,8 +2,8 @@
 out what that produced.
 
 `step` is the whole of it and does no I/O of its own; `run` is the loop around it. Ranks that are
-given the same ticks decide the same (hicache.md, "One ballot a tick"): the state and the message
-order decide, never a clock or a finished copy.
+given the same ticks decide the same: the state and the message order decide, and what the ranks
+agree on in the cache's ballot, never a clock or a finished copy of one rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
@@ -24,6 +25,7 @@ from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     ToScheduler,
 )
+from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.managers.scheduler.batch import (
     DecodeBatch,
     ModelWorkerBatch,
@@ -65,15 +67,6 @@ _SHUT_DOWN = FinishReason(type="abort", message="the server is shutting down", s
 SchedulerOutput = BatchTokenIDOutput | ControlReqOutput
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """What all ranks are given at the begin of a step."""
-
-    now: float
-    """`time.monotonic()` of rank 0."""
-    messages: Sequence[ToScheduler] = field(default_factory=list)
-
-
 class Channel(Protocol):
     """Rank 0's way to the other processes."""
 
@@ -91,9 +84,10 @@ class SchedulerParts:
     worker: ModelWorker
     tree: BasePrefixCache
     metrics: SchedulerMetrics
+    group: RankGroup = field(default_factory=SingleRank)
+    """The ranks; the tree's, too."""
     new_decoder: DecoderFactory | None = None
     """For stop strings and patterns; None: no request may have any."""
-    """Finds stop strings; None: no request may have any."""
     grammar_backend: Callable[[], GrammarBackend] | None = None
     """Makes the grammar backend when a request first needs it; None: constraints are refused.
     Raises ValueError where the model cannot be constrained."""
@@ -125,8 +119,10 @@ class Scheduler:
         outputs = OutputCollector(server_args.stream_interval)
         self._outputs = outputs
         parts.tree.watch_workload(self._state.workload)
+        parts.tree.watch_queues(self._state.queues)
         self._control = ControlHandler(self._state, outputs, server_args.to_public_dict())
-        self._results = ResultProcessor(self._state, StopChecker(parts.new_decoder), outputs)
+        stops = StopChecker(parts.new_decoder, parts.group)
+        self._results = ResultProcessor(self._state, stops, outputs)
         self._grammar = GrammarQueue(parts.grammar_backend)
         self._input = InputHandler(
             self._state, self._control, self._results, outputs, self._grammar
@@ -156,7 +152,7 @@ class Scheduler:
         if self._control.is_drained():
             self._input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
-        self._grammar.poll(state.queues)
+        self._grammar.follow(tick.grammars, state.queues)
         if self._input.has_aborted():
             self._settle()
             self._input.end_aborted()
@@ -167,21 +163,52 @@ class Scheduler:
             self._say_status()
         return self._outputs.take()
 
-    def run(self, channel: Channel, broadcast: Callable[[Tick], Tick] = lambda tick: tick) -> None:
-        """Step until a shutdown is complete.
+    def run(self, channel: Channel) -> None:
+        """Rank 0's loop: make ticks, give them to every rank and step, until a shutdown is
+        complete.
 
         Args:
             channel: Where messages come from and go to.
-            broadcast: Gives rank 0's tick to every rank; with one rank the identity.
         """
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
-            if not messages and timeout == _IDLE_POLL_MS:
-                # Idle for that long: between two requests of a busy server there is no time for it.
-                self.verify_once()
-            for output in self.step(broadcast(Tick(time.monotonic(), messages))):
+            # A busy server has no time to check its books between two requests.
+            is_idle = timeout == _IDLE_POLL_MS and not messages
+            if is_idle and self._is_verified and not self._state.tree.needs_tick:
+                continue  # The other ranks wait as this one does.
+            tick = self.make_tick(time.monotonic(), messages, is_idle=is_idle)
+            if self._parts.group.size > 1:
+                self._parts.group.broadcast(encode_tick(tick))
+            for output in self._step_or_verify(tick):
                 channel.send(output)
+
+    def run_beside(self) -> None:
+        """The loop of every other rank: step by rank 0's ticks until a shutdown is complete. The
+        outputs are dropped, since rank 0 sends them."""
+        while not self.is_stopped:
+            self._step_or_verify(decode_tick(self._parts.group.broadcast(None)))
+
+    def make_tick(
+        self, now: float, messages: Sequence[ToScheduler] = (), *, is_idle: bool = False
+    ) -> Tick:
+        """Rank 0: the next tick, for all ranks to `step`.
+
+        Args:
+            now: `time.monotonic()` seconds.
+            messages: What has come since the last.
+            is_idle: Nothing has, for a while.
+        """
+        state = self._state
+        is_full = len(state.waiting) >= state.limits.max_queued_requests
+        # Nothing is compiled for requests that are going to be refused.
+        coming = () if is_full or self._control.is_draining else messages
+        return Tick(now, messages, self._grammar.look(state.queues, coming), is_idle)
+
+    def _step_or_verify(self, tick: Tick) -> list[SchedulerOutput]:
+        if tick.is_idle:
+            self.verify_once()
+        return self.step(tick)
 
     def close(self) -> None:
         """End the threads of the cache and what compiles grammars."""

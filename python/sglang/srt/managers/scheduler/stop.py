@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
+from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.stop_finder import MATCH_COST, StopFinder, StopRegexTooSlow
 
@@ -18,20 +22,41 @@ _TOO_SLOW: Final = FinishReason(
     status_code=400,
 )
 
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[FinishReason | None])
+
 
 class StopChecker:
     """Stop tokens and lengths for all requests, stop strings and patterns for those that have some.
 
+    Patterns and grammars have a budget of CPU time, which no two ranks measure alike. So rank 0
+    alone checks the requests that have one, and tells the others.
+
     Args:
         new_decoder: Makes the decoder of a request with stop strings or patterns; None where there
             is no tokenizer, and then no request may have any.
+        group: The ranks.
     """
 
-    def __init__(self, new_decoder: DecoderFactory | None) -> None:
+    def __init__(self, new_decoder: DecoderFactory | None, group: RankGroup) -> None:
         self._new_decoder = new_decoder
+        self._group = group
 
-    def check(self, req: Req) -> FinishReason | None:
-        """Why `req` ends with its last output token, or None."""
+    def check(self, reqs: Sequence[Req]) -> list[FinishReason | None]:
+        """Why each of `reqs` ends with its last output token, or None. A collective where one of
+        them has a pattern or a grammar."""
+        timed = [req for req in reqs if _is_timed(req)] if self._group.size > 1 else []
+        if not timed:
+            return [self._check(req) for req in reqs]
+        if self._group.rank == 0:
+            reasons = [self._check(req) for req in reqs]
+            told = [reason for req, reason in zip(reqs, reasons, strict=True) if _is_timed(req)]
+            self._group.broadcast(_encoder.encode(told))
+            return reasons
+        heard = iter(_decoder.decode(self._group.broadcast(None)))
+        return [next(heard) if _is_timed(req) else self._check(req) for req in reqs]
+
+    def _check(self, req: Req) -> FinishReason | None:
         num_output = len(req.output_ids)
         params = req.sampling_params
         if params.max_new_tokens == 0:
@@ -68,3 +93,8 @@ class StopChecker:
         assert self._new_decoder is not None, "stop strings are refused without a tokenizer"
         params = req.sampling_params
         return StopFinder(params, self._new_decoder(params.skip_special_tokens))
+
+
+def _is_timed(req: Req) -> bool:
+    """Whether a clock has a part in the end of `req`. Does not change while it runs."""
+    return req.matcher is not None or bool(req.sampling_params.stop_patterns)

@@ -30,7 +30,6 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTran
 from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_groups import pages_per_read
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
-from sglang.srt.mem_cache.l3.storage_reads import AgreeHit
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
@@ -136,7 +135,6 @@ class HiCacheController:
         page_size: Tokens.
         io_backend: Resolved; see host_layout.py.
         metrics: Counts what happened.
-        agree_hit: Agreement of the ranks on an L3 hit; None with one rank.
     """
 
     def __init__(
@@ -147,7 +145,6 @@ class HiCacheController:
         *,
         io_backend: str,
         metrics: HiCacheMetrics,
-        agree_hit: AgreeHit | None = None,
     ) -> None:
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
         self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
@@ -155,7 +152,6 @@ class HiCacheController:
         self.page_size = page_size
         self.io_backend = io_backend
         self._metrics = metrics
-        self._agree_hit = agree_hit
         device = self.mem_pool_device.device
         self._runtime = device_runtime(device)
         self._transfers = HybridTransfers(mem_pool_host)
@@ -365,7 +361,6 @@ class HiCacheController:
             threshold_pages=settings.threshold_pages(self.page_size),
             pass_prefix_keys=settings.pass_prefix_keys,
             metrics=self._metrics,
-            agree_hit=self._agree_hit,
             degrade=settings.on_unreachable is OnUnreachable.DEGRADE,
         )
 

@@ -277,6 +277,8 @@ class PrefetchBoard:
         freed = []
         for read, progress in zip(reads, agreed[: len(reads)], strict=True):
             read.progress = progress
+            if progress.hit >= 0:
+                read.operation.agreed_hit = progress.hit
             if progress.ended:
                 freed.append(self._release(read.operation, 0, progress.landed))
                 if not progress.landed:

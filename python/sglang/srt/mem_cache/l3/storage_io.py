@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.l3.storage_operation import (
     PrefetchOperation,
     StorageOperation,
 )
-from sglang.srt.mem_cache.l3.storage_reads import AgreeHit, StorageReads
+from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
@@ -49,7 +49,6 @@ class StorageIO:
         pass_prefix_keys: Tell the backend the keys of the pages before.
         metrics: Counts what happened.
         pools: The pools beside the anchor; by default there are none.
-        agree_hit: See `AgreeHit`; None with one rank.
         degrade: Go on without the store where it cannot be reached.
 
     Raises:
@@ -69,7 +68,6 @@ class StorageIO:
         pass_prefix_keys: bool,
         metrics: HiCacheMetrics,
         pools: StoredPools | None = None,
-        agree_hit: AgreeHit | None = None,
         degrade: bool = False,
     ) -> None:
         self.worth = FetchWorth()
@@ -90,7 +88,6 @@ class StorageIO:
             threshold_pages=threshold_pages,
             metrics=metrics,
             worth=self.worth,
-            agree_hit=agree_hit,
         )
         self.writes = StorageWrites(
             self.store, page_size=page_size, page_bytes=page_bytes, metrics=metrics

@@ -51,7 +51,7 @@ class PrefetchOperation:
     slots come along by themselves."""
 
     hit_pages: int = -1
-    """Transfer thread: what the store reported, agreed by all ranks; -1 while unknown."""
+    """Transfer thread: what the store reported to this rank; -1 while unknown."""
     handed_pages: int = 0
     """Transfer thread: pages that the store may write to, from the first on. Final once the read
     is cut."""
@@ -60,6 +60,8 @@ class PrefetchOperation:
     verified, and a state behind the last where a pool has states."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
+    agreed_hit: int | None = None
+    """Scheduler: what the store has of it for all ranks; None while unknown."""
     wanted_pages: int = field(init=False)
     """Scheduler: pages that requests wait for, from the first on. It is only ever lowered."""
     is_terminated: bool = False
@@ -137,11 +139,13 @@ class PrefetchOperation:
     def hand_over(self, pages: int) -> bool:
         """Transfer thread: whether the store may write to the first `pages` pages. Call it before.
 
-        False where no request waits for more than the store has been given already. This thread
-        writes the number and then reads `is_terminated`; the scheduler writes `is_terminated` and
-        then reads the number. So either this thread sees the cut, or the scheduler sees the number.
+        False where no request waits for more than the store has been given already, or where
+        another rank lacks what follows. This thread writes the number and then reads
+        `is_terminated`; the scheduler writes `is_terminated` and then reads the number. So either
+        this thread sees the cut, or the scheduler sees the number.
         """
-        if self.handed_pages >= self.wanted_pages:
+        hit = self.agreed_hit
+        if self.handed_pages >= (self.wanted_pages if hit is None else min(self.wanted_pages, hit)):
             return False
         self.handed_pages = pages
         return not self.is_terminated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from sglang.srt.mem_cache.l3.fetch_worth import FetchWorth
@@ -26,8 +26,6 @@ _LONGEST_CHECK_PAUSE_S: Final = 600.0
 a page missing, up to the longest, so that a store that is too small is not filled over and over."""
 
 Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
-AgreeHit = Callable[[int], int]
-"""MIN over the ranks of a prefetch's hit, in pages. Called once per prefetch, in queue order."""
 
 
 class StorageReads:
@@ -41,7 +39,6 @@ class StorageReads:
         threshold_pages: Shorter hits are not read.
         metrics: Counts what happened.
         worth: Is told how fast reads are.
-        agree_hit: See `AgreeHit`; None with one rank.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class StorageReads:
         threshold_pages: int,
         metrics: HiCacheMetrics,
         worth: FetchWorth,
-        agree_hit: AgreeHit | None,
     ) -> None:
         self._store = store
         self._page_size = page_size
@@ -63,7 +59,6 @@ class StorageReads:
         self._threshold_pages = threshold_pages
         self._metrics = metrics
         self._worth = worth
-        self._agree_hit = agree_hit
         self._check_pause = _CHECK_PAUSE_S
         self._check_at = 0.0
         """`time.monotonic()` seconds: not before."""
@@ -125,13 +120,11 @@ class StorageReads:
     ) -> CacheOutcome | None:
         """The outcome of an operation without a read; None: `hit_pages` are to be read."""
         hit = answer if isinstance(answer, int) else 0
-        # One vote for each operation in any case: the other ranks wait for it.
-        agreed = self._agree_hit(hit) if self._agree_hit is not None else hit
-        operation.hit_pages = agreed
+        operation.hit_pages = hit
         if not isinstance(answer, int):
             return answer
-        if agreed < self._threshold_pages or agreed == 0:
-            return CacheOutcome.REVOKED if agreed else CacheOutcome.MISS
+        if hit < self._threshold_pages or hit == 0:
+            return CacheOutcome.REVOKED if hit else CacheOutcome.MISS
         return None
 
     def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:

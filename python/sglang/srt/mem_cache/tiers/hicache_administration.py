@@ -110,7 +110,8 @@ class StorageAdministration(TierFlow):
                 self._cache.forget_stored()
             return self._attachment.take_up(change)
 
-        self._begin("attaching", prepare, take_up, discard=PreparedChange.discard)
+        work = self._unless_too_many_hang(prepare)
+        self._begin("attaching", work, take_up, discard=PreparedChange.discard)
 
     def begin_detaching(self) -> None:
         """Let go of L3 at once, and close its client; its objects and the policies stay.
@@ -145,7 +146,8 @@ class StorageAdministration(TierFlow):
             return f"cleared {name}"
 
         # Where it fails, some of the objects may be gone all the same.
-        self._begin("clearing", storage_io.clear, say, on_failure=self._cache.forget_stored)
+        work = self._unless_too_many_hang(storage_io.clear)
+        self._begin("clearing", work, say, on_failure=self._cache.forget_stored)
 
     def _refuse_while_busy(self) -> None:
         if busy := self._cache.is_busy():
@@ -169,19 +171,28 @@ class StorageAdministration(TierFlow):
             accept: Scheduler thread: takes the result up on every rank; what was done.
             discard: Undoes a result that is not taken up, in a thread.
             on_failure: Scheduler thread: where it failed or was given up.
-
-        Raises:
-            ValueError: Earlier ones still hang.
         """
         assert not self.is_under_way
-        self._left_behind = [call for call in self._left_behind if not call.ended]
-        if len(self._left_behind) >= _MAX_LEFT_BEHIND:
-            raise ValueError(
-                f"{len(self._left_behind)} changes of L3 that were given up still hang; restart "
-                "the server, and look into its log for what they wait for"
-            )
         call = BackgroundCall("hicache-administration", work, expected=_EXPECTED, discard=discard)
         self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
+
+    def _unless_too_many_hang(self, work: Callable[[], T]) -> Callable[[], T]:
+        """`work`, or, where too many earlier changes hang on this rank, work that fails.
+
+        How many hang differs between ranks. So the refusal is a failure that all agree on.
+        """
+        self._left_behind = [call for call in self._left_behind if not call.ended]
+        hanging = len(self._left_behind)
+        if hanging < _MAX_LEFT_BEHIND:
+            return work
+
+        def refuse() -> T:
+            raise ValueError(
+                f"{hanging} changes of L3 that were given up still hang; restart the server, and "
+                "look into its log for what they wait for"
+            )
+
+        return refuse
 
     def wait(self, tick: Callable[[], None]) -> ChangeResult:
         """The end of the change, for who has nothing else to do than to `tick` meanwhile."""

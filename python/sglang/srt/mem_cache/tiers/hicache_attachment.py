@@ -14,6 +14,7 @@ from sglang.srt.arg_groups.extra_config import (
     parse_extra_config,
     without_secrets,
 )
+from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.host.host_layout import page_byte_order
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
@@ -58,6 +59,7 @@ class StorageAttachment:
 
     Args:
         controller: Holds the threads and the client.
+        group: The ranks; each has objects of its own in L3.
         weights_identity: Digest of weights and configuration, for the namespace.
         model_name: Handed to backends.
         prefetch_policy: To begin with.
@@ -67,11 +69,13 @@ class StorageAttachment:
         self,
         controller: HiCacheController,
         *,
+        group: RankGroup,
         weights_identity: str,
         model_name: str | None,
         prefetch_policy: str,
     ) -> None:
         self._controller = controller
+        self._group = group
         self._weights_identity = weights_identity
         self._model_name = model_name
         self.prefetch_policy = parse_policy(prefetch_policy)
@@ -190,8 +194,8 @@ class StorageAttachment:
     ) -> Callable[[], HiCacheStorage]:
         group = self._controller.mem_pool_host
         storage_config = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
+            tp_rank=self._group.rank,
+            tp_size=self._group.size,
             pp_rank=0,
             pp_size=1,
             attn_cp_rank=0,

@@ -25,9 +25,10 @@ from sglang.srt.mem_cache.tiers.storage_backup import StorageBackup
 from sglang.srt.mem_cache.tiers.storage_check import StorageCheck
 from sglang.srt.mem_cache.tiers.storage_link import StorageLink
 from sglang.srt.mem_cache.tiers.storage_prefetch import StoragePrefetch
-from sglang.srt.mem_cache.tree.ballot import Progress, Reduce, agree
+from sglang.srt.mem_cache.tree.ballot import Progress, agree
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Workload
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.digest import Books, CacheBooks
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
@@ -76,16 +77,15 @@ class HiRadixCache(RadixCache):
 
     administration: StorageAdministration
 
-    def __init__(
-        self, params: CacheInitParams, server_args: HiCacheArgs, reduce: Reduce | None = None
-    ) -> None:
+    def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
         controller = self.cache_controller = _make_controller(params, server_args, metrics)
         self.host_pool = controller.mem_pool_host.anchor
-        self._reduce = reduce
+        self._group = params.tp_cache_group
         self._attachment = StorageAttachment(
             controller,
+            group=params.tp_cache_group,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
@@ -116,6 +116,14 @@ class HiRadixCache(RadixCache):
         )
         super().__init__(params, tree, flows, evict)
         metrics.host_total.set(self.host_pool.size)
+        self._books = CacheBooks(
+            lambda: tree.root,
+            {
+                "free tokens of L1": tree.allocator.available_size,
+                "free tokens of L2": self.host_pool.available_size,
+                "epoch of L3": lambda: link.epoch,
+            },
+        )
         if server_args.hicache_storage_backend is not None:
             try:
                 self._attachment.attach(
@@ -146,15 +154,22 @@ class HiRadixCache(RadixCache):
 
     # ---- one tick --------------------------------------------------------------------------
 
+    @property
+    def needs_tick(self) -> bool:
+        return any(flow.is_active() for flow in self._flows)
+
+    def watch_queues(self, queues: Books) -> None:
+        self._books.queues = queues
+
     def check_hicache_events(self) -> None:
         for flow in self._flows:
             flow.begin_tick()
-        if not any(flow.is_active() for flow in self._flows):
+        if not self.needs_tick:
             return
         progress = Progress()
         for flow in self._flows:
             flow.report(progress)
-        agreed = agree(progress, self._reduce)
+        agreed = agree(progress, self._group, self._books)
         for flow in self._flows:
             flow.act_on(agreed)
 

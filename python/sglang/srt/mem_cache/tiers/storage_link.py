@@ -36,7 +36,8 @@ class StorageLink(TierFlow):
         self.epoch = 0
         self._administration = administration
         self._answers = True
-        self._reconnects = 0
+        self._seen_reconnects = self._agreed_reconnects = 0
+        """How often L3 came back on this rank: as told to the others, and as agreed by all."""
 
     @property
     def io(self) -> StorageIO | None:
@@ -63,11 +64,12 @@ class StorageLink(TierFlow):
     def report(self, progress: Progress) -> None:
         if self.io is not None:
             progress.available = self.io.available
-            progress.reconnects = self.io.reconnects
+            self._seen_reconnects = self.io.reconnects
+            progress.has_reconnected = self._seen_reconnects != self._agreed_reconnects
             progress.rates = self.io.worth.rates()
 
     def act_on(self, agreed: Progress) -> None:
         self._answers = agreed.available
-        if agreed.reconnects != self._reconnects:
-            self._reconnects = agreed.reconnects
+        if agreed.has_reconnected:
+            self._agreed_reconnects = self._seen_reconnects
             self.forget_stored()

@@ -2,22 +2,26 @@
 
 Copies and transfers progress at different moments on different ranks, yet every rank must make
 the same decisions. So progress enters a decision only through one int64 vector of fixed size,
-reduced by MIN over the ranks. Pure functions; the reduction is handed in.
+reduced by MIN over the ranks. Ranks whose books differ agree on nothing: each ballot compares a
+digest of them.
 
 Layout of the vector: the digest of the books and its negative, `available`, the two `rates`,
-`reconnects`, `writes`, `loads`, `check`, `administration`; a verdict for each backup slot; for each
-prefetch slot `hit`, `landed`, `ended`, `-expired` and `-handed`.
+`-has_reconnected`, `writes`, `loads`, `check`, `administration`; a verdict for each backup slot;
+for each prefetch slot `hit`, `landed`, `ended`, `-expired` and `-handed`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import torch
+
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
+from sglang.srt.mem_cache.tree.digest import Books, explain_difference
 
 MAX_PREFETCHES: Final = 64
 """Prefetches that own host pages at most: the vector has a fixed size (unequal ones abort gloo)."""
@@ -28,13 +32,6 @@ _HEAD: Final = 10
 _SLOT: Final = 5
 _BACKUPS_END: Final = _HEAD + MAX_SETTLED
 _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
-
-Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""MIN over the ranks of an int64 `[n]` CPU tensor."""
-
-
-class RanksDiverged(RuntimeError):
-    """The ranks' books differ: going on would corrupt somebody's cache."""
 
 
 class Verdict(IntEnum):
@@ -82,13 +79,14 @@ class Progress:
     """What one rank has seen, or what all agree on. Made at every tick."""
 
     books_digest: int = 0
-    """Of free counts and tree; must be equal on all ranks. At most 62 bits."""
+    """Of tree, free counts and queues (`Books`); must be equal on all ranks."""
     available: bool = True
     """No call to L3 is stuck."""
     rates: Rates = _NO_RATES
     """Of reading from L3 and of computing; those of the slowest rank, 0 where any knows none."""
-    reconnects: int = 0
-    """How often L3 came back after a failure, perhaps without what it held."""
+    has_reconnected: bool = False
+    """L3 came back after a failure, perhaps without what it held, since the ranks last agreed that
+    it did."""
     writes: int = 0
     """Copies from L1 to L2 that have ended, from the head of their queue on."""
     loads: int = 0
@@ -109,7 +107,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     assert len(progress.prefetches) <= MAX_PREFETCHES
     assert len(progress.backups) <= MAX_SETTLED
     values = [progress.books_digest, -progress.books_digest]
-    values += [int(progress.available), *progress.rates, progress.reconnects]
+    values += [int(progress.available), *progress.rates, -int(progress.has_reconnected)]
     values += [progress.writes, progress.loads, progress.check]
     values += [progress.administration, *progress.backups]
     values += [Verdict.UNDER_WAY] * (_BACKUPS_END - len(values))
@@ -120,14 +118,8 @@ def to_vector(progress: Progress) -> torch.Tensor:
 
 
 def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
-    """The agreement in a reduced vector.
-
-    Raises:
-        RanksDiverged: The digests of the books differ.
-    """
+    """The agreement in a reduced vector, of ranks whose books are equal."""
     values = vector.tolist()
-    if values[0] != -values[1]:
-        raise RanksDiverged("the ranks' cache books differ: stop and report the last requests")
     ended = itertools.takewhile(bool, values[_HEAD:_BACKUPS_END])
     begins = range(_BACKUPS_END, _BACKUPS_END + _SLOT * num_prefetches, _SLOT)
     slots = [values[begin : begin + _SLOT] for begin in begins]
@@ -139,7 +131,7 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         books_digest=values[0],
         available=bool(values[2]),
         rates=Rates(values[3], values[4]),
-        reconnects=values[5],
+        has_reconnected=values[5] < 0,
         writes=values[6],
         loads=values[7],
         check=Verdict(values[8]),
@@ -149,8 +141,22 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     )
 
 
-def agree(progress: Progress, reduce: Reduce | None) -> Progress:
-    """What all ranks agree on; with one rank (`reduce` is None) what it saw itself."""
-    if reduce is None:
+def agree(progress: Progress, group: RankGroup, books: Books) -> Progress:
+    """What all ranks agree on; with one rank what it saw itself. A collective.
+
+    Args:
+        progress: What this rank has seen. Its `books_digest` is filled in here.
+        group: The ranks.
+        books: This rank's, as they were when it looked at its progress.
+
+    Raises:
+        RanksDiverged: The books differ. Names the ranks, and for each the first entry.
+    """
+    if group.size == 1:
         return progress
-    return from_vector(reduce(to_vector(progress)), len(progress.prefetches))
+    progress.books_digest = books.digest
+    vector = group.reduce_min(to_vector(progress))
+    least, minus_most = vector[:2].tolist()
+    if least != -minus_most:
+        raise RanksDiverged(f"the ranks' books differ: {explain_difference(group, books)}")
+    return from_vector(vector, len(progress.prefetches))

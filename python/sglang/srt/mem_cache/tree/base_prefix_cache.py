@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
+    from sglang.srt.mem_cache.tree.digest import Books
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
@@ -232,7 +233,17 @@ class BasePrefixCache(ABC):
         Otherwise the next tick does."""
 
     def check_hicache_events(self) -> None:
-        """One scheduler tick: act on finished copies and transfers."""
+        """One scheduler tick: act on finished copies and transfers, as the ranks agree on them.
+
+        Raises:
+            RanksDiverged: The books of the ranks differ.
+        """
+
+    @property
+    def needs_tick(self) -> bool:
+        """Whether the ranks have something to agree on at the next tick, even if nothing is busy.
+        The same on all ranks."""
+        return False
 
     def prefetch_from_storage(
         self,
@@ -263,6 +274,9 @@ class BasePrefixCache(ABC):
     def watch_workload(self, workload: Callable[[], Workload]) -> None:
         """`workload` tells what waits to be computed, as of now, whenever the cache has to know.
         It takes a moment for each request in the queue."""
+
+    def watch_queues(self, queues: Books) -> None:
+        """`queues` are compared between the ranks, together with the cache's own books."""
 
     def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
         """Request `rid` waits, and will use the prefix that ends with `node`: what the queue will

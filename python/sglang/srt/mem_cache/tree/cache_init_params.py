@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
@@ -26,6 +28,9 @@ class CacheInitParams:
     eviction_policy: str = "lru"
     weights_identity: str = ""
     """Digest of weights and configuration: engines that differ in it share nothing in L3."""
+    tp_cache_group: RankGroup = dataclasses.field(default_factory=SingleRank)
+    """All ranks whose caches must be equal, whatever splits the model over them. The one group:
+    `attn_cp_cache_group` and `attn_tp_cache_group` of upstream name parts of it."""
     metrics_registry: CollectorRegistry | None = None
     """Where the cache registers its metrics; None: it keeps none."""
     model_pools: ModelPools | None = None

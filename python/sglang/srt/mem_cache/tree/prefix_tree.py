@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.mem_cache.tree.digest import check_digest
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.integrity import PageBooks, check_nodes
 from sglang.srt.mem_cache.tree.look_ahead import LookAhead
@@ -238,6 +239,7 @@ class PrefixTree:
         """
         nodes = list(self.nodes())
         check_nodes(self.root, nodes, self.page_size)
+        check_digest(self.root, nodes)
         self.look_ahead.check(nodes)
         on_device = [node for node in nodes if node.value is not None]
         locked = sum(len(node.key) for node in on_device if node.lock_ref)

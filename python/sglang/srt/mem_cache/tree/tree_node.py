@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from sglang.srt.mem_cache.tree.digest import (
+    DEVICE_WEIGHT,
+    HOST_WEIGHT,
+    TreeDigest,
+    span_of,
+    start_of,
+    storage_weight,
+)
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 
 if TYPE_CHECKING:
@@ -30,12 +38,14 @@ class TreeNode:
     """A run of whole pages, reached through its parent.
 
     On the device where `value` is set, on the host where `host_value` is. Every node but the root
-    is on one of them at least, and the nodes on the device are closed under `parent`.
+    is on one of them at least, and the nodes on the device are closed under `parent`. What changes
+    here while the node is in a tree changes the tree's digest (`digest.py`).
 
     Threads: the scheduler's only.
     """
 
     __slots__ = (
+        "_storage_epoch",
         "backup_op",
         "children",
         "creation_time",
@@ -50,8 +60,10 @@ class TreeNode:
         "last_access_time",
         "lock_ref",
         "parent",
+        "prefix_hash",
         "priority",
-        "storage_epoch",
+        "span",
+        "tree_digest",
         "value",
         "wanted_by",
         "write_id",
@@ -78,8 +90,7 @@ class TreeNode:
         """The device-to-host copy under way for these pages, if any."""
         self.backup_op: StorageOperation | None = None
         """The write of these pages to L3 under way, if any."""
-        self.storage_epoch = -1
-        """The epoch of the L3 backend in which these pages were written or read."""
+        self._storage_epoch = -1
         self.hash_value: list[PageHash] | None = None
         """Hash of each page, once somebody asked."""
         self.last_access_time = 0
@@ -88,6 +99,15 @@ class TreeNode:
         self.priority = 0
         self.wanted_by: list[int] = []
         """Arrival numbers of the waiting requests that will use these pages, ascending."""
+        self.tree_digest: TreeDigest
+        """Of the tree that this node is or was in; the root brings it along."""
+        if id == ROOT_ID:
+            self.tree_digest = TreeDigest()
+        self.prefix_hash: int | None = None
+        """Of all tokens up to the end of this node, once it has been in a tree. Stays when it
+        leaves: a node comes back at no other place."""
+        self.span = 0
+        """How the node counts in the digest."""
 
     @property
     def evicted(self) -> bool:
@@ -109,24 +129,48 @@ class TreeNode:
             node = node.parent
         return True
 
+    @property
+    def storage_epoch(self) -> int:
+        """The epoch of the L3 backend in which these pages were written or read; -1: in none."""
+        return self._storage_epoch
+
+    @storage_epoch.setter
+    def storage_epoch(self, epoch: int) -> None:
+        if self.parent is not None:
+            change = storage_weight(epoch) - storage_weight(self._storage_epoch)
+            self.tree_digest.change(self.span, change)
+        self._storage_epoch = epoch
+
     def set_value(self, value: torch.Tensor | None) -> None:
         """Put the pages on the device, or take them off."""
         if self.parent is not None:
-            self.parent.device_children += (value is not None) - (self.value is not None)
+            change = (value is not None) - (self.value is not None)
+            self.parent.device_children += change
+            self.tree_digest.change(self.span, change * DEVICE_WEIGHT)
         self.value = value
 
     def set_host_value(self, host_value: torch.Tensor | None) -> None:
         """Put the pages on the host, or take them off."""
         if self.parent is not None:
-            self.parent.host_children += (host_value is not None) - (self.host_value is not None)
+            change = (host_value is not None) - (self.host_value is not None)
+            self.parent.host_children += change
+            self.tree_digest.change(self.span, change * HOST_WEIGHT)
         self.host_value = host_value
 
     def attach(self, parent: TreeNode, page_size: int) -> None:
-        """Hang this node below `parent`."""
+        """Hang this node below `parent`, where it was before if it was in a tree."""
         self.parent = parent
         parent.children[self.key.child_key(page_size)] = self
         parent.device_children += self.value is not None
         parent.host_children += self.host_value is not None
+        begin = parent.prefix_hash
+        if begin is None:
+            begin = start_of(self.key.extra_key)
+        self.tree_digest = parent.tree_digest
+        if self.prefix_hash is None:
+            self.prefix_hash = self.tree_digest.prefix_hash(begin, self.key.ids)
+        self.span = span_of(begin, self.prefix_hash)
+        self.tree_digest.change(self.span, self._weight())
 
     def detach(self, page_size: int) -> None:
         """Take this node off its parent. `parent` is None from now on."""
@@ -134,6 +178,7 @@ class TreeNode:
         del self.parent.children[self.key.child_key(page_size)]
         self.parent.device_children -= self.value is not None
         self.parent.host_children -= self.host_value is not None
+        self.tree_digest.change(self.span, -self._weight())
         self.parent = None
 
     def split_off_front(self, length: int, new_id: int, page_size: int) -> TreeNode:
@@ -162,6 +207,15 @@ class TreeNode:
         upper.attach(parent, page_size)
         self.attach(upper, page_size)
         return upper
+
+    def _weight(self) -> int:
+        """Of the tiers that this node is in, for the digest."""
+        weight = storage_weight(self._storage_epoch)
+        if self.value is not None:
+            weight += DEVICE_WEIGHT
+        if self.host_value is not None:
+            weight += HOST_WEIGHT
+        return weight
 
     def protect_host(self) -> None:
         """Keep the host pages (and the node) until the matching `release_host`."""

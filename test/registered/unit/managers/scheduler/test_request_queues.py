@@ -56,6 +56,28 @@ def test_an_id_is_in_use_from_arrival_to_end() -> None:
     assert (len(queues.waiting), len(queues.alive), queues.num_admitted) == (0, 0, 2)
 
 
+def test_the_digest_is_of_who_waits_and_who_was_admitted_in_whatever_order() -> None:
+    queues, other = RequestQueues(), RequestQueues()
+    for rid in "abc":
+        queues.arrive(req(rid))
+    for rid in "cba":
+        other.arrive(req(rid))
+    seen = [queues.digest]
+    assert other.digest == queues.digest != 0
+    a = queues.find("a")
+    assert a is not None
+    for change in (queues.admit, queues.retract, queues.admit, queues.end):
+        change(a)
+        seen.append(queues.digest)
+    assert seen[2] == seen[0] and seen[3] == seen[1]
+    assert len(set(seen)) == 3
+    assert queues.describe() == {"request b": "waits", "request c": "waits"}
+    b = queues.find("b")
+    assert b is not None
+    queues.admit(b)
+    assert queues.describe() == {"request b": "has been admitted", "request c": "waits"}
+
+
 def test_who_is_aborted_is_known_until_the_end_with_the_first_reason() -> None:
     queues = RequestQueues()
     for name in "abc":

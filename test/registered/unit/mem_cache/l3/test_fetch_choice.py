@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.cache_rig import CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import MemoryExchange
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
@@ -203,26 +204,15 @@ class TwoRanks:
             hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": 4}),
         )
         self.rigs = [CacheRig(settings=settings) for _ in rates]
-        self._barrier = threading.Barrier(len(rates), timeout=20)
-        self._votes = [torch.empty(0)] * len(rates)
+        exchange = MemoryExchange(len(rates), deadline_s=20)
         self._pool = ThreadPoolExecutor(len(rates))
         for rank, (rig, known) in enumerate(zip(self.rigs, rates, strict=True)):
-            rig.hi._reduce = self._reduce(rank)
+            rig.hi._group = exchange.group(rank)
             storage_io = rig.hi.cache_controller.storage_io
             assert storage_io is not None
             for _ in range(4):
                 storage_io.worth.reads.add(known.reads, 1.0)
                 storage_io.worth.prefills.add(known.prefills, 1.0)
-
-    def _reduce(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def reduce(vector: torch.Tensor) -> torch.Tensor:
-            self._votes[rank] = vector
-            self._barrier.wait()
-            agreed = torch.stack(self._votes).min(dim=0).values
-            self._barrier.wait()
-            return agreed
-
-        return reduce
 
     def tick(self) -> None:
         list(self._pool.map(CacheRig.tick, self.rigs))

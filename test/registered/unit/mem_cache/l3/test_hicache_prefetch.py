@@ -61,6 +61,18 @@ def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> 
     assert not operation.hand_over(4)
 
 
+def test_no_more_is_read_than_the_store_has_for_all_ranks() -> None:
+    board = PrefetchBoard(PAGE)
+    operation = started(board)
+    operation.hit_pages = 10
+    assert operation.hand_over(4), "nobody knows yet what the others have"
+    board.agree([PrefetchProgress(hit=-1)])
+    assert operation.hand_over(6)
+    board.agree([PrefetchProgress(hit=6, handed=6)])
+    assert not operation.hand_over(8)
+    assert operation.handed_pages == 6
+
+
 def test_only_the_pages_of_the_call_under_way_stay_with_a_read_that_was_cut() -> None:
     board = PrefetchBoard(PAGE)
     operation = started(board)

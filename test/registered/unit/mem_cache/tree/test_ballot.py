@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank
 from sglang.srt.mem_cache.tree.ballot import (
     MAX_PREFETCHES,
     MAX_SETTLED,
     PrefetchProgress,
     Progress,
-    RanksDiverged,
     Rates,
     Verdict,
     agree,
     from_vector,
     to_vector,
 )
+from sglang.srt.mem_cache.tree.digest import CacheBooks
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import EchoGroup, MemoryExchange
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
@@ -73,12 +79,38 @@ def test_unavailable_or_slow_anywhere_is_so_everywhere() -> None:
     agreed = vote(Progress(available=False, rates=Rates(9, 4)), Progress(rates=Rates(5, 7)))
     assert not agreed.available
     assert agreed.rates == (5, 4)
-    assert vote(Progress(rates=Rates(9, 4)), Progress(reconnects=3)).rates == (0, 0)
+    assert vote(Progress(rates=Rates(9, 4)), Progress()).rates == (0, 0)
 
 
-def test_different_books_stop_the_ranks() -> None:
-    with pytest.raises(RanksDiverged, match="differ"):
-        vote(Progress(books_digest=7), Progress(books_digest=8))
+def test_an_l3_that_came_back_on_one_rank_came_back_for_all() -> None:
+    assert vote(Progress(has_reconnected=True), Progress()).has_reconnected
+    assert not vote(Progress(), Progress()).has_reconnected
+
+
+def books(free: int) -> CacheBooks:
+    """Of an empty tree."""
+    root = TreeNode(ROOT_ID, RadixKey([]))
+    return CacheBooks(lambda: root, {"free tokens": lambda: free})
+
+
+def ballot(*free: int) -> list[str]:
+    """What each rank gets from a ballot, by the free tokens in its books."""
+    exchange = MemoryExchange(len(free), deadline_s=20)
+
+    def on(group: RankGroup) -> str:
+        try:
+            return f"writes {agree(Progress(writes=3), group, books(free[group.rank])).writes}"
+        except RanksDiverged as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(free)) as pool:
+        return list(pool.map(on, map(exchange.group, range(len(free)))))
+
+
+def test_different_books_stop_all_ranks_and_name_what_differs() -> None:
+    assert ballot(8, 8) == ["writes 3"] * 2
+    difference = "rank 1 has free tokens: 7, rank 0 8; rank 2 has free tokens: 9, rank 0 8"
+    assert ballot(8, 7, 9) == [f"the ranks' books differ: {difference}"] * 3
 
 
 def test_the_vector_has_one_size_whatever_happens() -> None:
@@ -90,8 +122,8 @@ def test_the_vector_has_one_size_whatever_happens() -> None:
 
 def test_one_rank_agrees_with_itself() -> None:
     progress = Progress(loads=1)
-    assert agree(progress, None) is progress
-    assert agree(progress, lambda vector: vector).loads == 1
+    assert agree(progress, SingleRank(), books(4)) is progress
+    assert agree(progress, EchoGroup(), books(4)).loads == 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""The ranks of one server as the engine sees them: what rank 0 says, and the least over all.
+
+Every rank has a scheduler of its own. A `RankGroup` is made once, where the scheduler is built, and
+handed down to whatever has to agree. Its calls are collectives: all ranks make the same calls in
+the same order, each on its scheduler's thread and never on a thread of copies or storage.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Final
+
+import numpy as np
+import torch
+
+_WORD: Final = np.dtype("<i8")
+_ABSENT: Final = torch.iinfo(torch.int64).max
+"""What a rank puts in the place of another's words, so that MIN takes the other's."""
+
+
+class RanksDiverged(RuntimeError):
+    """The ranks do not do the same any more: going on would corrupt somebody's cache."""
+
+
+class RankGroup(ABC):
+    """The ranks that must decide the same. Scheduler thread only."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @abstractmethod
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's `payload`, on every rank. Blocks until rank 0 has called.
+
+        Args:
+            payload: Any length on rank 0; None on the others.
+
+        Raises:
+            RanksDiverged: Another rank made another call.
+        """
+
+    @abstractmethod
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise MIN over the ranks, as a new tensor. Blocks until all have called.
+
+        Args:
+            values: int64 `[n]` on the CPU, n the same on all ranks.
+
+        Raises:
+            RanksDiverged: Another rank made another call, or gave another length.
+        """
+
+
+class SingleRank(RankGroup):
+    """One rank, which agrees with itself."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        assert payload is not None, "rank 0 has something to say"
+        return payload
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+
+def gather_texts(group: RankGroup, text: str, max_bytes: int) -> list[str]:
+    """Every rank's `text`, on every rank, in the order of ranks. A collective.
+
+    Args:
+        group: The ranks.
+        text: This rank's; what of it is over `max_bytes` of UTF-8 is cut off.
+        max_bytes: The same on all ranks; a multiple of 8.
+    """
+    words = max_bytes // _WORD.itemsize
+    table = torch.full((group.size, words), _ABSENT, dtype=torch.int64)
+    raw = text.encode()[:max_bytes].ljust(max_bytes, b"\0")
+    table[group.rank] = torch.from_numpy(np.frombuffer(raw, dtype=_WORD).astype(np.int64))
+    rows = group.reduce_min(table.flatten()).view(group.size, words)
+    return [
+        row.numpy().astype(_WORD).tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows
+    ]

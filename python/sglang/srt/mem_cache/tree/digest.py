@@ -1,0 +1,201 @@
+"""A number that is equal on all ranks while their books are, and what differs when it is not.
+
+The digest of a tree is a sum over its nodes that each change adds to, so that it costs the same
+however large the tree is. A node is named by its tokens from the root on, never by its slots, which
+no two ranks need have in common.
+
+P(x) is a hash of the prefix that ends at x. A node from a to b that is in a tier of weight w adds
+w * (P(b) - P(a)). Cut at m, its parts add w * (P(m) - P(a)) + w * (P(b) - P(m)), which is the same:
+a split changes nothing.
+
+Prefix hashes are polynomials, so that each follows from that of the node above (Karp and Rabin,
+"Efficient randomized pattern-matching algorithms", 1987). Their bits are mixed, since sums of plain
+polynomials are equal for some unequal trees (mixing: Steele, Lea, Flood, "Fast splittable
+pseudorandom number generators", 2014).
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+
+from sglang.srt.distributed.rank_group import RankGroup, gather_texts
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+MODULUS: Final = (1 << 61) - 1
+"""A prime, so that no weight makes anything vanish."""
+DEVICE_WEIGHT: Final = 0x15B0A1C8F3D27E49
+HOST_WEIGHT: Final = 0x0D6E8FEB86659FD9
+_STORAGE_WEIGHT: Final = 0x1C3A5C85C97CB312
+_COUNT_WEIGHT: Final = 0x02F1BBCDCBFA53E0
+
+_WORD: Final = (1 << 64) - 1
+_BASE: Final = 0x9E3779B97F4A7C15
+_FIRST_POWERS: Final = 1024
+_MAX_ENTRIES: Final = 20_000
+"""Of a description: what ranks tell each other when they differ, a few megabytes."""
+_MAX_ENTRY_CHARS: Final = 120
+_MAX_DIFFERENCE_BYTES: Final = 512
+
+
+class Books(Protocol):
+    """Something that must be equal on all ranks."""
+
+    @property
+    def digest(self) -> int:
+        """Equal where the books are, at most 62 bits, not negative."""
+
+    def describe(self) -> Mapping[str, str]:
+        """What the digest is of: entries by a name that is the same on all ranks."""
+
+
+def mixed(word: int) -> int:
+    """A 64-bit word with its bits mixed, below `MODULUS`."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+    return (word ^ (word >> 31)) % MODULUS
+
+
+def hash_of(name: str) -> int:
+    """A 64-bit hash of `name`, the same in every process."""
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
+
+
+def storage_weight(epoch: int) -> int:
+    """Weight of a node that L3 has had since `epoch`; 0 for -1, a node that it does not have."""
+    return _STORAGE_WEIGHT * (epoch + 1)
+
+
+class TreeDigest:
+    """The digest of one tree. The root carries it, and the nodes keep it up to date."""
+
+    __slots__ = ("_powers", "value")
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._powers = _powers_of_base(_FIRST_POWERS)
+
+    def change(self, span: int, weight: int) -> None:
+        """A node of `span` is in tiers of `weight` more (or, where negative, less)."""
+        self.value = (self.value + span * weight) % MODULUS
+
+    def prefix_hash(self, before: int, tokens: TokenArray) -> int:
+        """64-bit hash of a prefix.
+
+        Args:
+            before: The hash of all but its last `tokens`.
+            tokens: What it ends with; some.
+        """
+        count = len(tokens)
+        if count >= len(self._powers):
+            self._powers = _powers_of_base(2 * count)
+        own = int(tokens.astype(np.uint64) @ self._powers[:count][::-1])
+        return (before * int(self._powers[count]) + own) & _WORD
+
+
+def start_of(extra_key: str | None) -> int:
+    """The hash of the empty prefix of prompts with `extra_key`."""
+    return 1 if extra_key is None else hash_of(extra_key)
+
+
+def span_of(begin: int, end: int) -> int:
+    """How a node counts that reaches from one prefix hash to another; below `MODULUS`."""
+    return (mixed(end) - mixed(begin)) % MODULUS
+
+
+def _powers_of_base(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    factors = np.full(count, _BASE, dtype=np.uint64)
+    factors[0] = 1
+    return np.multiply.accumulate(factors)
+
+
+@dataclasses.dataclass(slots=True)
+class CacheBooks:
+    """`Books` of a prefix cache and of the queues above it."""
+
+    root: Callable[[], TreeNode]
+    counts: dict[str, Callable[[], int]]
+    """Numbers that must be equal, each below 2**61."""
+    queues: Books | None = None
+    """The scheduler's, once there is one."""
+
+    @property
+    def digest(self) -> int:
+        """See `Books`."""
+        total = self.root().tree_digest.value + (self.queues.digest if self.queues else 0)
+        for number, count in enumerate(self.counts.values(), start=1):
+            total += count() * (_COUNT_WEIGHT + number * DEVICE_WEIGHT)
+        return total % MODULUS
+
+    def describe(self) -> Mapping[str, str]:
+        """See `Books`; of large trees the first `_MAX_ENTRIES` entries."""
+        entries = {name: str(count()) for name, count in self.counts.items()}
+        if self.queues is not None:
+            entries.update(self.queues.describe())
+        stack = [(child, 0) for child in reversed(self.root().children.values())]
+        while stack and len(entries) < _MAX_ENTRIES:
+            node, begin = stack.pop()
+            end = begin + len(node.key)
+            assert node.prefix_hash is not None, "it is in the tree"
+            entries[f"node {node.prefix_hash:016x}"] = _state_of(node, begin, end)
+            stack += [(child, end) for child in reversed(node.children.values())]
+        first = itertools.islice(entries.items(), _MAX_ENTRIES)
+        return {name[:_MAX_ENTRY_CHARS]: text[:_MAX_ENTRY_CHARS] for name, text in first}
+
+
+def _state_of(node: TreeNode, begin: int, end: int) -> str:
+    tiers = [name for name, has in (("L1", not node.evicted), ("L2", node.backuped)) if has]
+    tiers += [f"L3 in epoch {node.storage_epoch}"] * (node.storage_epoch >= 0)
+    first = ", ".join(map(str, node.key.ids[:4]))
+    return f"tokens {begin} to {end} ({first}, ...): {' and '.join(tiers)}"
+
+
+def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
+    """Assert that the digest is that of the tree, and that every node counts for what it is.
+
+    Args:
+        root: Of the tree.
+        nodes: All others, parents before children.
+    """
+    anew = TreeDigest()
+    hashes: dict[int, int] = {}
+    for node in nodes:
+        assert node.parent is not None
+        begin = hashes.get(node.parent.id, start_of(node.key.extra_key))
+        end = hashes[node.id] = anew.prefix_hash(begin, node.key.ids)
+        assert (node.prefix_hash, node.span) == (end, span_of(begin, end)), f"{node}: other tokens"
+        weight = DEVICE_WEIGHT * (not node.evicted) + HOST_WEIGHT * node.backuped
+        anew.change(node.span, weight + storage_weight(node.storage_epoch))
+    kept = root.tree_digest.value
+    assert kept == anew.value, f"the digest of the tree is {kept:x}, its nodes make {anew.value:x}"
+
+
+def explain_difference(group: RankGroup, books: Books) -> str:
+    """Which ranks differ from rank 0, and in which entry first. A collective.
+
+    Rank 0's description goes to all ranks, a few megabytes; a line of each comes back.
+    """
+    mine = books.describe()
+    raw = group.broadcast(msgspec.msgpack.encode(mine) if group.rank == 0 else None)
+    theirs = msgspec.msgpack.decode(raw, type=dict[str, str])
+    differences = gather_texts(group, _first_difference(mine, theirs), _MAX_DIFFERENCE_BYTES)
+    lines = [f"rank {rank} has {text}" for rank, text in enumerate(differences) if text]
+    return "; ".join(lines) or f"the first {len(mine)} entries are equal on all ranks"
+
+
+def _first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    for name in {**theirs, **mine}:
+        if mine.get(name) != theirs.get(name):
+            return f"{name}: {mine.get(name, 'nothing')}, rank 0 {theirs.get(name, 'nothing')}"
+    return ""

@@ -1,0 +1,153 @@
+"""Ranks in one process, a thread each: collectives over memory, with random delays.
+
+Whatever would hang or abort real ranks fails here, on all of them and with a reason: a call that
+not every rank makes, calls of different kinds or lengths, a rank that has failed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
+
+_DEADLINE_S: Final = 60.0
+
+
+class RankIsMissing(TimeoutError):
+    """Not every rank made a collective in time."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One collective, until every rank has its result."""
+
+    payloads: dict[int, bytes | torch.Tensor | None] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
+    num_left: int = 0
+
+
+class MemoryExchange:
+    """Where the ranks of one process meet. Any thread.
+
+    Args:
+        size: How many ranks.
+        deadline_s: A rank that waits longer for the others fails, and says who is missing.
+    """
+
+    def __init__(self, size: int, deadline_s: float = _DEADLINE_S) -> None:
+        self.size = size
+        self.num_calls = 0
+        """Collectives that every rank has made."""
+        self._deadline_s = deadline_s
+        self._changed = threading.Condition()
+        self._calls: dict[int, _Call] = {}
+        self._failure: BaseException | None = None
+
+    def group(self, rank: int, *, seed: int = 0, most_delay_s: float = 0.0) -> MemoryRankGroup:
+        """Rank `rank`'s way to the others, delayed at each call by up to `most_delay_s`."""
+        return MemoryRankGroup(self, rank, random.Random(f"{seed} {rank}"), most_delay_s)
+
+    def fail(self, cause: BaseException) -> None:
+        """A rank has failed: the others need not wait for it. The first cause counts."""
+        with self._changed:
+            self._failure = self._failure or cause
+            self._changed.notify_all()
+
+    def meet(
+        self, number: int, rank: int, kind: str, payload: bytes | torch.Tensor | None
+    ) -> dict[int, bytes | torch.Tensor | None]:
+        """What every rank brought to its `number`-th collective, once all are there."""
+        with self._changed:
+            call = self._calls.setdefault(number, _Call())
+            call.payloads[rank], call.kinds[rank] = payload, kind
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._failure is not None or len(call.kinds) == self.size,
+                self._deadline_s,
+            )
+            _check_kinds(number, call.kinds)
+            if len(call.kinds) < self.size:
+                if self._failure is not None:
+                    raise RanksDiverged(f"another rank has failed: {self._failure}")
+                missing = sorted(set(range(self.size)) - set(call.kinds))
+                raise RankIsMissing(f"ranks {missing} did not come to collective {number}: {kind}")
+            call.num_left += 1
+            if call.num_left == self.size:
+                del self._calls[number]
+                self.num_calls += 1
+            return call.payloads
+
+
+def _check_kinds(number: int, kinds: dict[int, str]) -> None:
+    first = min(kinds)
+    for rank, kind in sorted(kinds.items()):
+        if kind != kinds[first]:
+            raise RanksDiverged(
+                f"collective {number} is {kinds[first]} on rank {first}, {kind} on rank {rank}"
+            )
+
+
+class EchoGroup(RankGroup):
+    """Rank 0 of two, of which the other sees whatever this one sees."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 2
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        assert payload is not None
+        return payload
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+
+class MemoryRankGroup(RankGroup):
+    """One rank of a `MemoryExchange`. One thread uses it."""
+
+    def __init__(
+        self, exchange: MemoryExchange, rank: int, rng: random.Random, most_delay_s: float
+    ) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._rng = rng
+        self._most_delay_s = most_delay_s
+        self._num_calls = 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._exchange.size
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        assert (payload is not None) == (self._rank == 0), "rank 0 alone has a payload"
+        said = self._meet("a broadcast", payload)[0]
+        assert isinstance(said, bytes)
+        return said
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        assert values.dtype == torch.int64 and values.device.type == "cpu" and values.ndim == 1
+        all_values = self._meet(f"a reduction of {len(values)} values", values.clone())
+        tensors = [one for one in all_values.values() if isinstance(one, torch.Tensor)]
+        return torch.stack(tensors).min(dim=0).values
+
+    def _meet(
+        self, kind: str, payload: bytes | torch.Tensor | None
+    ) -> dict[int, bytes | torch.Tensor | None]:
+        if self._most_delay_s:
+            time.sleep(self._rng.random() * self._most_delay_s)
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        return self._exchange.meet(number, self._rank, kind, payload)

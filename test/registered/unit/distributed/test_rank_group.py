@@ -1,0 +1,89 @@
+"""Groups of ranks: what collectives give, and that what does not fit fails on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank, gather_texts
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import MemoryExchange, RankIsMissing
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+def on_ranks(size: int, work: Callable[[RankGroup], object], deadline_s: float = 20.0) -> list[str]:
+    """What `work` gave or raised on each rank."""
+    exchange = MemoryExchange(size, deadline_s)
+
+    def on(rank: int) -> str:
+        try:
+            return str(work(exchange.group(rank, most_delay_s=0.002)))
+        except (RanksDiverged, RankIsMissing) as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(on, range(size)))
+
+
+def test_one_rank_is_its_own_group() -> None:
+    group = SingleRank()
+    values = torch.tensor([3, -4])
+    assert (group.rank, group.size) == (0, 1)
+    assert group.broadcast(b"tick") == b"tick"
+    least = group.reduce_min(values)
+    assert least.tolist() == [3, -4] and least is not values
+    assert gather_texts(group, "alone", 8) == ["alone"]
+
+
+def test_ranks_get_what_rank_0_says_and_the_least_of_what_all_have() -> None:
+    def work(group: RankGroup) -> tuple[bytes, list[int], bytes]:
+        first = group.broadcast(b"one" if group.rank == 0 else None)
+        least = group.reduce_min(torch.tensor([group.rank, -group.rank, 5]))
+        return first, least.tolist(), group.broadcast(b"" if group.rank == 0 else None)
+
+    assert on_ranks(3, work) == [str((b"one", [0, -2, 5], b""))] * 3
+
+
+def test_texts_of_all_ranks_reach_all_ranks_cut_to_their_length() -> None:
+    texts = ["", "größer", "a" * 40]
+    got = on_ranks(3, lambda group: gather_texts(group, texts[group.rank], 16))
+    assert got == [str(["", "größer", "a" * 16])] * 3
+
+
+def test_unequal_lengths_are_an_error_that_names_both() -> None:
+    got = on_ranks(2, lambda group: group.reduce_min(torch.zeros(4 + group.rank).long()))
+    both = "a reduction of 4 values on rank 0, a reduction of 5 values on rank 1"
+    assert got == [f"RanksDiverged: collective 0 is {both}"] * 2
+
+
+def test_unlike_calls_are_an_error_that_names_both() -> None:
+    def work(group: RankGroup) -> object:
+        return group.broadcast(b"") if group.rank == 0 else group.reduce_min(torch.zeros(1).long())
+
+    both = "a broadcast on rank 0, a reduction of 1 values on rank 1"
+    assert on_ranks(2, work) == [f"RanksDiverged: collective 0 is {both}"] * 2
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def work(group: RankGroup) -> object:
+        return None if group.rank == 1 else group.reduce_min(torch.zeros(2).long())
+
+    (first, _) = on_ranks(2, work, deadline_s=0.02)
+    assert first == (
+        "RankIsMissing: ranks [1] did not come to collective 0: a reduction of 2 values"
+    )
+
+
+def test_nobody_waits_for_a_rank_that_has_failed() -> None:
+    exchange = MemoryExchange(2)
+    exchange.fail(OSError("no memory"))
+    with pytest.raises(RanksDiverged, match="another rank has failed: no memory"):
+        exchange.group(0).broadcast(b"tick")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
