@@ -1,7 +1,7 @@
-"""What the scheduler counts, in Prometheus' terms. Names: interfaces.md, "Metrics".
+"""Prometheus metrics of the scheduler, under SGLang's names.
 
-Latencies that a client sees are the server process's to measure; here are the ones that only the
-scheduler knows. The hierarchical cache registers its own in the same registry.
+The server process measures the latencies that clients see; the scheduler measures those that only
+it knows. The hierarchical cache registers its metrics in the same registry.
 """
 
 from __future__ import annotations
