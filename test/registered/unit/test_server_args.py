@@ -1,4 +1,4 @@
-"""ServerArgs: the command line, what is refused and how, and what `resolve` fills in."""
+"""ServerArgs: the command line, refusals with their messages, and `resolve`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prepare(*argv: str) -> ServerArgs:
     return prepare_server_args(["--model-path", "dummy", *argv])
 
 
-def test_defaults_touch_nothing() -> None:
+def test_defaults_need_neither_disk_nor_hardware() -> None:
     args = ServerArgs(model_path="dummy").resolve()
     assert args.model_path == args.tokenizer_path == args.served_model_name == "dummy"
     assert (args.page_size, args.device, args.attention_backend) == (1, "auto", None)
@@ -36,7 +36,7 @@ def test_defaults_touch_nothing() -> None:
     assert not args.enable_hierarchical_cache
 
 
-def test_without_a_path_the_built_in_model_is_served() -> None:
+def test_the_built_in_model_is_the_default() -> None:
     args = prepare_server_args([])
     assert args.model_path is not None
     assert Path(args.model_path).name == "builtin_model"
@@ -65,7 +65,7 @@ def test_resolve_is_idempotent_and_frozen() -> None:
 @pytest.mark.parametrize(
     ("device", "backend", "chunk"), [("cpu", "torch_native", 2048), ("cuda", "triton", 8192)]
 )
-def test_what_depends_on_the_device(device: str, backend: str, chunk: int) -> None:
+def test_defaults_that_depend_on_the_device(device: str, backend: str, chunk: int) -> None:
     want = (device, backend, chunk)
     open_ = prepare("--page-size", "64")
     for args in (open_.on_device(device), prepare("--device", device, "--page-size", "64")):
@@ -86,7 +86,7 @@ def test_what_depends_on_the_device(device: str, backend: str, chunk: int) -> No
         (["--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs 8 has no effect on a CPU"),
     ],
 )
-def test_what_only_a_gpu_can_do(argv: list[str], message: str) -> None:
+def test_settings_that_need_a_gpu_are_refused_on_a_cpu(argv: list[str], message: str) -> None:
     prepare(*argv).on_device("cuda")
     prepare(*argv, "--device", "cuda")
     with pytest.raises(ValueError, match=message):
@@ -97,7 +97,7 @@ def test_what_only_a_gpu_can_do(argv: list[str], message: str) -> None:
         prepare(*argv).on_device("npu")
 
 
-def test_storage_implies_the_hierarchical_cache_and_says_so(
+def test_storage_implies_the_hierarchical_cache_and_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -191,7 +191,7 @@ def test_refusals_name_the_flag_and_the_remedy(argv: list[str], message: str) ->
         ("--seed", "use --random-seed"),
     ],
 )
-def test_names_of_vllm_get_the_flag_that_is_meant(flag: str, remedy: str) -> None:
+def test_flags_of_vllm_are_refused_with_the_equivalent_flag(flag: str, remedy: str) -> None:
     for argv in ([flag, "1"], [f"{flag}=1"]):
         with pytest.raises(ValueError, match=f"unknown flag {flag}: .*{remedy}"):
             prepare(*argv)
@@ -215,7 +215,7 @@ def test_the_opposite_is_never_suggested(flag: str, message: str) -> None:
         prepare(flag)
 
 
-def test_a_name_of_another_engine_is_none_of_ours() -> None:
+def test_flags_of_other_engines_are_not_flags_of_this_one() -> None:
     ours = {f.name for f in dataclasses.fields(ServerArgs)}
     assert not [name for name in ours if other_name(name)]
     for field in dataclasses.fields(ServerArgs):
@@ -325,7 +325,7 @@ def test_bad_extra_config(backend: str, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        # Opened for reading it would wait for a writer.
+        # Opening it for reading would wait for a writer.
         pytest.param(os.mkfifo, "no regular file", id="fifo"),
         pytest.param(lambda path: path.symlink_to("/dev/zero"), "no regular file", id="device"),
         pytest.param(Path.mkdir, "Is a directory", id="folder"),
@@ -342,7 +342,7 @@ def test_extra_config_comes_from_a_regular_file_of_bounded_size(
     assert str(error.value).startswith(f"{EXTRA}: cannot read @{path}: ")
 
 
-def test_yaml_that_contains_itself_or_much_in_little_is_refused(tmp_path: Path) -> None:
+def test_recursive_and_exploding_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("a: &a [*a]\n")
     with pytest.raises(ValueError, match="'a': nested more than 32 deep"):
@@ -358,7 +358,7 @@ def test_yaml_that_contains_itself_or_much_in_little_is_refused(tmp_path: Path) 
         parse_extra_config(f"@{path}")
 
 
-def test_a_dynamic_backend_reads_what_it_likes() -> None:
+def test_a_dynamic_backend_accepts_any_key() -> None:
     config: dict[str, Any] = {"backend_name": "b", "module_path": "m", "anything": [1]}
     args = prepare("--hicache-storage-backend", "dynamic", EXTRA, json.dumps(config))
     assert args.extra_config() == config

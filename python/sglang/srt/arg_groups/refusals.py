@@ -1,7 +1,7 @@
-"""Flags of other engines that are none here, each with a line on what to do.
+"""Flags of other engines that this engine lacks, each with a line that says what to do.
 
-Telling them from a typo is the point: who moves a command line over from SGLang or vLLM learns
-which feature would be lost, or which flag has it here.
+A user who moves a command line from SGLang or vLLM learns which feature is missing, or which flag
+replaces it; without this table such a flag would look like a typo.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 
 
 _OTHER_NAMES: Final[Mapping[str, str]] = {
-    # What vLLM calls it (underscores): what to do here.
+    # vLLM's name (underscores): what to do here.
     "max_model_len": "use --context-length",
     "max_num_seqs": "use --max-running-requests",
     "gpu_memory_utilization": "use --mem-fraction-static, the share for weights and KV",
@@ -138,7 +138,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 }
 
 _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    # Field: values that SGLang has there, and what to do here.
+    # Field: SGLang's values that this engine lacks, and what to do here.
     "hicache_storage_backend": (
         ("hf3fs", "nixl", "aibrix", "eic", "simm"),
         "use mooncake or file, or dynamic with a class of your own",
@@ -161,7 +161,7 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 
 
 def refusal(field_name: str) -> str | None:
-    """One line on why SGLang's flag `field_name` (underscores) is not here; None if unknown."""
+    """Why this engine lacks SGLang's flag `field_name` (underscores); None if it is unknown."""
     for when, feature, patterns in _REFUSED:
         if any(fnmatch.fnmatchcase(field_name, pattern) for pattern in patterns):
             return f"{_flag(field_name)}: {_lacks(when)}: {feature}; remove the flag"
@@ -169,13 +169,13 @@ def refusal(field_name: str) -> str | None:
 
 
 def other_name(field_name: str) -> str | None:
-    """One line on what vLLM's flag `field_name` (underscores) is here; None if unknown."""
+    """What replaces vLLM's flag `field_name` (underscores) here; None if it is unknown."""
     remedy = _OTHER_NAMES.get(field_name)
     return None if remedy is None else f"unknown flag {_flag(field_name)}: {remedy}"
 
 
 def refused_choice(field_name: str, value: str) -> str | None:
-    """One line on SGLang's value of the flag of `field_name` that is none here; None if unknown."""
+    """Why this engine lacks SGLang's `value` of the flag of `field_name`; None if it is unknown."""
     values, remedy = _OTHER_CHOICES.get(field_name, ((), ""))
     return f"{_flag(field_name)} {value}: {_lacks(NEVER)}: {remedy}" if value in values else None
 
