@@ -14,7 +14,7 @@ _WIDTH = 50
 
 
 def summarize(load: LoadResult) -> dict[str, Any]:
-    """Throughputs (per second), latencies (ms) and counts; only `failed` counts failed requests."""
+    """Throughputs (per second), latencies (ms), counts. Only `failed` includes failed requests."""
     good = [one for one in load.results if one.success]
     seconds = max(load.duration, 1e-9)
     inputs = sum(one.prompt_tokens for one in good)
