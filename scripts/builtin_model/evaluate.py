@@ -39,7 +39,7 @@ class Answerer:
 
 
 def score_length(answerer: Answerer, tokens: int, examples: int, questions: int) -> dict[str, Any]:
-    """Ask `questions` in each of `examples` conversations of `tokens` tokens, and count right ones."""
+    """Ask `questions` in each of `examples` conversations of `tokens` tokens; count right codes."""
 
     def count(text: str) -> int:
         return len(answerer.tokenizer(text).input_ids)
