@@ -62,7 +62,7 @@ def _json_object(text: str) -> dict[str, Any]:
     with contextlib.suppress(orjson.JSONDecodeError):
         value = orjson.loads(text)
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
 
 

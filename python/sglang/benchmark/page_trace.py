@@ -67,8 +67,8 @@ def page_trace_of(trace: Sequence[TraceRequest], scale: TraceScale, page_size: i
     """
     if scale.block_tokens % page_size:
         raise ValueError(
-            f"a block of {scale.block_tokens} tokens is no whole number of pages of {page_size}: "
-            "lower the page size, or scale the lengths so that it is"
+            f"a block of {scale.block_tokens} tokens is not a whole number of pages of {page_size} "
+            "tokens: lower the page size, or change the scale of the lengths"
         )
     per_block = scale.block_tokens // page_size
 

@@ -72,7 +72,7 @@ class ChatClient:
                 },
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RuntimeError(f"the answer is no chat completion: {body!r:.300}") from error
+            raise RuntimeError(f"the answer is not a chat completion: {body!r:.300}") from error
 
     def _first_model(self) -> str:
         try:

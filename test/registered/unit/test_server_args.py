@@ -119,7 +119,7 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--quantization", "fp8"], "does not: quantization"),
         (
             ["--constrained-json-whitespace-pattern", " "],
-            "does not yet: whitespace of constrained JSON",
+            "does not yet: a whitespace pattern for constrained JSON",
         ),
         (
             ["--revision", "main"],
@@ -200,11 +200,17 @@ def test_flags_of_vllm_are_refused_with_the_equivalent_flag(flag: str, remedy: s
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--enable-radix-cache", "it is so unless --disable-radix-cache is given; remove"),
-        ("--disable-metrics", "it is so unless --enable-metrics is given; remove"),
-        ("--no-enable-metrics", "it is so unless --enable-metrics is given; remove"),
-        ("--no-log-requests", "it is so unless --log-requests is given; remove"),
-        ("--constrained-json-any-whitespace", "it is so unless --constrained-json-disable-any"),
+        (
+            "--enable-radix-cache",
+            "the default unless --disable-radix-cache is given; remove",
+        ),
+        ("--disable-metrics", "the default unless --enable-metrics is given; remove"),
+        ("--no-enable-metrics", "the default unless --enable-metrics is given; remove"),
+        ("--no-log-requests", "the default unless --log-requests is given; remove"),
+        (
+            "--constrained-json-any-whitespace",
+            "the default unless --constrained-json-disable-any",
+        ),
         ("--enable-cuda-graphs", "did you mean --cuda-graph-max-bs?"),
         ("--disable-cuda-graphs", "did you mean --disable-cuda-graph?"),
         ("--min-running-requests", "--help lists"),
@@ -308,10 +314,10 @@ def test_extra_config_inline_and_absent() -> None:
         ("dynamic", '{"a": ' + "[" * 40 + "]" * 40 + "}", "'a': nested more than 32 deep"),
         ("dynamic", json.dumps({"a": [0] * 10_001}), "'a': more than 10000 values"),
         ("dynamic", json.dumps({"a": {"b": 2**64}}), "'a': 18446744073709551616 has more than 64"),
-        ("dynamic", '{"a": [1e999]}', "'a': inf is no number"),
-        ("dynamic", '{"a": NaN}', "'a': nan is no number"),
-        ("dynamic", '{"a": "\\ud800"}', "'a': a text that is no Unicode"),
-        ("dynamic", '{"\\ud800": 1}', "a text that is no Unicode"),
+        ("dynamic", '{"a": [1e999]}', "'a': inf is not a finite number"),
+        ("dynamic", '{"a": NaN}', "'a': nan is not a finite number"),
+        ("dynamic", '{"a": "\\ud800"}', "'a': a text with a lone surrogate"),
+        ("dynamic", '{"\\ud800": 1}', "a text with a lone surrogate"),
         ("file", '{"prefetch_threshold": ' + "9" * 5000 + "}", "cannot read its value: Exceeds"),
     ],
 )
@@ -326,8 +332,8 @@ def test_bad_extra_config(backend: str, text: str, message: str) -> None:
     ("make", "words"),
     [
         # Opening it for reading would wait for a writer.
-        pytest.param(os.mkfifo, "no regular file", id="fifo"),
-        pytest.param(lambda path: path.symlink_to("/dev/zero"), "no regular file", id="device"),
+        pytest.param(os.mkfifo, "not a regular file", id="fifo"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), "not a regular file", id="device"),
         pytest.param(Path.mkdir, "Is a directory", id="folder"),
         pytest.param(lambda path: path.write_text(" " * 70_000), "at most 65536 bytes", id="long"),
     ],

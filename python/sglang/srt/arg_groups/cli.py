@@ -109,7 +109,7 @@ def explain_unknown(name: str, args_class: type) -> str:
     known = [spelling for f in dataclasses.fields(args_class) for spelling in _flag_names(f)]
     opposite = next((one for one in known if _negates(name, one)), None)
     if opposite is not None:
-        return f"unknown flag {name}: it is so unless {opposite} is given; remove the flag"
+        return f"unknown flag {name}: the default unless {opposite} is given; remove the flag"
     alike = [one for one in known if _sense(one) == _sense(name)]
     close = difflib.get_close_matches(name, alike, n=1)
     hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"

@@ -136,7 +136,7 @@ def _read_text(path: Path) -> str:
     """The text of a regular file. Other files could block for ever or be endless."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         return _bounded(file.read(_MAX_BYTES + 1).decode())
 
 
@@ -162,10 +162,10 @@ def _check(value: Any, depth: int, budget: Iterator[int]) -> None:
                 raise ValueError(f"{value!r:.40} has more than 64 bits")
         case float():
             if not math.isfinite(value):
-                raise ValueError(f"{value!r} is no number")
+                raise ValueError(f"{value!r} is not a finite number")
         case str():
             if any("\ud800" <= character <= "\udfff" for character in value):
-                raise ValueError("a text that is no Unicode")
+                raise ValueError("a text with a lone surrogate")
         case list() | dict():
             for part in value if isinstance(value, list) else [*value, *value.values()]:
                 if next(budget, None) is None:

@@ -37,7 +37,7 @@ def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"is not a regular expression: {error}") from None
     if compiled.flags & regex.REVERSE:
         raise ValueError("searches backwards, which a growing text rules out: leave (?r) out")
     return compiled

@@ -32,8 +32,8 @@ def warn_of_open_server(logger: logging.Logger, host: str, *, has_key: bool) -> 
     except ValueError:
         pass  # A name, which may resolve to any address.
     logger.warning(
-        "--host %s without an API key: whoever reaches it can use the server and read its answers; "
-        "set SGLANG_API_KEY or --api-key-file",
+        "--host %s without an API key: all clients that reach it can use the server and read its "
+        "answers; set SGLANG_API_KEY or --api-key-file",
         host,
     )
 

@@ -225,8 +225,8 @@ def test_bad_arguments_give_one_line(
     ("flags", "message"),
     [
         (("--output-file", "/nowhere/out.jsonl"), "/nowhere/out.jsonl: cannot be written: No such"),
-        (("--extra-request-body", "{"), "'{' is no JSON object"),
-        (("--extra-request-body", "[1]"), "'[1]' is no JSON object"),
+        (("--extra-request-body", "{"), "'{' is not a JSON object"),
+        (("--extra-request-body", "[1]"), "'[1]' is not a JSON object"),
     ],
 )
 def test_bad_flags_end_the_run_before_any_request(

@@ -118,7 +118,7 @@ def test_scaled_lengths() -> None:
     assert TraceScale(output=0.001).output_tokens(one) == 1
     with pytest.raises(ValueError, match=r"at least 0\.00195"):
         TraceScale(length=1 / 600)
-    with pytest.raises(ValueError, match="no whole number of pages"):
+    with pytest.raises(ValueError, match="not a whole number of pages"):
         page_trace_of([one], TraceScale(length=1 / 8), 48)
 
 

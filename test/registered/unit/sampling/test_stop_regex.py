@@ -50,7 +50,7 @@ def test_patterns_with_too_many_unrolled_repeats_are_refused(pattern: str) -> No
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        ("(", "is no regular expression: missing"),
+        ("(", "is not a regular expression: missing"),
         ("", "matches the empty text"),
         ("a|b*", "matches the empty text"),
         (r"(?!x)", "matches the empty text"),

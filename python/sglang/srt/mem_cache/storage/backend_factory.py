@@ -116,7 +116,7 @@ def _load(name: str, entry: _Registered) -> Any:
         # Importing runs the code of the module, which may raise anything.
         raise _failure(name, entry, "cannot load", error) from error
     if not (isinstance(found, type) and issubclass(found, HiCacheStorage)):
-        raise ValueError(f"--hicache-storage-backend {name}: {entry.where} is no HiCacheStorage")
+        raise ValueError(f"--hicache-storage-backend {name}: {entry.where} is not a HiCacheStorage")
     return found
 
 

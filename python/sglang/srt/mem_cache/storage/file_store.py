@@ -55,8 +55,8 @@ class HiCacheFile(HiCacheStorage):
             ) from error
         if self._files.is_writable_by_others():
             logger.warning(
-                "file storage backend: other users may write in %s, and what they put there is "
-                "served: set SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory of your own",
+                "file storage backend: other users may write in %s, and their objects are served "
+                "too: set SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory of your own",
                 file_path,
             )
         self._files.remove_stale_temporaries()

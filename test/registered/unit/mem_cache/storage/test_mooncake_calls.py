@@ -105,7 +105,7 @@ def test_a_transfer_that_lasted_a_minute_closes_its_client(
         else:
             with pytest.raises(StorageUnavailable, match="a store node hangs"):
                 getattr(bench, way)()
-    assert first.calls[-2:] == [call, "close"], "before its pages are anybody else's"
+    assert first.calls[-2:] == [call, "close"], "closed before its pages are released"
     for use in (bench.get, bench.put):
         with pytest.raises(StorageUnavailable, match="given up"):
             use()

@@ -226,7 +226,7 @@ def test_return_codes(code: int, get: str, put: str) -> None:
 
 def test_mooncake_memory_lives_as_long_as_its_views() -> None:
     tensor = MooncakeHostTensorAllocator().allocate((3, 5), torch.bfloat16)
-    assert envs.MC_LOG_LEVEL.is_set(), "before Mooncake is loaded, whoever loads it first"
+    assert envs.MC_LOG_LEVEL.is_set(), "set before Mooncake is loaded"
     view = tensor[1:]
     view.fill_(2)
     del tensor

@@ -53,8 +53,8 @@ class MooncakeBaseStore:
         """
         if self.config.standalone_storage:
             raise StorageUnavailable(
-                f"mooncake_client at {self.config.client_server_address} moves nothing yet; one "
-                "that was restarted within a second is not noticed: stop it for three"
+                f"mooncake_client at {self.config.client_server_address} moves nothing yet; a "
+                "restart within a second is not noticed: stop it for three seconds"
             )
         with self._client_lock:
             old = self._client

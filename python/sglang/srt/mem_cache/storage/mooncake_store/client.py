@@ -165,8 +165,8 @@ class MooncakeClient:
         assert self._client_address is not None
         logger.error(
             "mooncake_client at %s:%d hangs, and may still access the pages of a call that it did "
-            "not answer: L3 is off, and they are kept, until that process has ended; stop it, and "
-            "start it again three seconds later",
+            "not answer: L3 is off, and the pages stay reserved, until that process has ended; "
+            "stop it, and start it again three seconds later",
             *self._client_address,
         )
         wait_for_listener_to_end(*self._client_address)
@@ -208,7 +208,7 @@ class MooncakeClient:
         if code and self.is_standalone:
             raise ValueError(
                 f"mooncake_client cannot map {tensor.nbytes} bytes of L2: they are not from "
-                "Mooncake's allocator, which is chosen at start alone; restart the server with "
+                "Mooncake's allocator, which is chosen only at start; restart the server with "
                 "MOONCAKE_CLIENT (client_server_address) set"
             )
         if code:
