@@ -71,7 +71,10 @@ class BaseFormatDetector:
         return self._take_result()
 
     def finish(self) -> StreamingParseResult:
-        """End the output. Returns the held back text, unless it is an incomplete call or blanks."""
+        """End the output. Returns the text that was held back.
+
+        The rest of a call that was already sent is not text, nor are blanks after the last call.
+        """
         if self._state is _State.CALL:
             if self._sent_head:
                 self.num_cut += 1
