@@ -1,11 +1,11 @@
-"""Every speed target of a CPU in one command, each figure a ratio measured in one run.
+"""Measures all speed targets on a CPU; each figure is a ratio from one run.
 
     python benchmark/cpu_targets.py [--rows cold hits ...] [--quick] [--output-file targets.jsonl]
 
-Prints what is about to be measured, its target and what was expected of it, and then what came out:
-JSON lines with date, command, commit and hardware. Figures that miss their targets are printed like
-all others; the exit status is 0 unless a measurement failed. About ten minutes on 2 cores. Real
-servers, a real Mooncake store, transformers in a process of its own.
+Prints JSON lines: for each row first its target and the figure expected before the measurement,
+then the measured figures with date, command, commit and hardware. A missed target does not change
+the exit status, which is 0 unless a measurement failed. About ten minutes on 2 cores. Uses real
+servers, a real Mooncake store, and transformers in a process of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ROWS = (
         micro.mooncake_transfers,
     ),
     Row(
-        "unused", "throughput with L2 and L3 where nothing ever hits, against without",
+        "unused", "throughput with L2 and L3 without any hits, against without them",
         "<= 5% less", "3% less", throughput.unused_tiers,
     ),
     Row(
@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", default=names, choices=names)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, no evidence")
-    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, for a rough impression")
+    parser.add_argument("--output-file", type=writable_file, help="also append the JSON lines here")
     parser.add_argument("--disable-tqdm", action="store_true")
     args = parser.parse_args(argv)
     about = provenance()

@@ -1,12 +1,12 @@
-"""Attention backends on a GPU, one layer of Qwen3-8B's shape: planning on the CPU, and running.
+"""Attention backends on a GPU, one layer of Qwen3-8B's shape: planning, launching, running.
 
     python benchmark/gpu_attention.py [--backends triton flashinfer] [--only extend] [--json FILE]
 
-Pages of 64 in no order, bf16, random values; times are medians. Planning is once a step for all
-layers; launching is the CPU's time for one layer. The limit is what large copies or products,
-measured in the same run, allow; `of_limit` is of the running alone. flashinfer is run in each of
-its ways as well: prompts without a prefix from the pool, new tokens after a prefix by kernels that
-split contexts and by those that do not, decoding without the matrix units.
+Pages of 64 in random order, bf16, random values; times are medians. Planning is the CPU's time for
+a step, for all layers; launching is the CPU's time for one layer. The limit follows from the rates
+of large copies and products, measured in the same run; `of_limit` compares only the running time.
+flashinfer is also measured in its other variants: prompts without a prefix read from the pool, new
+tokens after a prefix with and without splitting contexts, decoding without the matrix units.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make(name: str) -> AttentionBackend:
 def time_layer(
     backend: AttentionBackend, batch: ForwardBatch, made: PagedContexts
 ) -> dict[str, float]:
-    """Milliseconds: of the CPU to plan and to launch a layer, of the GPU to run it."""
+    """Milliseconds of the CPU to plan and to launch a layer, and of the GPU to run it."""
     layer = attention_layer(HEADS, KV_HEADS, DIM)
     loc = batch.out_cache_loc
     q = queries(len(loc), HEADS, DIM, torch.bfloat16, "cuda")
@@ -83,11 +83,11 @@ def time_layer(
 
 
 def variants(names: list[str], batch: ForwardBatch) -> list[tuple[str, AttentionBackend]]:
-    """Backends, and flashinfer once more in the way that it does not take for this batch."""
+    """The backends, and flashinfer also in the variants that it does not choose for this batch."""
     found = [(name, make(name)) for name in names]
     if "flashinfer" not in names:
         return found
-    # Not installed everywhere; `make` has said so by now where it is missing.
+    # Imported here, because it is not installed everywhere. If it is missing, `make` has raised.
     from sglang.srt.layers.attention import flashinfer_backend
 
     if batch.forward_mode.is_decode():
@@ -122,7 +122,7 @@ def measure(
         try:
             row |= time_layer(backend, batch, made)
             row["of_limit"] = round(least_s * 1e3 / row["ms"], 3)
-        except Exception as error:  # noqa: BLE001 - what does not run is a result as well
+        except Exception as error:  # noqa: BLE001 - a failure is a result too
             row["error"] = " ".join(str(error).split())[:300]
         report(table, row)
 

@@ -3,11 +3,11 @@
     python benchmark/gpu_forward.py [--attention-backend NAME] [--json FILE] [--profile DIR]
 
 Weights are dummies (`--load-format dummy`), prompts and contexts random. Each figure is printed
-beside what the limits measured in the same run allow: matrix products at the rate of a large
-one, memory at the speed of a large copy. Nothing is sampled but the largest logit.
+with its share of the limits, measured in the same run: the rate of a large matrix product and the
+speed of a large copy. Decoding is greedy.
 
-A prompt is measured in a row, where the chip's power limits its clock, and rested: after a second
-without work.
+A prompt is measured back to back, where the chip's power limits its clock, and rested, after a
+second without work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REST_S = 1.0
 
 
 class Rig:
-    """A runner with pages handed out once, and batches over them."""
+    """A runner whose pages are allocated once, and batches over them."""
 
     def __init__(self, page_size: int, pool_tokens: int, **config: Any) -> None:
         with dummy_model() as directory:
@@ -70,7 +70,7 @@ class Rig:
         held = self.runner.token_to_kv_pool_allocator.alloc(pool_tokens)
         assert held is not None
         pages = held.view(-1, page_size)
-        # In no order, as in a server that has run for a while.
+        # In random order, as in a server that has run for a while.
         order = torch.randperm(len(pages), device="cuda")
         self.slots = pages[order].view(-1)
 
@@ -100,7 +100,7 @@ class Rig:
         )
 
     def seconds(self, batch: ForwardBatch) -> float:
-        """One step, alone on the device."""
+        """Seconds of one step, alone on the device."""
         torch.cuda.synchronize()
         begun = time.perf_counter()
         self.runner.forward(batch)
@@ -108,7 +108,7 @@ class Rig:
         return time.perf_counter() - begun
 
     def decode_steps(self, count: int, context: int, steps: int) -> tuple[float, float]:
-        """Milliseconds a step from `context` tokens on: whole, and of the CPU alone."""
+        """Milliseconds per step from `context` tokens on: in total, and of the CPU."""
         table = self.runner.req_to_token_pool.req_to_token
         rows = torch.arange(count, device="cuda")
         tokens = torch.randint(0, VOCAB_SIZE, (count,), device="cuda")
@@ -140,14 +140,14 @@ class Rig:
             before = time.perf_counter()
             step(context + 1 + i)
             on_cpu += time.perf_counter() - before
-            if i % 4 == 3:  # or the queue fills up, and launching waits
+            if i % 4 == 3:  # Otherwise the queue fills up, and launching waits.
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
         return (time.perf_counter() - begun) / steps * 1e3, on_cpu / steps * 1e3
 
 
 def profiled(name: str, work: Callable[[], object], directory: Path | None) -> None:
-    """Where the GPU's time goes, to a file."""
+    """Write a profile of the GPU's time to a file."""
     if directory is None:
         return
     with torch.profiler.profile(

@@ -1,22 +1,22 @@
-"""What HiCache costs where nothing hits, and what it brings to conversations, on one GPU.
+"""The cost of HiCache without hits, and its benefit for conversations, on one GPU.
 
     python benchmark/gpu_hicache.py unused turns [--store own] [--json FILE]
 
 Qwen3-8B's shape with dummy weights over HTTP. L3 is a Mooncake Store on this host.
 
-`unused`: three servers (no HiCache; L2; L2 and L3) on the same GPU are asked in turn, round by
-round, since clocks and neighbours drift; while one is asked the others idle. Prompts are random,
-so that every page is written down and none is ever read. Figures are ratios to the server without
-HiCache in the same round; their medians are to be within 2% of 1.
+`unused`: three servers (no HiCache; L2; L2 and L3) on the same GPU get the same load in turn, round
+by round, because clocks and neighbours drift. Only one server works at a time. Prompts are random,
+so that every page is written to the lower tiers and none is ever read. Figures are ratios to the
+server without HiCache in the same round; the target for their medians is 2% around 1.
 
 `turns`: 20 clients, 10 rounds of 2,048 new tokens, one token of answer, at most 4 requests under
-way, the next client drawn at random: 60 GB of KV with L1 of 10% and L2 of 40% of it. GPU only,
-with L2, with Mooncake, and Mooncake that an earlier server has filled with the same conversations.
+way, the next client drawn at random: 60 GB of KV, with L1 of 10% and L2 of 40% of it. Servers: GPU
+only, with L2, with Mooncake, and with a Mooncake store filled by the same conversations before.
 
-`--store`: `standalone`: a `mooncake_client` process holds the objects, and maps the engine's L2;
-`own`: the engine's own segment does, so that the server that fills the store also is the one that
-reads it, after a flush. Needs about 100 GB of host memory. Each line says what was
-expected before it was measured. `hicache/plot_gpu_hicache.py` draws the lines.
+`--store standalone`: a `mooncake_client` process holds the objects and shares the engine's L2.
+`--store own`: the engine's own segment holds them, so that one server fills the store and reads it
+after a flush. Needs about 100 GB of host memory. Each line has the figure expected before the
+measurement. `hicache/plot_gpu_hicache.py` plots the lines.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ CONVERSATIONS: Final = Conversations(
 )
 WORKING_SET: Final = CONVERSATIONS.clients * CONVERSATIONS.rounds * CONVERSATIONS.request_len
 STORE_BYTES: Final = int(1.3 * WORKING_SET * KV_BYTES)
-"""The store evicts from 95% on, and rounds objects up: of 1.1 times the working set it had lost the
-first pages of some conversations, and with them the use of all that follow."""
+"""The store evicts from 95% on, and rounds object sizes up. With 1.1 times the working set it lost
+the first pages of some conversations, which makes all later pages useless."""
 L1: Final = ("--page-size", "64", "--max-total-tokens", str(WORKING_SET // 10))
 L2: Final = ("--enable-hierarchical-cache", "--hicache-size", f"{4e-10 * WORKING_SET * KV_BYTES:f}")
 L3: Final = ("--hicache-storage-backend", "mooncake")
 EXPECTED_S: Final = {"GPU only": 66.0, "+ L2": 31.0, "+ Mooncake": 27.0, "pre-populated": 23.0}
-"""The first two from earlier runs. The others were 29.9 and 30.1 when every read was waited for;
-now a read is cut where computing is sooner. `hicache/simulate_store.py` gives that 0.74 of the time
-where the store is filled and read at 4.9 GB/s (24.7 and 18.3 s). Where it begins empty the device
-was busy for half of the run and the reader for two thirds; but in the simulation, where nothing
-else is in the way, cutting costs 6%."""
+"""The first two are from earlier runs. The others were 29.9 and 30.1 s when requests waited for all
+reads; now a read is cut if computing is faster. For a filled store read at 4.9 GB/s,
+`hicache/simulate_store.py` predicts 0.74 of the time (18.3 instead of 24.7 s). With a store that
+starts empty, the device was busy for half of the run and the reader for two thirds; in the
+simulation, which has no other costs, cutting costs 6% there."""
 
 _TOUCH_BYTES: Final = 32 << 20
 
@@ -73,7 +73,7 @@ EXPECTED_RATIO: Final = {"+ L2": 0.985, "+ Mooncake": 0.98}
 
 
 class Store:
-    """A Mooncake Store on this host, and what an engine needs to use it."""
+    """A Mooncake Store on this host, and the environment for engines that use it."""
 
     def __init__(self, *, standalone: bool, stack: ExitStack) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -93,8 +93,10 @@ class Store:
         self.env = client.engine_env()
 
     def touch(self, out: Emit) -> None:
-        """Write all over the client's memory once, as a store that has served for long has been:
-        the kernel takes longer to give pages than a copy takes to fill them."""
+        """Write all memory of the client once, as in a store that has served for long.
+
+        The kernel's first allocation of a page takes longer than a copy into it.
+        """
         client = load_mooncake().MooncakeDistributedStore()
         assert client.setup_dummy(0, 16 << 20, self.env["MOONCAKE_CLIENT"]) == 0
         block = MooncakeHostTensorAllocator().allocate((_TOUCH_BYTES,), torch.uint8)
@@ -119,7 +121,7 @@ class Store:
 
 def start(model: str, flags: dict[str, tuple[str, ...]], store: Store, stack: ExitStack,
           out: Emit) -> dict[str, EngineServer]:  # fmt: skip
-    """Servers of one model, started side by side."""
+    """Start several servers of one model in parallel."""
     begun = time.monotonic()
     servers = {
         name: EngineServer("--device", "cuda", *DUMMY_FLAGS, *own, model=model, env=store.env)
@@ -135,7 +137,7 @@ def start(model: str, flags: dict[str, tuple[str, ...]], store: Store, stack: Ex
     return servers
 
 
-# ---- where nothing hits ------------------------------------------------------------------------
+# ---- without hits ------------------------------------------------------------------------------
 
 
 def load(server: EngineServer, first_seed: int, count: int) -> LoadResult:
@@ -169,7 +171,7 @@ def part_unused(model: str, store: Store, out: Emit) -> None:
         for name in names:
             load(servers[name], 10_000_000, CONCURRENT)
         for repeat in range(REPEATS):
-            # Another one begins each time.
+            # Another server begins each round.
             for name in names[repeat % 3 :] + names[: repeat % 3]:
                 seed = 1 + REQUESTS * (repeat * len(names) + names.index(name))
                 result = load(servers[name], seed, REQUESTS)
@@ -244,7 +246,7 @@ def measure_turns(name: str, server: EngineServer, out: Emit) -> None:
 
 
 async def _warm_up(server: EngineServer) -> None:
-    """Two short prompts, so that no first call is measured."""
+    """Send two short prompts, so that no first call is measured."""
     async with open_session(None) as session:
         for seed in (71, 72):
             request = BenchRequest(random_prompt(seed, 4096), 2)
@@ -252,7 +254,7 @@ async def _warm_up(server: EngineServer) -> None:
 
 
 def tier_counters(server: EngineServer) -> dict[str, float]:
-    """What the tiers' metrics say, histograms' buckets and births left out."""
+    """The metrics of the tiers, without buckets and creation times of histograms."""
     return {
         name: value
         for name, value in server.metrics().items()

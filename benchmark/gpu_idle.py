@@ -1,11 +1,11 @@
-"""Where the device waits for the CPU, without and with L2, where nothing hits.
+"""Time in which the device waits for the CPU, without and with L2, under a load without hits.
 
     python benchmark/gpu_idle.py [--rounds 3] [--json FILE]
 
-Two schedulers in this process on one GPU, without HTTP, take turns at the same load: Qwen3-8B's
-shape with dummy weights, 32 requests at once, 2,048 random tokens in, 128 out. Events before and
-after each forward give its time and the gap since the one before; wrapped functions give what the
-CPU spends where. `gpu_hicache.py unused` has the same load over HTTP.
+Two schedulers in this process on one GPU, without HTTP, run the same load in turn: Qwen3-8B's shape
+with dummy weights, 32 requests at once, 2,048 random tokens in, 128 out. Events around each forward
+give its time and the gap after the last one; wrapped functions give the CPU's time in each.
+`gpu_hicache.py unused` has the same load over HTTP.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TIERS: Final[dict[str, dict[str, Any]]] = {
 
 
 class Probe:
-    """Events around forwards and seconds in functions, of whichever scheduler runs."""
+    """Events around forwards and seconds in functions, of the scheduler that runs."""
 
     def __init__(self) -> None:
         self.forwards: list[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = []
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def _settle(scheduler: Scheduler) -> None:
-    """Let what is under way end, outside of what is measured."""
+    """Run until idle, outside of the measurement."""
     until = time.monotonic() + 10
     while not scheduler.is_idle() and time.monotonic() < until:
         scheduler.step(Tick(time.time(), []))

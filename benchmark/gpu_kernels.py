@@ -1,4 +1,4 @@
-"""Which kernel is fastest for what on this GPU: the measurements behind the choices in `layers/`.
+"""The fastest kernel for each operation on this GPU: the basis of the choices in `layers/`.
 
     python benchmark/gpu_kernels.py [--json FILE] [--only prefill decode gemv plan]
 
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def median_ms(work: Callable[[], object], rep: int = 60) -> float:
-    """Median milliseconds of `work` on the GPU, the caches flushed before each."""
+    """Median milliseconds of `work` on the GPU, with flushed caches."""
     return float(do_bench(work, warmup=15, rep=rep, return_mode="median"))
 
 
@@ -59,7 +59,7 @@ def attempt(table: list[Row], row: Row, work: Callable[[], object], amount: floa
         work()
         ms = median_ms(work)
         row = {**row, "ms": round(ms, 4), "rate": round(amount / ms / 1e9, 3)}
-    except Exception as error:  # noqa: BLE001 - not every library takes every shape: recorded
+    except Exception as error:  # noqa: BLE001 - recorded, since libraries refuse some shapes
         row = {**row, "error": " ".join(str(error).split())[:160]}
     table.append(row)
     print(json.dumps(row), flush=True)
@@ -141,7 +141,7 @@ def prefill(table: list[Row]) -> None:
 
 
 def plan(table: list[Row]) -> None:
-    """What the first call at a new length costs. Milliseconds of the CPU."""
+    """The cost of the first call with a new length. Milliseconds of the CPU."""
     for new in (1111, 1112, 2048, 3001, 5003, 5004):
         q, k, v = random(new, HEADS, DIM), random(new, KV_HEADS, DIM), random(new, KV_HEADS, DIM)
         torch.cuda.synchronize()
@@ -157,7 +157,7 @@ def plan(table: list[Row]) -> None:
 
 
 def decode(table: list[Row]) -> None:
-    """One token of each request over its context, pages of 64 in no order. Rate: TB/s."""
+    """One token of each request over its context, pages of 64 in random order. Rate: TB/s."""
     arrivals = make_arrivals("cuda")
     for count, context in ((1, 1024), (1, 8192), (1, 32768), (64, 2048), (256, 320)):
         pages = count * -(-context // 64) + 1

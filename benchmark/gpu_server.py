@@ -3,10 +3,10 @@
     python benchmark/gpu_server.py scheduler [--json FILE]
     python benchmark/gpu_server.py server [--layout auto] [--json FILE]
 
-`scheduler`: what a decode step costs the CPU at 256 running requests, in this process, without
+`scheduler`: CPU time of a decode step with up to 256 running requests, in this process, without
 HTTP. `server`: TTFT cold and from L2, and decoding of one sequence, over HTTP. Prompts are random;
-each line says what was expected before it was measured. What the tiers bring to conversations and
-cost where nothing hits: `gpu_hicache.py`.
+each line has the figure expected before the measurement. `gpu_hicache.py` measures the benefit of
+the tiers for conversations and their cost without hits.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ def part_scheduler(model: str, out: Emit) -> None:
 
 
 async def ask(url: str, prompts: Sequence[list[int]], tokens: int) -> list[RequestResult]:
-    """One after the other."""
+    """Send the prompts one after the other."""
     backend, options = SglangBackend(), RequestOptions(base_url=url)
     async with open_session(None) as session:
         return [await backend.send(session, BenchRequest(ids, tokens), options) for ids in prompts]
 
 
 def measure_ttft(server: EngineServer, out: Emit) -> None:
-    # L1 holds 40,960 tokens: asked in turn, each prompt has left L1 when it is asked again.
+    # L1 holds 40,960 tokens, so that each prompt has left L1 before it is sent again.
     expected = {(8192, "cold"): 215, (8192, "L2"): 29.5, (32768, "cold"): 1280, (32768, "L2"): 106}
     target = {(8192, "L2"): 34, (32768, "L2"): 105}
     asyncio.run(ask(server.url, [random_prompt(seed, 2048) for seed in (1, 2, 1)], 4))
@@ -149,7 +149,7 @@ def measure_ttft(server: EngineServer, out: Emit) -> None:
                     "cached": results[-1].cached_details,
                 }
             )
-            time.sleep(0.3)  # until the copies to L2 have landed
+            time.sleep(0.3)  # The copies to L2 land meanwhile.
 
 
 def measure_decode(server: EngineServer, out: Emit) -> None:
@@ -171,7 +171,7 @@ def part_server(model: str, layout: str, out: Emit) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=("scheduler", "server"))
-    parser.add_argument("--layout", default="auto", help="of L2, for the server")
+    parser.add_argument("--layout", default="auto", help="layout of L2, for the server")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 

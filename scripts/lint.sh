@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, format, types, and that every test file can be collected.
+# Checks style, format and types, and that every test file can be collected.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

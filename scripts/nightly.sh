@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What takes longer than a change should wait: soaks, and the long runs of random tests.
+# Runs tests that take too long for every change: soaks, and long runs of random tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

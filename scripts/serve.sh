@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The embedded default: a Mooncake store, and the server with the built-in model on top of it.
-# Arguments go to the server. ONCE=1 ends after one answer.
+# Starts a Mooncake store, and the server with the built-in model on top of it.
+# Arguments are passed to the server. ONCE=1 ends after one answer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

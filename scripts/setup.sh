@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Make .venv with everything that serving and testing need. Quick when there is nothing to do.
+# Creates .venv with all packages for serving and testing. Quick if it is up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# What is installed depends on these; the path because the package is installed in place.
+# The installation depends on these; on the path because the package is installed in place.
 key=$(cat pyproject.toml scripts/setup.sh <(pwd) | sha256sum | cut -d' ' -f1)
 stamp=.venv/setup.stamp
 log=.venv/setup.log
-quiet_s=15 # Longest time without a line.
+quiet_s=15 # Longest time without output.
 is_current() { [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x .venv/bin/python ]; }
 is_current && exit 0
 
@@ -41,8 +41,8 @@ python=$(find_python)
 
 packages_there() { find .venv/lib -maxdepth 3 -name '*.dist-info' 2>/dev/null | wc -l; }
 
-# Of what pip says: large downloads, what is built, how many packages are installed, and errors.
-# One line for every `quiet_s` seconds in which it says nothing.
+# Shows large downloads, builds, the number of installed packages, and errors from pip's output.
+# Prints a line after every `quiet_s` seconds without output.
 show_progress() {
     local line status doing="working"
     while true; do
@@ -67,7 +67,7 @@ show_progress() {
     done
 }
 
-# Programs that take long, each with its name; their whole output is in the log.
+# Runs a long command, after its description; the log gets its whole output.
 run() {
     local what=$1
     shift
@@ -78,7 +78,7 @@ $(tail -n 15 "$log")"
 
 packages=()
 loads() { "$python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null; }
-# Mooncake's wheel links these and does not carry them.
+# Mooncake's wheel links these libraries, but does not contain them.
 loads libibverbs.so.1 || packages+=(libibverbs1 ibverbs-providers)
 loads libnuma.so.1 || packages+=(libnuma1)
 "$python" -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
@@ -99,8 +99,8 @@ fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=(.venv/bin/python -m pip install --progress-bar off)
 if ! [ -e /dev/nvidiactl ]; then
-    # By itself and exactly: the machine's pip configuration decides which build that is, and
-    # what follows finds it satisfied instead of fetching CUDA's libraries.
+    # First and with an exact version: the machine's pip configuration chooses the build, and the
+    # next step then does not fetch CUDA's libraries.
     run "installing torch" "${pip[@]}" torch==2.13.0
 fi
 run "installing everything else" "${pip[@]}" --editable '.[test]'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in. The last line is `N passed, N failed`.
+# Runs all checks that a change must pass. The last line is `N passed, N failed`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

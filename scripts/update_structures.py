@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write the list of files in docs/structures.md: a line for each, from its own first line.
+"""Writes the list of files in docs/structures.md, from the first line of each file.
 
     python scripts/update_structures.py
 
-Everything from the heading `## Files` on is generated; the prose above it is kept.
+Replaces everything from the heading `## Files` on; keeps the prose above it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEADING = "## Files\n"
 
 
 def first_sentence(path: Path) -> str:
-    """The first line of a Python docstring, or of a script's leading comment."""
+    """The first paragraph of a Python docstring, or the first line of a script's comment."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].replace("\n", " ")
@@ -26,7 +26,7 @@ def first_sentence(path: Path) -> str:
 
 
 def sources() -> list[Path]:
-    """Files that get a line, by folder."""
+    """The listed files, sorted by folder."""
     files = [path for path in (REPO / "python").rglob("*.py") if path.stat().st_size]
     files += [path for path in (REPO / "scripts").rglob("*") if path.suffix in (".py", ".sh")]
     files += (REPO / "test").glob("*.py")
@@ -35,7 +35,7 @@ def sources() -> list[Path]:
 
 def file_list() -> str:
     """The generated part of the page."""
-    lines = [HEADING, "Written by `scripts/update_structures.py` from each file's own first line."]
+    lines = [HEADING, "Written by `scripts/update_structures.py` from the first line of each file."]
     folder = None
     for path in sources():
         if path.parent != folder:
@@ -48,7 +48,7 @@ def file_list() -> str:
 
 
 def main() -> None:
-    """Replace the list."""
+    """Replace the list of files in the page."""
     prose = PAGE.read_text(encoding="utf-8").split(HEADING)[0]
     PAGE.write_text(prose + file_list(), encoding="utf-8")
 

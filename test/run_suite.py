@@ -1,10 +1,11 @@
-"""Run the test files of suites, each in its own process, and summarise.
+"""Runs the test files of suites, and summarizes the results.
 
     python test/run_suite.py --hw cpu --suite base-a-test-cpu [--suite base-b-test-cpu]
 
-Suites are made of the `register_*_ci` calls in `test/registered` (see
-`sglang.test.ci.ci_register`), read from the syntax tree: nothing is imported to collect. The
-last line is `N passed, N failed`, in tests; the exit status is 0 only if nothing failed.
+The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
+They are read from the syntax tree, without imports. Unit suites run in one process, other files in
+one process each. The last line is `N passed, N failed`, in tests; the exit status is 0 only if
+nothing failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sglang.srt.utils.process import kill_process_tree
 
 REPO: Final = Path(__file__).resolve().parents[1]
 UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
-"""Suites whose files start no processes: one pytest runs them all, and imports torch once."""
+"""Suites whose files start no processes: one pytest runs all of them and imports torch once."""
 
 _REGISTER: Final = re.compile(r"register_(cpu|cuda|npu)_ci")
 _PARAMETERS: Final = ("est_time", "suite", "nightly", "disabled")
@@ -37,7 +38,7 @@ _SUMMARY: Final = re.compile(r"(\d+ \w+,? ?)+.* in [\d.]+s")
 
 
 class CollectionError(Exception):
-    """Files that are not registered as they must be; one line each."""
+    """Test files with a missing or malformed registration; one line for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Registration:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one process reported. Counts are tests."""
+    """The result of one process. Counts are tests."""
 
     name: str
     status: int
@@ -77,7 +78,7 @@ def collect(root: Path) -> list[Registration]:
     """Every registration under `root`, in path order.
 
     Raises:
-        CollectionError: Some test file has none, has a malformed one, or has no
+        CollectionError: A test file has no registration, a malformed one, or no
             `if __name__ == "__main__":` block.
     """
     problems = _Problems()
@@ -176,7 +177,7 @@ def _pump(stream: IO[str], lines: list[str]) -> None:
 def run_process(name: str, command: Sequence[str], timeout: float) -> Outcome:
     """Run `command`, show its output, and read the counts from pytest's summary.
 
-    Past `timeout` seconds the process and everything that it started is killed.
+    After `timeout` seconds the process and all its descendants are killed.
     """
     start = time.monotonic()
     process = subprocess.Popen(
@@ -225,7 +226,7 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
 
 
 def _plan(suite: str, files: Sequence[Registration]) -> list[tuple[str, list[str]]]:
-    """Name and command of each process that the `files` of `suite` take."""
+    """Name and command of each process that runs `files` of `suite`."""
     paths = [os.path.relpath(file.path, REPO) for file in files if file.suite == suite]
     if suite in UNIT_SUITES and len(paths) > 1:
         pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
@@ -264,9 +265,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hw", choices=("cpu", "cuda", "npu"), required=True)
     parser.add_argument("--suite", required=True, action="append", help="may be repeated")
     parser.add_argument(
-        "--collect-only", action="store_true", help="print what would be run; run nothing"
+        "--collect-only", action="store_true", help="only list the files, without running them"
     )
-    parser.add_argument("--nightly", action="store_true", help="also the nightly files")
+    parser.add_argument("--nightly", action="store_true", help="also run the nightly files")
     parser.add_argument("--timeout-per-file", type=float, default=1200, help="seconds [1200]")
     parser.add_argument("--continue-on-error", action="store_true")
     parser.add_argument("--auto-partition-id", type=int, default=0)
@@ -276,7 +277,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 all passed, 1 something failed, 2 nothing could be run."""
+    """Exit status: 0 if all passed, 1 if a test failed, 2 if the collection failed."""
     args = _arguments(argv)
     try:
         registered = collect(args.root)

@@ -1,20 +1,20 @@
-"""Conversations of many clients over many rounds: what the prefix cache gives, by round and tier.
+"""Conversations of many clients over many rounds: benefit of the prefix cache by round and tier.
 
     python benchmark/hicache/bench_multiturn.py --port 30000 --num-clients 80 --num-rounds 10 \\
         --request-length 2048 --output-length 1 --max-parallel 4 --request-rate 16 \\
         [--ready-queue-policy fifo] [--enable-round-barrier] [--flush-between-rounds] \\
         [--log-file multiturn.jsonl] [--plot multiturn.png]
 
-Against a running server, whose /generate it uses. Every round's prompt is all that was said before
-and `--request-length` new tokens. Clients that may ask wait in a ready queue, of which the next is
-drawn by `--ready-queue-policy` while fewer than `--max-parallel` requests are under way; with as
-many slots as clients nobody waits there, and clients come in turn whatever the policy.
+Uses /generate of a running server. The prompt of each round is the conversation so far and
+`--request-length` new tokens. Clients that may ask wait in a ready queue. While fewer than
+`--max-parallel` requests are under way, `--ready-queue-policy` chooses the next client. With as
+many slots as clients the queue is empty, and clients come in turn with any policy.
 
-One JSON line a round (TTFT, hit rate, cached tokens by tier), and on stderr a line to read. With
-`--flush-between-rounds` L1 and L2 are emptied before every round but the first, so that hits come
-from L3. With `--fixed-answers` conversations go on with drawn tokens in place of the model's
-answers, so that two runs with one seed ask the same. Exits with 1 where a request failed, with 2
-where the server or the flags cannot work.
+Prints one JSON line for each round (TTFT, hit rate, cached tokens by tier), and a readable line on
+stderr. With `--flush-between-rounds`, L1 and L2 are emptied before every round except the first, so
+that hits come from L3. With `--fixed-answers`, conversations continue with random tokens in place
+of the model's answers, so that two runs with one seed send the same prompts. Exits with 1 if a
+request failed, and with 2 if the server or the flags do not work.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--base-url", help="instead of --host and --port")
     parser.add_argument("--api-key")
     parser.add_argument("--admin-api-key", help="for --flush-between-rounds")
-    parser.add_argument("--tokenizer", help="directory; absent: what the server says")
+    parser.add_argument("--tokenizer", help="directory; absent: the server's")
     parser.add_argument("--num-clients", type=int, default=256)
     parser.add_argument("--num-rounds", type=int, default=5)
-    parser.add_argument("--request-length", type=int, default=512, help="new tokens a round")
+    parser.add_argument("--request-length", type=int, default=512, help="new tokens per round")
     parser.add_argument("--output-length", type=int, default=64)
-    parser.add_argument("--max-parallel", type=int, default=128, help="requests under way at most")
+    parser.add_argument("--max-parallel", type=int, default=128, help="most requests under way")
     parser.add_argument(
-        "--request-rate", type=float, default=1.0, help="requests a second at most; inf: no limit"
+        "--request-rate", type=float, default=1.0, help="most requests per second; inf: no limit"
     )
     parser.add_argument(
         "--distribution", type=Distribution, choices=list(Distribution), default="poisson",
-        help="of the times between requests",
+        help="distribution of the times between requests",
     )  # fmt: skip
     parser.add_argument(
         "--ready-queue-policy", type=ReadyQueuePolicy, choices=list(ReadyQueuePolicy),
-        default="random", help="which of the waiting clients asks next",
+        default="random", help="choice of the next client in the ready queue",
     )  # fmt: skip
     parser.add_argument(
         "--enable-round-barrier", "--round-barrier", action="store_true",
@@ -87,7 +87,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output-file",
         dest="output_file",
         type=writable_file,
-        help="append the JSON lines here too",
+        help="also append the JSON lines here",
     )
     parser.add_argument("--plot", type=writable_file, help="write a PNG here")
     parser.add_argument("--disable-tqdm", action="store_true")
@@ -97,7 +97,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def run(args: argparse.Namespace) -> tuple[list[list[RequestResult]], float]:
-    """All rounds' results, and how many seconds they took. Raises ValueError."""
+    """Run all rounds. Returns their results and the seconds. Raises ValueError."""
     shape = Conversations(
         clients=args.num_clients,
         rounds=args.num_rounds,
@@ -135,7 +135,7 @@ async def run(args: argparse.Namespace) -> tuple[list[list[RequestResult]], floa
 
 
 def summary(one: dict[str, Any]) -> str:
-    """A round's figures in one line."""
+    """The figures of a round in one line."""
     head = f"round {one['round']}: {one['completed']} completed, {one['failed']} failed"
     if not one["completed"]:
         return head
@@ -147,12 +147,12 @@ def summary(one: dict[str, Any]) -> str:
 
 
 def draw(rounds: Sequence[dict[str, Any]], path: str) -> None:
-    """TTFT over the rounds, and where the prompts' tokens came from."""
+    """Plot TTFT over the rounds, and the cached tokens by tier."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
     numbers = [one["round"] for one in rounds]
     for name, style in (("median", "o-"), ("p99", "o--")):
         times = [one[f"{name}_ttft_ms"] for one in rounds]
-        # A round in which nothing succeeded is a gap.
+        # A round without successful requests is a gap.
         left.plot(numbers, [math.nan if t is None else t for t in times], style, label=name)
     left.set_ylabel("TTFT (ms)")
     left.set_ylim(bottom=0)

@@ -1,15 +1,15 @@
-"""GB/s of puts and gets through each L3 backend, beside a bare loop over the same API.
+"""GB/s of puts and gets through each L3 backend, compared with a bare loop over the same API.
 
     python benchmark/hicache/bench_storage.py [--backends file mooncake] \\
         [--layouts layer_first page_first page_first_direct] [--page-sizes 16 64 256] \\
         [--mib 256] [--repeat 5] [--output-file storage.jsonl]
 
-For each backend, host layout and page size the same pages go through the backend with checksums
-on, with them off (the trailer then only names the object), through a bare loop (storage_peers.py)
-and through memory copy; in turn, in every round, in changing order. One JSON line each: medians in
-GB/s, and the median of the rounds' own ratios to the bare loop. The mooncake backend gets a
-mooncake_master and a store node of its own (TCP, loopback); the file backend a folder below
-`--folder`, which should not be a network disk. About 2 minutes on 2 cores.
+For each backend, host layout and page size, each round moves the same pages in four ways, in
+changing order: through the backend with checksums, through the backend without them (the trailer
+then only identifies the object), through a bare loop (storage_peers.py), and by memory copy. One
+JSON line each: medians in GB/s, and the medians of each round's ratios to the bare loop. The
+mooncake backend gets its own mooncake_master and store node (TCP, loopback). The file backend gets
+a folder in `--folder`, which should not be a network disk. About 2 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WAYS = ("checksum_on", "checksum_off", "bare")
 
 
 class Through(Peer):
-    """The pages of a pool through a backend, as the storage threads of the engine use it."""
+    """Moves the pages of a pool through a backend, as the storage threads of the engine do."""
 
     def __init__(self, store: HiCacheStorage, host: MHATokenToKVPoolHost, pages: int) -> None:
         self._store = store
@@ -70,7 +70,7 @@ class Through(Peer):
 
 
 def make_host(args: argparse.Namespace, layout: str, page_size: int) -> MHATokenToKVPoolHost:
-    """A host pool of `--mib`, filled with noise. Its device pool has one page only."""
+    """A host pool of `--mib`, filled with noise. Its device pool has one page."""
     device = MHATokenToKVPool(
         page_size, page_size, torch.bfloat16, args.kv_heads, args.head_dim, args.layers, "cpu"
     )
@@ -103,7 +103,7 @@ def storage_config(namespace: str, extra: dict[str, Any]) -> HiCacheStorageConfi
 def peers(
     backend: str, host: MHATokenToKVPoolHost, folder: Path, master: str | None
 ) -> Iterator[dict[str, Peer]]:
-    """The three ways through one backend's API, by name."""
+    """The three ways to use the API of one backend, by name."""
     pages = host.page_num
     with ExitStack() as stack:
         made: dict[str, Peer] = {}
@@ -137,7 +137,7 @@ def peers(
 def measure(
     args: argparse.Namespace, host: MHATokenToKVPoolHost, ways: dict[str, Peer]
 ) -> dict[str, dict[str, list[float]]]:
-    """GB/s by direction and way, a number a round. The round that warms up is not kept."""
+    """GB/s of each round, by direction and way. The first round is a warm-up and not recorded."""
     total = host.page_num * host.page_bytes
     copy = MemoryCopy(host.page_bytes, host.page_num)
     raw: dict[str, dict[str, list[float]]] = {
@@ -161,7 +161,7 @@ def measure(
 
 
 def summarize(raw: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Medians, and medians of the ratios of each round."""
+    """Medians, and medians of each round's ratios."""
     copy = raw["memory"]["copy"]
     figures: dict[str, Any] = {"memory_copy_gb_s": statistics.median(copy)}
     for direction in ("put", "get"):
@@ -218,10 +218,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--mib", type=int, default=256, help="data that is moved, each time")
+    parser.add_argument("--mib", type=int, default=256, help="data of each transfer")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--folder", help="for the file backend [the system's temporary folder]")
-    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
+    parser.add_argument("--output-file", type=writable_file, help="also append the JSON lines here")
     parser.add_argument("--disable-tqdm", action="store_true")
     return parser.parse_args(argv)
 
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
             if backend == "file":
                 run(args, backend, None, bar.update)
                 continue
-            # One way's objects at a time, and room for the allocator to breathe.
+            # Room for the objects of one way at a time, and for fragmentation.
             with MooncakeCluster(segment_size=f"{args.mib * 3}mb") as cluster:
                 run(args, backend, cluster.master.address, bar.update)
     return 0

@@ -1,13 +1,13 @@
-"""L1 to L2 and back on CUDA: GB/s of each layout, I/O backend and page size, and the limit's part.
+"""L1 to L2 and back on CUDA: GB/s by layout, I/O backend and page size, and share of the limit.
 
     python benchmark/hicache/bench_transfer.py [--tokens 8192] [--repeat 5] [--output FILE]
         [--page-sizes 64 16 1] [--no-transfers] [--no-compute] [--no-pinning] [--tune]
 
-What is copied, and how it is timed: `transfer_rig.py`. The limit is one large copy between the
-same kinds of memory, measured in the same run; for both directions at once it is two such copies,
-and what counts is the sum of both speeds while both are under way. Further sections: how much a
-matrix product beside a copy slows down, how fast page-locked memory comes up, and who moves the
-bytes best (`--tune`). Prints one JSON line per result, each with what was expected.
+`transfer_rig.py` has the pools and the timing. The limit is one large copy between the same kinds
+of memory, measured in the same run. For both directions at once it is the sum of the speeds of two
+such copies while both are under way. Further sections: the slowdown of a matrix product beside a
+copy, the speed of allocating page-locked memory, and the choice between kernels and copy engines
+(`--tune`). Prints one JSON line per result, each with the figure expected before.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PAIRS: Final = (
     ("page_first_direct", "direct"),
 )
 
-# Written before the run, from those before it. Copy engines take runs of 128 KB at 0.97 when
-# loading; a kernel reads host memory in requests of 128 bytes, so some 7% more of the link are
-# headers, and writes it at 0.94.
+# Written before the run, from earlier ones. Copy engines load runs of 128 KB at 0.97. A kernel
+# reads host memory in requests of 128 bytes, whose headers take 7% more of the link, and writes at
+# 0.94.
 EXPECTED: Final[dict[tuple[str, str], dict[str, dict[int, float]]]] = {
     ("layer_first", "kernel"): {
         "load": {64: 0.97, 16: 0.91, 1: 0.91},
@@ -63,7 +63,7 @@ EXPECTED: Final[dict[tuple[str, str], dict[str, dict[int, float]]]] = {
 
 
 def limits(timeline: Timeline, repeat: int) -> dict[str, float]:
-    """GB/s of one large copy each way, and of two at once in sum."""
+    """GB/s of one large copy in each direction, and the sum of two at once."""
     size = 1 << 30
     host = [allocate_pinned(size, device_runtime("cuda")) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -91,7 +91,7 @@ def transfers(
     tokens: int,
     repeat: int,
 ) -> Iterator[dict[str, Any]]:
-    """Every pair of layout and I/O backend, page size and direction."""
+    """Measure each pair of layout and I/O backend, for each page size and direction."""
     for layout, io_backend in PAIRS:
         for page_size in page_sizes:
             pools = Pools(timeline, layout, io_backend, page_size, tokens)
@@ -117,7 +117,7 @@ def transfers(
 def speeds(
     timeline: Timeline, pools: Pools, repeat: int
 ) -> Iterator[tuple[str, float, float | None]]:
-    """Per direction: GB/s, and the seconds that issuing takes on the CPU."""
+    """For each direction its name, GB/s, and the CPU's seconds to issue a copy."""
     seconds, issue = timeline.seconds(pools.load, None, repeat)
     yield "load", pools.bytes / seconds / 1e9, issue
     seconds, issue = timeline.seconds(None, pools.backup, repeat)
@@ -127,7 +127,7 @@ def speeds(
 
 
 def slowdown(timeline: Timeline, work: Work, stream: CopyStream, repeat: int) -> float:
-    """How much longer a chain of matrix products takes with copies beside it all the while."""
+    """The relative slowdown of a chain of matrix products with copies beside all of it."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)
 
@@ -141,12 +141,12 @@ def slowdown(timeline: Timeline, work: Work, stream: CopyStream, repeat: int) ->
 
     ratios = []
     for turn in range(repeat + 1):
-        # Alone before and after: the clock moves with the temperature.
+        # Alone before and after, because the clock changes with the temperature.
         times = []
         for copies in (0, 6, 0):
             for _ in range(copies):
                 stream.submit(work)
-            products()  # a chip that was idle is faster for a while
+            products()  # A chip that was idle is faster for a while.
             start, end = products()
             torch.accelerator.synchronize()
             times.append(start.elapsed_time(end))
@@ -156,7 +156,7 @@ def slowdown(timeline: Timeline, work: Work, stream: CopyStream, repeat: int) ->
 
 
 def beside_compute(timeline: Timeline, tokens: int, repeat: int) -> Iterator[dict[str, Any]]:
-    """What copies cost a matrix product of 8192 cubed in bf16, and what it costs them."""
+    """The slowdown of a matrix product of 8192 cubed in bf16 beside copies."""
     for layout, io_backend in PAIRS:
         pools = Pools(timeline, layout, io_backend, 64, tokens)
         for name, work, stream in (
@@ -174,7 +174,7 @@ def beside_compute(timeline: Timeline, tokens: int, repeat: int) -> Iterator[dic
 
 
 def pinning() -> Iterator[dict[str, Any]]:
-    """Bringing up page-locked memory: this project's way, and torch's."""
+    """The speed of allocating page-locked memory, by this engine and by torch."""
     size = 8 << 30
     ways: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
         "threads touch, then one registration": (
@@ -203,7 +203,7 @@ def pinning() -> Iterator[dict[str, Any]]:
 def tuning(
     timeline: Timeline, limit: dict[str, float], tokens: int, repeat: int
 ) -> Iterator[dict[str, Any]]:
-    """Who moves the bytes, and in runs of which length: alone, and in both directions."""
+    """Measure kernels and copy engines, with several run lengths, alone and in both directions."""
     for layout, page_size, load_by_engine, backup_by_engine, run_kib in (
         ("layer_first", 64, False, False, 512),
         ("layer_first", 64, True, False, 512),
@@ -237,7 +237,7 @@ def tuning(
 
 
 def first_layer_seconds(timeline: Timeline, pools: Pools, repeat: int) -> float:
-    """Median seconds until the first layer of a load has come."""
+    """Median seconds until the first layer of a load has landed."""
     times = []
     for _ in range(repeat):
         torch.accelerator.synchronize()
@@ -255,7 +255,7 @@ def first_layer_seconds(timeline: Timeline, pools: Pools, repeat: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8192, help="moved by each copy")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of each copy")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--output", help="also append the lines to this file")
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[64, 16, 1])

@@ -1,8 +1,8 @@
-"""Draws what `gpu_hicache.py turns` measured: throughput, TTFT by round, where tokens came from.
+"""Plots the results of `gpu_hicache.py turns`: throughput, TTFT by round, cached tokens by tier.
 
     python benchmark/hicache/plot_gpu_hicache.py RESULTS.jsonl PLOT.png
 
-Apart from the benchmark, since a GPU host need not have matplotlib.
+Separate from the benchmark, because a GPU host may lack matplotlib.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORDER = ("GPU only", "+ L2", "+ Mooncake", "pre-populated")
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The last record of each configuration. Raises ValueError where one is missing."""
+    """The last record of each configuration. Raises ValueError if one is missing."""
     found = {}
     for line in path.read_bytes().splitlines():
         record = orjson.loads(line)

@@ -1,4 +1,4 @@
-"""Draws what `simulate_trace.py` found: hit rate over cache size, a panel an arrangement."""
+"""Plots the results of `simulate_trace.py`: hit rate over cache size, one panel per arrangement."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _draw_panel(panel: Axes, records: Sequence[dict[str, Any]], unlimited: float
         panel.plot(sizes, [record["hit_rate"] for record in mine], label=policy, **style)
         if has_host:
             on_device = [record["device_hit_rate"] for record in mine]
-            label = "of it from L1" if number == 0 else None
+            label = "from L1" if number == 0 else None
             panel.plot(sizes, on_device, linestyle="--", label=label, **style)
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter(ticker.PercentFormatter(xmax=1, decimals=0))

@@ -3,10 +3,10 @@
 
     PYTHONPATH=python python benchmark/hicache/recall_by_tier.py [--num-examples 16] [--output FILE]
 
-Multi-turn conversations, all of them asked question r before any is asked question r + 1, so that
-tiers far smaller than the working set have lost a conversation when it comes back. A misplaced or
-damaged page shows as a wrong answer. Expected: the same score in every row, and in each row cached
-tokens from the tier that it names.
+Multi-turn conversations: question r of all of them comes before any question r + 1, so that tiers
+much smaller than the working set have evicted a conversation before its next question. A misplaced
+or damaged page causes a wrong answer. Expected: the same score in every row, and cached tokens from
+the tier that the row names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")
 
 @dataclass(frozen=True)
 class Case:
-    """A server, and which tier its second and later questions should be answered from."""
+    """A server, named after the tier that should have the prefixes of later questions."""
 
     name: str
     flags: tuple[str, ...]
@@ -37,7 +37,7 @@ class Case:
 
 
 def cases(mooncake: dict[str, str], folder: str) -> list[Case]:
-    """Cold, L1, L2, and L3 of both backends under eviction from the tiers above."""
+    """Cold, L1, L2, and L3 of both backends with evictions from the tiers above."""
     large_l2 = ("--enable-hierarchical-cache", *SMALL_L1, "--hicache-ratio", "16")
     tiny_l2 = (*SMALL_L1, "--hicache-ratio", "1", *WAIT)
     files = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": folder}
@@ -81,7 +81,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every case; a JSON line each."""
+    """Run all cases and print a JSON line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-examples", type=int, default=16)
     parser.add_argument("--num-questions", type=int, default=4)

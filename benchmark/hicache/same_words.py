@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One prompt answered from every tier by real servers: from where, how fast, and the same words.
+"""One prompt answered from every tier by real servers: source, time, and equality of the answer.
 
     PYTHONPATH=python python benchmark/hicache/same_words.py [--context-tokens 4000] [--output FILE]
 
-Expected: `equal` is true in every line; the time falls from cold to L1, and is between them for L2
-and L3. Each line is the median of `--repeats` answers.
+Expected: `equal` is true in every line; cold is slowest, L1 fastest, L2 and L3 are between them.
+Each line is the median of `--repeats` answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prompt_ids(seed: int, context_tokens: int) -> list[int]:
 
 
 class Report:
-    """Asks, compares with the cold answer, prints a line."""
+    """Sends the prompt, compares the answer with the cold one, and prints a line."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -51,7 +51,7 @@ class Report:
     def line(
         self, name: str, server: EngineServer, before: Callable[[EngineServer], None] | None
     ) -> None:
-        """Median of some answers, `before` each of which the tiers above are emptied."""
+        """Print the median of some answers. `before` each, the tiers above are emptied."""
         answers: list[Answer] = []
         for _ in range(self._args.repeats):
             if before is not None:
@@ -74,17 +74,17 @@ class Report:
             server.generate(ids, max_new_tokens=1)
 
     def prime(self, server: EngineServer) -> None:
-        """Have the prompt in every tier."""
+        """Put the prompt into every tier."""
         server.generate(self._ids, max_new_tokens=8)
 
 
 def flush(server: EngineServer) -> None:
-    """Empty L1 and L2 once everything has been written."""
+    """Empty L1 and L2 after all pages were written to L3."""
     server.flush()
 
 
 def main() -> None:
-    """Every tier in turn."""
+    """Measure each tier in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context-tokens", type=int, default=4000)
     parser.add_argument("--repeats", type=int, default=5)
@@ -111,7 +111,7 @@ def main() -> None:
                 report.prime(writer)
                 report.line(f"L3 {backend}", writer, flush)
                 with EngineServer(*flags, env=env) as reader:
-                    report.line(f"L3 {backend}, a server that never saw it", reader, flush)
+                    report.line(f"L3 {backend}, another server", reader, flush)
                 writer.stop()
                 writer.start()
                 report.line(f"L3 {backend}, after a restart", writer, flush)

@@ -1,15 +1,15 @@
-"""What L3 can bring to conversations, by how fast it is read, before measuring.
+"""Simulates the benefit of L3 for conversations, by its read rate.
 
     python benchmark/hicache/simulate_store.py [--read-gb-s 2 4.9 10] [--output-file store.jsonl]
 
-The conversations of `simulate_turns.py` on the real tree, with eviction that heeds the queue, and a
-store below that one thread reads, prompt after prompt, in calls of 64 pages. One device computes
-one prompt after the other, the first in the queue that does not wait for the store. `whole`: every
-read is waited for; `overtaken`: one is cut where computing is going to be sooner, by the engine's
-own rule and its own estimates of both rates (`fetch_worth.py`).
+The conversations of `simulate_turns.py` on the real tree, with eviction that considers the queue.
+One thread reads the store, prompt after prompt, in calls of 64 pages. One device computes prompts
+one after the other; the next is the first in the queue that does not wait for the store. With
+`whole`, requests wait for all reads. With `overtaken`, a read is cut if computing will be faster,
+by the engine's own rule and its estimates of both rates (`fetch_worth.py`).
 
-`empty`: the store has what was computed before; `filled`: everything from the start, as if an
-earlier server had had the same conversations. Writing to it costs nothing here, HTTP neither.
+The `empty` store has only pages that were computed before; the `filled` one has all pages from the
+start, as after an earlier server with the same conversations. Writing and HTTP cost nothing here.
 One JSON line for each, means over three random orders; `none` is L1 and L2 without a store. 10 s.
 """
 
@@ -45,24 +45,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--read-gb-s", type=float, nargs="+", default=[2.0, 4.9, 10.0])
     parser.add_argument("--order", default="4:random", help="as in simulate_turns.py")
-    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
+    parser.add_argument("--output-file", type=writable_file, help="also append the JSON lines here")
     return parser.parse_args(argv)
 
 
 @dataclass(eq=False)
 class Request:
-    """One in the server's queue. Tokens."""
+    """A request in the server's queue. Lengths are tokens."""
 
     client: int
     round: int
     total: int
     known: int
-    """L1 and L2 had these when it came."""
+    """Tokens that L1 and L2 had at its arrival."""
     hit: int
-    """The store has these after them."""
+    """Further tokens that the store has."""
     landed: int = 0
     reads: bool = True
-    """Whether it waits for the store."""
+    """Whether it waits for a read."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Request:
 
 
 class Server:
-    """One run, event by event: the end of a call to the store, or of a prompt's computing."""
+    """One run. Its events are the ends of calls to the store and of computations of prompts."""
 
     def __init__(self, order: str, seed: int, *, read_tokens_per_s: float, filled: bool,
                  cuts: bool) -> None:  # fmt: skip
@@ -88,14 +88,14 @@ class Server:
         self._stored = [0] * _CLIENTS
         self._queue: list[Request] = []
         self._call: tuple[Request, int, float] | None = None
-        """Whose, how many tokens, and when it ends."""
+        """The call under way: its request, tokens and end."""
         self._step: tuple[Request, int, float] | None = None
         self._arrivals = 0
         self.now = self.busy_s = 0.0
         self.from_store = self.num_cut = 0
 
     def run(self) -> None:
-        """To the last answer."""
+        """Run until all requests were answered."""
         self._arrive()
         while self._queue:
             self._cut_overtaken()
@@ -181,7 +181,7 @@ class Server:
 
 
 def simulate(order: str, gb_s: float, *, filled: bool, cuts: bool) -> dict[str, float]:
-    """Means over the orders."""
+    """Means over the random orders."""
     runs = []
     for seed in _SEEDS:
         server = Server(

@@ -1,17 +1,17 @@
-"""Hit rates of the prefix cache over a request trace, on the real tree and allocators, no model.
+"""Hit rates of the prefix cache for a request trace, on the real tree and allocators, no model.
 
     python benchmark/hicache/simulate_trace.py --dataset-path mooncake_synthetic_trace.jsonl \\
         [--fractions 0.01 0.1 1] [--policies lru slru] [--arrangements one_tier write_back] \\
         [--scale 8] [--output-file hits.jsonl] [--plot hits.png] [--max-seconds 600]
 
-For each arrangement of the memory into tiers, each size (a fraction of the trace's working set,
-L1 and L2 together) and each eviction policy: how much of the prompts L1 and L2 had, beside an
-unlimited cache and beside Belady's choice for one tier of the same size. Prints JSON lines: first
-the run (command, commit, machine, trace), then one a replay. Requests are served one after the
-other and answers are not cached, so that the figures are those of the cache alone.
+For each arrangement of tiers, each size (L1 and L2 together, as a fraction of the trace's working
+set) and each eviction policy: the share of the prompts that L1 and L2 had, compared with an
+unlimited cache and with Belady's choice for one tier of the same size. Prints JSON lines: first the
+run (command, commit, machine, trace), then one for each replay. Requests are served one after the
+other and answers are not cached, so that the figures depend only on the cache.
 
-About 2 minutes for the whole synthetic trace at the default scale on a shared core; it stops
-between replays once `--max-seconds` are over, says so, and exits with 1.
+About 2 minutes for the whole synthetic trace at the default scale on a shared core. It stops
+between replays after `--max-seconds`, reports that, and exits with 1.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dataset-path", default=str(_EXCERPT), help="a trace, JSON lines")
-    parser.add_argument("--num-prompts", type=int, help="only the first so many requests")
-    parser.add_argument("--scale", type=float, default=8.0, help="divides the prompts' lengths")
+    parser.add_argument("--num-prompts", type=int, help="number of requests, from the first one")
+    parser.add_argument("--scale", type=float, default=8.0, help="divisor of the prompts' lengths")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--fractions", type=float, nargs="+", default=_FRACTIONS)
     parser.add_argument(
@@ -69,7 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hicache-ratio", type=float, default=2.0, help="pages of L2 per page of L1"
     )
-    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
+    parser.add_argument("--output-file", type=writable_file, help="also append the JSON lines here")
     parser.add_argument("--plot", type=writable_file, help="write a PNG here")
     parser.add_argument("--max-seconds", type=float, default=600.0)
     parser.add_argument("--disable-tqdm", action="store_true")
@@ -80,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_fractions(fractions: Sequence[float], pages: PageTrace) -> None:
-    """Raises ValueError where a cache cannot hold the longest request."""
+    """Raise ValueError if a cache cannot hold the longest request."""
     least = pages.longest_pages / pages.num_pages
     if min(fractions) < least:
         raise ValueError(
@@ -92,7 +92,7 @@ def check_fractions(fractions: Sequence[float], pages: PageTrace) -> None:
 def run_header(
     args: argparse.Namespace, trace: list[TraceRequest], pages: PageTrace
 ) -> dict[str, Any]:
-    """The line that says what was run on what."""
+    """The line that describes the run and its trace."""
     total = sum(len(request.pages) for request in pages.requests)
     return {
         "benchmark": "simulate_trace",
@@ -112,7 +112,7 @@ def run_header(
 def simulate(
     args: argparse.Namespace, prompts: TracePrompts, header: dict[str, Any], pages: PageTrace
 ) -> tuple[list[dict[str, Any]], bool]:
-    """All replays; their records, and whether the time sufficed."""
+    """Run all replays. Returns their records, and whether the time sufficed."""
     plan = list(itertools.product(args.arrangements, args.fractions, args.policies))
     started = time.monotonic()
     records: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def replay_once(
     policy: str,
     bar: tqdm,
 ) -> dict[str, Any]:
-    """One replay: hit rates by tier, as shares of the whole pages of all prompts."""
+    """Run one replay. Returns hit rates by tier, as shares of the whole pages of all prompts."""
     sizes = CacheSizes.divide(
         size, arrangement, ratio=args.hicache_ratio, longest_pages=prompts.longest_pages
     )
@@ -166,7 +166,7 @@ def replay_once(
 
 
 def compare(record: dict[str, Any], unlimited: float, belady: float) -> dict[str, Any]:
-    """A hit rate beside that of the unlimited cache and of the clairvoyant one."""
+    """Compare a hit rate with those of the unlimited and of the clairvoyant cache."""
     return {
         "of_unlimited": round(record["hit_rate"] / unlimited, 4) if unlimited else None,
         "belady_hit_rate": round(belady, 4),

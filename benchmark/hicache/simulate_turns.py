@@ -1,16 +1,16 @@
-"""What each tier can bring to conversations, on the real tree and allocators, before measuring.
+"""Simulates the benefit of each tier for conversations, on the real tree and allocators.
 
     python benchmark/hicache/simulate_turns.py [--orders 4:random 20:fifo] [--policies lru slru] \\
         [--ignore-queue] [--output-file turns.jsonl]
 
-The conversations are those of `bench_multiturn.py`: clients take turns by a ready queue while fewer
-than so many requests (the number of an order) are under way. Those wait in the server's queue,
-which serves one after the other; eviction heeds them unless `--ignore-queue` is given.
+The conversations are those of `bench_multiturn.py`: a ready queue chooses the next client while
+fewer requests than the number in `--orders` are under way. The server's queue serves them one after
+the other, and eviction considers that queue unless `--ignore-queue` is given.
 
-One JSON line for each order, arrangement of the tiers and policy: hit rates, and the input
-throughput that they give if computing costs what it cost on an H200 (Qwen3-8B's shape: 8,192 tokens
-in 0.214 s, 32,768 in 1.28 s) and loading from L2 hides behind it; means over three random orders.
-`one_tier` is L1 alone. After them Belady's choice. About 10 s.
+One JSON line for each order, arrangement of the tiers and policy: hit rates, and the resulting
+input throughput if computing takes the times measured on an H200 (Qwen3-8B's shape: 8,192 tokens
+in 0.214 s, 32,768 in 1.28 s) and overlaps with loading from L2; means over three random orders.
+`one_tier` is only L1. Then a line with the hit rates of Belady's choice. About 10 s.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-rounds", type=int, default=10)
     parser.add_argument("--request-length", type=int, default=2048)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--l1", type=float, default=0.1, help="of the working set")
-    parser.add_argument("--l2", type=float, default=0.4, help="of the working set")
+    parser.add_argument("--l1", type=float, default=0.1, help="size as a share of the working set")
+    parser.add_argument("--l2", type=float, default=0.4, help="size as a share of the working set")
     parser.add_argument(
         "--orders", nargs="+", default=["4:random", "10:random", "20:fifo"],
         help="requests under way, and the policy of the ready queue",
     )  # fmt: skip
     parser.add_argument("--policies", nargs="+", default=["lru", "lfu", "slru", "fifo"])
     parser.add_argument("--enable-round-barrier", action="store_true")
-    parser.add_argument("--ignore-queue", action="store_true", help="evict by the policy alone")
-    parser.add_argument("--output-file", type=writable_file, help="append the JSON lines here too")
+    parser.add_argument("--ignore-queue", action="store_true", help="evict only by the policy")
+    parser.add_argument("--output-file", type=writable_file, help="also append the JSON lines here")
     args = parser.parse_args(argv)
     if args.l1 * args.num_clients < 1 or args.request_length % args.page_size:
         parser.error("--l1 must hold a whole conversation, --request-length be whole pages")
@@ -66,7 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Talk:
-    """The conversations' requests as (client, round), in the order in which they are served."""
+    """The requests of the conversations as (client, round), in the order of service."""
 
     def __init__(self, args: argparse.Namespace, order: str, seed: int) -> None:
         count, _, policy = order.partition(":")
@@ -76,10 +76,10 @@ class Talk:
         self._ready = [(client, 0) for client in range(args.num_clients)]
         self._resting: list[tuple[int, int]] = []
         self.waiting: list[tuple[int, int]] = []
-        """In the server's queue, the next one first."""
+        """Requests in the server's queue, the next one first."""
 
     def send(self) -> list[tuple[int, int]]:
-        """Fill the server's queue; what came to it."""
+        """Fill the server's queue. Returns the new requests."""
         if not self._ready and not self.waiting:
             self._ready, self._resting = self._resting, []
         sent = []
@@ -90,7 +90,7 @@ class Talk:
         return sent
 
     def served(self, place: int = 0) -> None:
-        """The one at that place of the queue has got its answer."""
+        """Note that the request at `place` of the queue was answered."""
         client, turn = self.waiting.pop(place)
         if turn + 1 < self._rounds:
             (self._resting if self._barrier else self._ready).append((client, turn + 1))
@@ -99,7 +99,7 @@ class Talk:
 def replay(
     args: argparse.Namespace, order: str, arrangement: Arrangement, policy: str, seed: int
 ) -> dict[str, float]:
-    """One run: hit rates, seconds, input tokens a second."""
+    """Simulate one run. Returns hit rates, seconds, and input tokens per second."""
     turn, page = args.request_length, args.page_size
     working_set = args.num_clients * args.num_rounds * turn // page
     two_tiers = arrangement is not Arrangement.ONE_TIER
@@ -136,14 +136,14 @@ def replay(
 
 
 def request_seconds(cached: int, total: int, loaded: int) -> float:
-    """Of one prompt: each new token costs itself, and a little for each token before it."""
+    """Seconds of one prompt. Each new token has a fixed cost, and one for each token before it."""
     pairs = (total**2 - cached**2) / 2
     computing = _PER_TOKEN_S * (total - cached) + _PER_TOKEN_PAIR_S * pairs
     return max(computing, loaded / _LOAD_TOKENS_PER_S) + _PER_REQUEST_S
 
 
 def best_hits(args: argparse.Namespace, order: str, seed: int) -> dict[str, float]:
-    """Hit rates of Belady's choice with L1, with L2, with both, and without any limit."""
+    """Hit rates of Belady's choice with L1, with L2, with both, and without a limit."""
     pages_of_turn = args.request_length // args.page_size
     talk = Talk(args, order, seed)
     paths = []

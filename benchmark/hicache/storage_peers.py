@@ -1,9 +1,9 @@
-"""What L3 backends are measured against: bare loops over the same API, and memory copy.
+"""References for L3 backends: bare loops over the same API, and memory copy.
 
-A bare loop moves as many objects of the same size in the same batches, from and to memory that it
-knows beforehand: no keys to make, no exists, no hash, no outcome a page. An object is a page's
-buffers and 32 bytes of nothing in place of the trailer; where a layout scatters pages it is one
-contiguous buffer that is there already.
+A bare loop moves the same number of objects of the same size in the same batches, from and to
+memory that is known beforehand: without keys, exists, hashes and outcomes. An object is the buffers
+of a page and 32 empty bytes in place of the trailer. For layouts that scatter pages it is one
+contiguous buffer, prepared beforehand.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 
 
 def gb_per_second(total_bytes: int, work: Callable[[], object]) -> float:
-    """GB (10^9 bytes) a second of `work`, which moves `total_bytes`."""
+    """GB (10^9 bytes) per second of `work`, which moves `total_bytes`."""
     started = time.perf_counter()
     work()
     return total_bytes / (time.perf_counter() - started) / 1e9
 
 
 class Peer(ABC):
-    """Puts and gets all pages of a pool under keys of its own."""
+    """Puts and gets all pages of a pool under its own keys."""
 
     @abstractmethod
     def put(self) -> None:
@@ -48,14 +48,14 @@ class Peer(ABC):
         """Remove the objects."""
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
 
 
 class BareMooncake(Peer):
     """Multi-buffer calls of Mooncake's client in batches as large as the backend's."""
 
     def __init__(self, backend: MooncakeStore, host: MHATokenToKVPoolHost, pages: int) -> None:
-        # A client of its own, set up as the backend's is.
+        # A separate client, set up like the backend's.
         self._client = MooncakeClient(backend.config, backend.protocol)
         self._objects = objects_of(host, pages)
         for tensor in self._objects.memory:
@@ -86,7 +86,7 @@ class BareMooncake(Peer):
 
 
 class BareFiles(Peer):
-    """One file an object: open, one vectored read or write, close. Not atomic."""
+    """One file per object: open, one vectored read or write, close. Not atomic."""
 
     def __init__(self, folder: Path, host: MHATokenToKVPoolHost, pages: int) -> None:
         folder.mkdir(parents=True)
@@ -118,7 +118,7 @@ class BareFiles(Peer):
 
 
 class MemoryCopy:
-    """Copies the same number of bytes, a page at a time, from one block of memory to another."""
+    """Copies the same number of bytes between two blocks of memory, one page at a time."""
 
     def __init__(self, page_bytes: int, pages: int) -> None:
         self._source = np.ones((pages, page_bytes), dtype=np.uint8)
@@ -131,22 +131,22 @@ class MemoryCopy:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """The buffers that make up each object."""
+    """The buffers of each object."""
 
     memory: list[torch.Tensor]
-    """What they lie in."""
+    """The memory of all buffers."""
     views: list[list[memoryview]]
-    """Per object, in order."""
+    """For each object its buffers, in order."""
 
     def addresses(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Per object its addresses and byte counts."""
+        """For each object the addresses and sizes of its buffers, in bytes."""
         parts = [[np.frombuffer(view, dtype=np.uint8) for view in one] for one in self.views]
         ptrs = [[part.ctypes.data for part in one] for one in parts]
         return ptrs, [[part.nbytes for part in one] for one in parts]
 
 
 def objects_of(host: MHATokenToKVPoolHost, pages: int) -> Objects:
-    """Objects as the backends make them: page and trailer, in place where the layout allows."""
+    """Objects as the backends create them: page and trailer, in place if the layout allows it."""
     slots = torch.arange(pages * host.page_size)
     if host.is_zero_copy:
         trailers = torch.zeros((pages, TRAILER_BYTES), dtype=torch.uint8)

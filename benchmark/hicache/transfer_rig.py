@@ -1,8 +1,8 @@
-"""What `bench_transfer.py` measures with: two streams timed by events, and a pair of pools.
+"""The rig of `bench_transfer.py`: two streams timed by events, and a pair of pools.
 
-Pools have the shape of Qwen3-8B's KV: 36 layers, 8 heads of 128, bf16. Pages are scattered at
-random over both pools, their bytes are random, and the bytes that arrive are compared. A load is
-issued as the engine issues it: layer by layer with an event each.
+Pools have the shape of Qwen3-8B's KV: 36 layers, 8 heads of 128, bf16. Pages are at random places
+of both pools, their bytes are random, and copied bytes are compared. Loads are issued as by the
+engine: layer by layer, with an event each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Timeline:
         self.write = runtime.make_copy_stream("bench-write")
 
     def seconds(self, load: Work | None, write: Work | None, repeat: int) -> tuple[float, float]:
-        """Median seconds of one direction: on the device, and to issue it on the CPU."""
+        """Median seconds of one direction: of the device, and of the CPU to issue it."""
         stream, work = (self.load, load) if load is not None else (self.write, write)
         assert work is not None
         device, issue = [], []
@@ -43,17 +43,16 @@ class Timeline:
             start, end = self._submit(stream, work)
             issued = time.perf_counter() - started
             torch.accelerator.synchronize()
-            if turn:  # the first compiles and warms up
+            if turn:  # The first turn compiles and warms up.
                 device.append(start.elapsed_time(end) / 1e3)
                 issue.append(issued)
         return statistics.median(device), statistics.median(issue)
 
     def copies_per_second(self, load: Work, write: Work, repeat: int) -> float:
-        """Copies of either direction per second while both are under way, median.
+        """Median of the copies per second of both directions together, while both are under way.
 
-        Each direction is issued by a thread of its own, four times over. What is counted ends
-        where the first direction ends; of the copy that is then under way in the other one, the
-        part that fits.
+        Each direction has a thread that issues four copies. The measurement ends when the first
+        direction ends; the unfinished copy of the other direction counts in part.
         """
         rates = []
         with ThreadPoolExecutor(2) as threads:
@@ -125,7 +124,7 @@ class Pools:
         self.host_slots, self.other_host_slots = (
             self._slots(pages) for pages in (host_pages[:count], host_pages[count:])
         )
-        # Page-locked memory that no copy has filled would be zeros.
+        # Fills the page-locked memory, which would be zeros otherwise.
         timeline.write.submit(self.backup)
         torch.accelerator.synchronize()
 
@@ -143,7 +142,7 @@ class Pools:
         )
 
     def load(self, first: torch.Event | None = None) -> None:
-        """An event a layer, as the engine has; `first` is the first layer's."""
+        """Load with an event for each layer, as the engine does; `first` is the first event."""
         load = self.host.begin_load(self.device, self.host_slots, self.target, self.io_backend)
         for layer in range(LAYERS):
             load.issue(layer)
@@ -151,7 +150,7 @@ class Pools:
             event.record()
 
     def check(self) -> None:
-        """What was backed up and loaded is what was there."""
+        """Assert that the loaded bytes equal the original ones."""
         for buffer in (*self.device.k_buffer, *self.device.v_buffer):
             raw = buffer.view(torch.int16)
             assert torch.equal(raw[self.target], raw[self.source]), "the bytes differ"

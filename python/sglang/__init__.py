@@ -14,7 +14,7 @@ __all__ = ["Engine", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Engine` on first use: it pulls in torch, which command-line help does not need."""
+    """Import `Engine` on first use: it imports torch, which command-line help does not need."""
     if name == "Engine":
         from sglang.srt.entrypoints.engine import Engine
 

@@ -1,9 +1,9 @@
 """Latency of one static batch, in this process: `python -m sglang.bench_one_batch --help`.
 
-No server and no scheduler: prompts of random tokens are prefilled in one step and decoded
-together, through the model runner that a server uses. Each figure is printed beside what the
-device's copy and matrix rates, measured before, allow. Exit status: 0; 2 where the arguments or
-the machine cannot work.
+No server and no scheduler: the model runner of a server prefills prompts of random tokens in one
+step and decodes them together. Each figure is printed with its share of the limit that follows from
+the device's measured copy and matrix rates. Exit status: 0; 2 if the arguments or the machine do
+not work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROMPTS: Final = (
     "The code of heron is 7391. The code of otter is 4402. What is the code of heron?",
     "Today is a sunny day, and",
 )
-"""Of `--correctness-test`."""
+"""The prompts of `--correctness-test`."""
 
 _WARM_UP_STEPS: Final = 8
 _USED: Final = frozenset(
@@ -54,20 +54,20 @@ _USED: Final = frozenset(
     "random_seed log_level device mem_fraction_static max_running_requests max_total_tokens "
     "page_size attention_backend disable_cuda_graph cuda_graph_max_bs chat_template".split()
 )
-"""Fields of `ServerArgs` that mean something without a server."""
+"""Fields of `ServerArgs` that have an effect without a server."""
 _REFUSED: Final = {
-    "--profile": "write no traces; use the profiler of your choice around this command",
-    "--prompt-filename": "prompts are random, or those of --correctness-test",
+    "--profile": "it writes no traces; run this command under a profiler",
+    "--prompt-filename": "prompts are random, or fixed with --correctness-test",
     "--cut-len": "--correctness-test cuts each prompt in the middle",
 }
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, ServerArgs]:
-    """This tool's own flags, and the engine's, resolved.
+    """Parse the tool's own flags and the engine's, and resolve the latter.
 
     Raises:
         ValueError: One line that names the flag and the remedy.
-        SystemExit: `--help` was asked for and printed.
+        SystemExit: `--help` was given and has been printed.
     """
     parser = _own_parser()
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
@@ -109,7 +109,7 @@ def _own_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-h", "--help", action="store_true")
-    add("--run-name", default="default", help="kept in the JSON line [%(default)s]")
+    add("--run-name", default="default", help="name in the JSON line [%(default)s]")
     sizes: dict[str, Any] = {"type": int, "nargs": "+"}
     add("--batch-size", "--batch", **sizes, default=[1], help="one or several [1]")
     add("--input-len", **sizes, default=[1024], help="tokens, one or several [1024]")
@@ -117,22 +117,22 @@ def _own_parser() -> argparse.ArgumentParser:
     add(
         "--result-filename",
         default="result.jsonl",
-        help="append a JSON line for each setting here; empty: nowhere [%(default)s]",
+        help="file for a JSON line for each setting; empty: none [%(default)s]",
     )
     add(
         "--correctness-test",
         action="store_true",
-        help="print greedy answers to fixed prompts, asked through the chat template",
+        help="print greedy answers to fixed prompts, formatted by the chat template",
     )
-    add("--log-decode-step", type=int, default=0, help="print every so many steps; 0: none [0]")
+    add("--log-decode-step", type=int, default=0, help="print each n-th decode step; 0: none [0]")
     return parser
 
 
 def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWorker:
-    """Load the model and make pools for `requests` contexts of `tokens_each` tokens.
+    """Load the model and create pools for `requests` contexts of `tokens_each` tokens.
 
     Args:
-        args: Of this machine.
+        args: Arguments, resolved for this machine.
 
     Raises:
         ValueError: The model or a setting does not work, or there is too little memory.
@@ -191,7 +191,7 @@ def run(own: argparse.Namespace, args: ServerArgs) -> None:
 
     Raises:
         ValueError: See `make_worker`.
-        OSError: The result file cannot be written; known before anything is timed.
+        OSError: The result file cannot be written. Checked before the measurements.
     """
     if own.result_filename:
         Path(own.result_filename).open("ab").close()
@@ -231,7 +231,7 @@ def _log_step(every: int, batch_size: int, number: int, seconds: float) -> None:
 def _against_limits(
     times: BatchTimes, config: ModelConfig, limits: Limits, worker: TpModelWorker
 ) -> dict[str, Any]:
-    """Seconds that the device's rates allow, and which share of the time taken they are."""
+    """The least seconds that the device's rates allow, and their share of the measured time."""
     pool = worker.token_to_kv_pool
     kv_bytes = 2 * config.num_key_value_heads * config.head_dim * pool.dtype.itemsize
     prefill_s = least_seconds(config, prefill_work(times.batch_size, times.input_len), limits)
@@ -273,12 +273,12 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def answer_prompts(own: argparse.Namespace, args: ServerArgs) -> None:
-    """Print, one JSON object a line, what the model answers to each of `PROMPTS`.
+    """Print the model's answer to each of `PROMPTS` as one line of JSON.
 
-    They go through the chat template; a model without one goes on after the bare text.
+    The chat template formats the prompts. A model without a template continues the plain text.
 
     Raises:
-        ValueError: See `make_worker`, or tokenizer or template cannot be loaded.
+        ValueError: See `make_worker`; or the tokenizer or the template cannot be loaded.
     """
     path = args.tokenizer_path or args.model_path
     assert path is not None, "resolved arguments name the model"
@@ -294,7 +294,7 @@ def answer_prompts(own: argparse.Namespace, args: ServerArgs) -> None:
 
 
 def _encode(tokenizer: Any, template: ChatTemplate, prompt: str) -> Any:
-    """Token ids of `prompt` as a chat's first message, if there is a template."""
+    """Token ids of `prompt`, as the first message of a chat if there is a template."""
     if not template.exists:
         return tokenizer.encode(prompt)
     question = [{"role": "user", "content": prompt}]
@@ -303,7 +303,7 @@ def _encode(tokenizer: Any, template: ChatTemplate, prompt: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; its exit status."""
+    """Run the benchmark of the command line and return the exit status."""
     try:
         own, args = parse_args(argv)
         (answer_prompts if own.correctness_test else run)(own, args)

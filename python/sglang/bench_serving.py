@@ -1,8 +1,7 @@
 """Load test of a running server: `python -m sglang.bench_serving --help`.
 
-Prints the table that users of such tests know and, with `--output-file`, appends one JSON line with
-all figures. Exit status: 0; 1 where a request failed; 2 where the arguments or the server cannot
-work.
+Prints a table of figures, with the usual names, and with `--output-file` appends all figures as one
+JSON line. Exit status: 0; 1 if a request failed; 2 if the arguments or the server do not work.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _WARMUP_SEED_OFFSET = 1_000_003
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Exits with 2 and a line that says why on bad flags."""
+    """Parse the command line. Bad flags exit with status 2 and a line that names the cause."""
     parser = argparse.ArgumentParser(prog="python -m sglang.bench_serving", description=__doc__)
     _add_server_flags(parser)
     _add_load_flags(parser)
@@ -63,7 +62,7 @@ def _json_object(text: str) -> dict[str, Any]:
     with contextlib.suppress(orjson.JSONDecodeError):
         value = orjson.loads(text)
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
 
 
@@ -75,20 +74,20 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1")
     group.add_argument("--port", type=int, default=30000)
     group.add_argument("--base-url", help="instead of --host and --port")
-    group.add_argument("--model", help="name to ask for; absent: what the server says")
-    group.add_argument("--tokenizer", help="directory; absent: what the server says")
+    group.add_argument("--model", help="model name in requests; absent: the server's")
+    group.add_argument("--tokenizer", help="directory; absent: the server's")
     group.add_argument("--api-key")
-    group.add_argument("--admin-api-key", help="for --flush-cache, where the server wants one")
-    group.add_argument("--flush-cache", action="store_true", help="before the test")
+    group.add_argument("--admin-api-key", help="for --flush-cache, if the server needs one")
+    group.add_argument("--flush-cache", action="store_true", help="flush before the test")
 
 
 def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    group.add_argument("--num-prompts", type=int, help="[1000; a trace: all of it]")
+    group.add_argument("--num-prompts", type=int, help="[1000; with a trace: all]")
     group.add_argument(
         "--request-rate",
         type=float,
-        help="requests a second, a Poisson process [inf; a trace: its timestamps]",
+        help="requests per second of a Poisson process [inf; with a trace: its timestamps]",
     )
     group.add_argument("--max-concurrency", type=int)
     group.add_argument("--warmup-requests", type=int, default=1)
@@ -96,12 +95,12 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disable-ignore-eos", action="store_true")
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument(
-        "--extra-request-body", type=_json_object, default={}, help="JSON, put on top of each body"
+        "--extra-request-body", type=_json_object, default={}, help="JSON, added to each body"
     )
-    group.add_argument("--output-file", type=writable_file, help="append one JSON line here")
-    group.add_argument("--output-details", action="store_true", help="with every request's numbers")
+    group.add_argument("--output-file", type=writable_file, help="file for one JSON line")
+    group.add_argument("--output-details", action="store_true", help="add each request's figures")
     group.add_argument("--disable-tqdm", action="store_true")
-    group.add_argument("--tag", help="kept in the JSON line")
+    group.add_argument("--tag", help="name in the JSON line")
 
 
 def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +110,7 @@ def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         default="random",
         choices=["random", "generated-shared-prefix", "mooncake"],
     )
-    group.add_argument("--dataset-path", help="of a trace in Mooncake's format")
+    group.add_argument("--dataset-path", help="a trace in Mooncake's format")
     group.add_argument("--random-input-len", type=int, default=1024)
     group.add_argument("--random-output-len", type=int, default=128)
     group.add_argument("--random-range-ratio", type=float, default=0.0)
@@ -135,7 +134,7 @@ def make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Benc
     """The prompts of the chosen dataset.
 
     Raises:
-        ValueError: A length, a factor or the trace cannot work; names the flag.
+        ValueError: A length, a factor or the trace is invalid; the message names the flag.
     """
     match args.dataset_name:
         case "random":
@@ -165,14 +164,14 @@ def make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Benc
 
 
 async def run(args: argparse.Namespace) -> tuple[dict[str, Any], LoadResult]:
-    """The whole test: its figures, and what each request gave.
+    """Run the whole test. Returns its figures and the results of all requests.
 
     Raises:
         ValueError: The server, the tokenizer, a flag or a warm-up request does not work.
     """
     backend = make_backend(args.backend)
     async with open_session(args.api_key) as session:
-        tokens = await _settle_names(args, session)
+        tokens = await _fill_in_names(args, session)
         vocabulary = tokens.printable() if backend.wants_text else tokens.vocabulary
         requests = make_requests(args, vocabulary)
         times = arrival_times(requests, _request_rate(args), args.seed)
@@ -201,8 +200,8 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], LoadResult]:
     return {**_describe(args), **summarize(load)}, load
 
 
-async def _settle_names(args: argparse.Namespace, session: aiohttp.ClientSession) -> Tokens:
-    """Fill in model and tokenizer from the server where they were not given."""
+async def _fill_in_names(args: argparse.Namespace, session: aiohttp.ClientSession) -> Tokens:
+    """Fill in model and tokenizer, if not given, from the server."""
     if args.model is None or args.tokenizer is None:
         info = await fetch_model_info(session, args.base_url)
         path = info.get("tokenizer_path") or info.get("model_path")
@@ -221,7 +220,7 @@ async def _warm_up(
     options: RequestOptions,
     tokens: Tokens,
 ) -> None:
-    """Prompts of their own, so that they leave nothing of the test's in the cache."""
+    """Send requests whose prompts differ from those of the test, so that none of them is cached."""
     shape = RandomShape(input_len=64, output_len=4, range_ratio=1.0)
     count = max(0, args.warmup_requests)
     for one in random_requests(tokens.vocabulary, shape, count, args.seed + _WARMUP_SEED_OFFSET):
@@ -255,7 +254,7 @@ def _describe(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the test of the command line; its exit status."""
+    """Run the test of the command line and return the exit status."""
     args = parse_args(argv)
     try:
         figures, load = asyncio.run(run(args))

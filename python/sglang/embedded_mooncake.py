@@ -1,9 +1,9 @@
 """A Mooncake Store on this machine: master, store nodes, stand-alone client as child processes.
 
-`serve_embedded` starts one of each; tests start clusters of them (`test/mooncake_cluster.py`).
-Every process is held by its handle, writes to a log file of its own, and goes when the thread
-that started it goes. The master listens on the loopback interface only; a store node listens on
-all addresses, on two ports that Mooncake chooses and on its REST port.
+`serve_embedded` starts a master and a node; tests start clusters (`test/mooncake_cluster.py`).
+Each process has a handle and a log file, and ends when the thread that started it ends. The master
+listens on the loopback interface only. A store node listens on all addresses, on two ports that
+Mooncake chooses and on its REST port.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LIBC: Final = ctypes.CDLL(None)
 
 
 class ChildStartError(RuntimeError):
-    """A child process did not come up; the message is one line with the cause."""
+    """A child process did not start. The message is one line with the cause."""
 
 
 def _die_with_parent() -> None:
-    # Runs between fork and exec. Without it a killed parent would leave the store behind.
+    # Runs between fork and exec. Without it the store would outlive a killed parent.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -59,11 +59,11 @@ class ManagedProcess:
         """Describe the child; `start` starts it.
 
         Args:
-            name: For messages, and the log file's name in `log_dir`.
+            name: Name in messages, and of the log file in `log_dir`.
             command: Program and arguments.
-            ready: Whether it serves now; polled until it says so.
-            log_dir: An existing directory; None: the child writes where its owner writes.
-            env: Put on top of this process's environment.
+            ready: Returns whether the child serves; polled until it returns True.
+            log_dir: An existing directory; None: the child uses its owner's output.
+            env: Added to this process's environment.
         """
         self.name = name
         self.log_path = log_dir / f"{name}.log" if log_dir is not None else None
@@ -86,8 +86,8 @@ class ManagedProcess:
         """Start the child and wait until it serves.
 
         Raises:
-            ChildStartError: It ended, or did not serve within `timeout` seconds; it is not
-                running then.
+            ChildStartError: The child ended, or did not serve within `timeout` seconds. It does
+                not run then.
         """
         assert not self.is_running(), f"{self.name} runs already"
         with contextlib.ExitStack() as stack:
@@ -98,13 +98,13 @@ class ManagedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                # Ctrl-C is for the owner, who ends its children in order.
+                # Ctrl-C must reach only the owner, which ends its children in order.
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
         deadline = time.monotonic() + timeout
         while True:
-            # First its life, then its port: another process may hold the port.
+            # Check the process before the port, because another process may use the port.
             status = self._process.poll()
             if status is not None:
                 raise ChildStartError(
@@ -121,33 +121,33 @@ class ManagedProcess:
             time.sleep(0.02)
 
     def stop(self, timeout: float = 10.0) -> None:
-        """SIGTERM, then SIGKILL after `timeout` seconds. Idempotent."""
+        """Send SIGTERM, and SIGKILL after `timeout` seconds. Idempotent."""
         if self._process is not None:
             self.resume()
             stop_process(self._process, timeout)
 
     def kill(self) -> None:
-        """SIGKILL and wait. Idempotent."""
+        """Send SIGKILL and wait for the end. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def suspend(self) -> None:
-        """SIGSTOP: the child keeps its connections and answers nothing, from the return on."""
+        """Send SIGSTOP. After the return the child keeps its connections, but does not answer."""
         os.kill(self.pid, signal.SIGSTOP)
-        # The signal alone returns before it has reached every thread.
+        # Sending the signal returns before it has reached every thread.
         deadline = time.monotonic() + _SUSPEND_TIMEOUT_S
         while not _is_suspended(self.pid):
             assert time.monotonic() < deadline, f"{self.name} does not stop"
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """SIGCONT, if the child runs."""
+        """Send SIGCONT, if the child runs."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
 
     def restart(self, timeout: float = 30.0) -> None:
-        """Kill the child if it runs, and start it anew on the same ports."""
+        """Kill the child if it runs, and start it again on the same ports."""
         self.kill()
         self.start(timeout)
 
@@ -167,7 +167,7 @@ def _is_suspended(pid: int) -> bool:
             for task in Path(f"/proc/{pid}/task").glob("*/stat")
         ]
     except FileNotFoundError:
-        return False  # a thread ended meanwhile: look again
+        return False  # A thread ended meanwhile; the caller polls again.
     return set(states) == {"T"}
 
 
@@ -176,13 +176,13 @@ def _binary(name: str) -> str:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         binary = Path(folder) / name
         if binary.exists():
-            # Not the script of that name beside Python: it would be a process in between.
+            # Not the script of that name beside Python, which would add a process in between.
             return str(binary)
     raise ChildStartError(f"the mooncake package with its {name} is missing; run `make setup`")
 
 
 class MooncakeMaster(ManagedProcess):
-    """`mooncake_master` on the loopback interface. It holds no objects, only where they are."""
+    """`mooncake_master` on the loopback interface. It knows where objects are, but holds none."""
 
     def __init__(
         self,
@@ -195,8 +195,8 @@ class MooncakeMaster(ManagedProcess):
 
         Args:
             log_dir: An existing directory for its log.
-            rpc_port: Absent: a free one.
-            flags: More of its flags, e.g. `{"default_kv_lease_ttl": 500}` (ms).
+            rpc_port: None chooses a free port.
+            flags: Further flags, e.g. `{"default_kv_lease_ttl": 500}` (ms).
         """
         free_port, self.metrics_port = get_free_ports(2)
         self.rpc_port = rpc_port or free_port
@@ -219,18 +219,18 @@ class MooncakeMaster(ManagedProcess):
 
     @property
     def address(self) -> str:
-        """What `MOONCAKE_MASTER` takes."""
+        """The value for `MOONCAKE_MASTER`."""
         return f"{LOOPBACK}:{self.rpc_port}"
 
     def keys(self) -> list[str]:
-        """Keys of every object in the store."""
+        """Keys of all objects in the store."""
         return [line for line in self._get("/get_all_keys").splitlines() if line]
 
     def metric(self, name: str) -> float:
-        """Value of one of its Prometheus gauges or counters.
+        """Value of one of the master's Prometheus gauges or counters.
 
         Raises:
-            KeyError: It has no such metric.
+            KeyError: The master has no such metric.
         """
         for line in self._get("/metrics").splitlines():
             if line.startswith(f"{name} "):
@@ -244,7 +244,7 @@ class MooncakeMaster(ManagedProcess):
         return body.decode()
 
     def engine_env(self) -> dict[str, str]:
-        """Environment that makes an engine a client of this store that lends no memory."""
+        """Environment for an engine that uses this store and lends no memory to it."""
         return {
             "MOONCAKE_MASTER": self.address,
             "MOONCAKE_MASTER_METRICS_PORT": str(self.metrics_port),
@@ -256,7 +256,7 @@ class MooncakeMaster(ManagedProcess):
 
 
 class StoreNode(ManagedProcess):
-    """A process that gives memory to the store, so that objects outlive every engine."""
+    """A process that lends memory to the store, so that objects outlive engines."""
 
     def __init__(
         self, master: MooncakeMaster, log_dir: Path, *, segment_bytes: int, name: str = "store_node"
@@ -271,7 +271,7 @@ class StoreNode(ManagedProcess):
             "protocol": "tcp",
             "device_name": "",
             "global_segment_size": segment_bytes,
-            # It reads and writes nothing itself; Mooncake's default would take 1 GiB.
+            # The node itself reads and writes nothing; Mooncake's default would take 1 GiB.
             "local_buffer_size": 16 << 20,
         }
         config_path.write_text(json.dumps(config))
@@ -289,10 +289,10 @@ class StoreNode(ManagedProcess):
 
 
 class StandaloneClient(ManagedProcess):
-    """`mooncake_client`: gives memory as a node does, and serves engines of this host by copying.
+    """`mooncake_client`: lends memory as a node does, and copies pages for engines on this host.
 
-    An engine that attaches to it (`MOONCAKE_CLIENT`) has its L2 in memory that both map, so that
-    pages move at the speed of a copy, and the objects outlive the engine.
+    The L2 of an engine that attaches to it (`MOONCAKE_CLIENT`) is shared memory, so that pages move
+    at the speed of a copy. The objects outlive the engine.
     """
 
     def __init__(
@@ -321,10 +321,10 @@ class StandaloneClient(ManagedProcess):
             [_binary("mooncake_client"), *(f"--{key}={value}" for key, value in settings.items())],
             ready=lambda: can_connect(LOOPBACK, self.port),
             log_dir=log_dir,
-            # Its default depends on the wheel and on the host's devices.
+            # The default of MC_STORE_MEMCPY depends on the wheel and on the host's devices.
             env={"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_MEMCPY": "1"},
         )
 
     def engine_env(self) -> dict[str, str]:
-        """Environment that makes an engine attach to this client."""
+        """Environment for an engine that attaches to this client."""
         return self._master.engine_env() | {"MOONCAKE_CLIENT": f"{LOOPBACK}:{self.port}"}

@@ -1,4 +1,4 @@
-"""`python -m sglang.launch_server`: the HTTP server on the command line."""
+"""`python -m sglang.launch_server`: starts the HTTP server from the command line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Before the other imports: Ctrl-C during them would end in a traceback, and nothing has been
-    # started yet that would have to be ended.
+    # Before the other imports, because Ctrl-C during them would print a traceback. No process has
+    # been started yet, so that an immediate exit is fine.
     for _early in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_early, lambda sig, frame: os._exit(128 + sig))
 
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a server; the exit status. What is wrong at the start is one line on stderr."""
+    """Run a server and return the exit status. An error at the start is one line on stderr."""
     raise_file_limit()
     try:
         args = prepare_server_args(argv)
         url = base_url(args.host, args.port)
         logger.info("starting %s for %s; loading it takes a while", args.served_model_name, url)
-        # Words that scripts look for to end a server: the module's name.
+        # Scripts look for the module's name to find the server's process.
         set_title("server", f"sglang.launch_server {url}")
-        # After the command line is known to be right, and the first line is there.
+        # Imported after the command line was checked and the first line was logged.
         from sglang.srt.entrypoints.engine_processes import StartError
         from sglang.srt.entrypoints.http_server import run_server
     except ValueError as error:
         return _fail(error)
-    # Until the server has handlers of its own, a signal unwinds what has been started. Not with
-    # KeyboardInterrupt: Python kills itself at its end where one has passed through an `exec`.
+    # Until the server installs its own handlers, a signal unwinds the start. SystemExit, because
+    # after a KeyboardInterrupt that passed through `exec` Python kills itself at its end.
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, _unwind)
     try:

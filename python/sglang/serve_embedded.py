@@ -1,10 +1,10 @@
-"""`make serve`: a Mooncake store and the server on this machine, with one answer to begin with.
+"""`make serve`: a Mooncake store and the server on this machine, and the answer to one question.
 
-Starts `mooncake_master`, a store node of 512 MB and the server with all three tiers, asks it
-something over HTTP, prints the answer and how to ask the next, and stays until Ctrl-C (`ONCE=1`:
-ends after the answer). Arguments are the server's; without `--model-path` it serves the built-in
-model. Every process is a child and is ended by its handle: the server first, so that it can still
-write to the store.
+Starts `mooncake_master`, a store node of 512 MB and the server with all three tiers. Asks it a
+question over HTTP, prints the answer and a command for the next question, and runs until Ctrl-C
+(with `ONCE=1` until the answer). Arguments are those of the server; without `--model-path` it
+serves the built-in model. All processes are children and end by their handles, the server first, so
+that it can still write to the store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Before the other imports: Ctrl-C during them would end in a traceback.
+    # Before the other imports, because Ctrl-C during them would print a traceback.
     signal.signal(signal.SIGINT, lambda sig, frame: os._exit(128 + sig))
 
 import json
@@ -46,7 +46,7 @@ STORAGE_FLAGS: Final = (
     "mooncake",
     "--enable-cache-report",
 )
-# Longer than a page, so that the next question finds its start in the cache.
+# Longer than a page, so that the cache has the start of the next question.
 FACTS: Final = (
     "The code of heron is 7391. The code of otter is 2846. The code of badger is 5027. "
     "The code of falcon is 1684. The code of raven is 9310. The code of tiger is 4275."
@@ -58,7 +58,7 @@ _DRAIN_TIMEOUT: Final = 60.0
 
 
 def chat_body(question: str) -> dict[str, Any]:
-    """A chat request for `question`, answered greedily, with cached tokens by tier."""
+    """A greedy chat request for `question` that reports cached tokens by tier."""
     return {
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
@@ -68,7 +68,7 @@ def chat_body(question: str) -> dict[str, Any]:
 
 
 def curl_line(base_url: str, question: str, has_key: bool) -> str:
-    """A command for a POSIX shell that asks `question`."""
+    """A command that asks `question` in a POSIX shell."""
     body = json.dumps(chat_body(question)).replace("'", "'\\''")
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if has_key else ""
     return (
@@ -78,7 +78,7 @@ def curl_line(base_url: str, question: str, has_key: bool) -> str:
 
 
 def describe_answer(answer: dict[str, Any]) -> str:
-    """The words of a chat completion, and how many prompt tokens came from which tier."""
+    """The text of a chat completion, and the number of prompt tokens from each tier."""
     text = answer["choices"][0]["message"]["content"]
     usage = answer["usage"]
     details = (answer.get("sglext") or {}).get("cached_tokens_details") or {}
@@ -90,10 +90,10 @@ def describe_answer(answer: dict[str, Any]) -> str:
 
 
 def ask(base_url: str, question: str, api_key: str | None, timeout: float = 120.0) -> str:
-    """Ask the server; see `describe_answer`.
+    """Ask the server; returns the answer as `describe_answer` formats it.
 
     Raises:
-        RuntimeError: It refused, or gave no answer; one line with what it said.
+        RuntimeError: The server refused or did not answer. One line with its response.
     """
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
@@ -116,7 +116,7 @@ def _server_url(args: ServerArgs) -> str:
 
 
 def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[ManagedProcess]:
-    """Start master, node and server, in this order; `stack` ends them in the opposite one."""
+    """Start master, node and server, in this order; `stack` ends them in reverse order."""
     log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-serve-")))
     master = MooncakeMaster(log_dir)
     node = StoreNode(master, log_dir, segment_bytes=STORE_BYTES)
@@ -156,10 +156,10 @@ def serve(argv: Sequence[str]) -> None:
     """Run until Ctrl-C, SIGTERM, or with `ONCE=1` until the first answer.
 
     Raises:
-        ValueError: Flags or environment do not work; one line.
-        ChildStartError: A process did not come up or ended; one line.
-        RuntimeError: The first question was not answered; one line.
-        KeyboardInterrupt: It was asked to end, and everything has ended.
+        ValueError: Flags or environment are wrong. One line.
+        ChildStartError: A process did not start, or ended. One line.
+        RuntimeError: The first question was not answered. One line.
+        KeyboardInterrupt: A signal came, and all processes have ended.
     """
     once = envs.ONCE.get()
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
@@ -178,8 +178,8 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Exit status: 0 after Ctrl-C or the one answer, 1 with one line on what went wrong."""
-    # From here on Ctrl-C ends what was started; a supervisor's SIGTERM does the same.
+    """Exit status: 0 after Ctrl-C or the one answer; 1 after an error, with one line about it."""
+    # From here on Ctrl-C and a supervisor's SIGTERM end all started processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -29,7 +29,7 @@ NO_TARGET = -100
 
 @dataclass(frozen=True)
 class BatchShape:
-    """One optimizer step's batch: `rows` conversations cut to `length` tokens each."""
+    """The batch of one optimizer step: `rows` conversations cut to `length` tokens."""
 
     length: int
     rows: int
@@ -41,9 +41,9 @@ class Batch:
 
     Attributes:
         ids: int64 token ids.
-        targets: int64, the next token where it belongs to an answer, else `NO_TARGET`.
-        answers: int64, the number of the code's question (from 0 over the whole batch) for the
-            targets of a code, else -1.
+        targets: int64, the next token if it belongs to an answer, else `NO_TARGET`.
+        answers: int64, for targets of a code the number of its question (from 0 over the whole
+            batch), else -1.
     """
 
     ids: torch.Tensor
@@ -52,7 +52,7 @@ class Batch:
 
 
 class BatchBuilder:
-    """Builds batches; one per process. The batch is a function of (split, seed, shape)."""
+    """Builds batches. One per process. A batch is a function of split, seed and shape."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -114,7 +114,7 @@ class BatchBuilder:
 
 
 class TrainingStream(IterableDataset[Batch]):
-    """The batches of `shapes` in order, shared out over the loader's workers in turn."""
+    """The batches of `shapes` in order, distributed over the loader's workers in turn."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, shapes: Sequence[BatchShape]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Score the built-in model, text to text: python scripts/builtin_model/evaluate.py [--json FILE]
+"""Scores the built-in model: python scripts/builtin_model/evaluate.py [--json FILE]
 
 Greedy decoding with transformers over held-out conversations, rendered by the chat template. The
 model's own answers stay in the conversation, as with a real client.
@@ -39,7 +39,7 @@ class Answerer:
 
 
 def score_length(answerer: Answerer, tokens: int, examples: int, questions: int) -> dict[str, Any]:
-    """Ask `questions` in each of `examples` conversations of `tokens` tokens; count right ones."""
+    """Ask `questions` in each of `examples` conversations of `tokens` tokens; count right codes."""
 
     def count(text: str) -> int:
         return len(answerer.tokenizer(text).input_ids)

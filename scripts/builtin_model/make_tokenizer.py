@@ -1,7 +1,8 @@
-"""Write the built-in model's tokenizer: python scripts/builtin_model/make_tokenizer.py [DIR]
+"""Writes the built-in model's tokenizer: python scripts/builtin_model/make_tokenizer.py [DIR]
 
-A byte-level vocabulary without merges: a piece of text (see `recall_text.piece_pattern`) that is a
-word of the vocabulary is one token, any other is spelled in bytes, so every text round-trips.
+A byte-level vocabulary without merges. A piece of text (see `recall_text.piece_pattern`) that is a
+word of the vocabulary is one token. Any other piece is spelled in bytes, so that every text
+round-trips.
 """
 
 from __future__ import annotations

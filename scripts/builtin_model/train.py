@@ -1,7 +1,7 @@
-"""Train the built-in model: python scripts/builtin_model/train.py --out DIR [--scale 1.0]
+"""Trains the built-in model: python scripts/builtin_model/train.py --out DIR [--scale 1.0]
 
-Takes the architecture and the tokenizer from the package folder and writes DIR/model.safetensors
-(bfloat16) after every stage. Minutes on one GPU; `--scale 0.01 --device cpu` shows that it runs.
+Reads the architecture and the tokenizer from the package folder, and writes DIR/model.safetensors
+(bfloat16) after every stage. Takes minutes on one GPU; `--scale 0.01 --device cpu` is a quick test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FINAL_LEARNING_RATE = 2e-5
 WARMUP_STEPS = 100
 GRADIENT_NORM = 1.0
 STEP_TOKENS = 69_632
-REHEARSAL_EVERY = 4  # steps; later stages take the earlier stages' lengths in turn this often
+REHEARSAL_EVERY = 4  # steps; so often a stage uses a length of an earlier stage, in turn
 VALIDATION_LENGTHS = (272, 2160, 6480, 16320)
 
 
@@ -49,7 +49,7 @@ STAGES = (
 
 
 class Trainer:
-    """Holds fp32 weights, the optimizer and the schedule; forward and backward run in bfloat16."""
+    """Has fp32 weights, the optimizer and the schedule. Forward and backward run in bfloat16."""
 
     def __init__(self, device: str, step_tokens: int, scale: float, seed: int) -> None:
         torch.manual_seed(seed)
@@ -87,7 +87,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, length: int, conversations: int) -> tuple[float, int]:
-        """Return the share of held-out codes that are right in every token, and their number."""
+        """Return the share of held-out codes with all tokens right, and the number of codes."""
         rows = max(1, min(conversations, STEP_TOKENS // length))
         builder = BatchBuilder(self.tokenizer)
         right = total = 0
@@ -102,7 +102,7 @@ class Trainer:
         return right / total, total
 
     def save(self, directory: Path) -> None:
-        """Write the weights as bfloat16 in Hugging Face's names (the tied head is left out)."""
+        """Write the weights as bfloat16 under Hugging Face's names, without the tied head."""
         weights = {
             name: value.detach().to("cpu", torch.bfloat16).contiguous()
             for name, value in self.model.state_dict().items()

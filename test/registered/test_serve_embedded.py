@@ -1,4 +1,4 @@
-"""`make serve`: it answers, stays, ends what it started, and says in one line what is wrong."""
+"""`make serve`: it answers, runs until a signal, ends its processes, reports errors in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_once_answers_and_ends() -> None:
+def test_with_once_it_answers_and_ends() -> None:
     done = run("--port", str(get_free_port()), ONCE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     answer = done.stdout.split(QUESTION, 1)[1]
@@ -45,7 +45,7 @@ def test_once_answers_and_ends() -> None:
     assert "curl -s http://127.0.0.1:" in answer
 
 
-def test_it_stays_until_it_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_it_runs_until_a_signal_and_leaves_no_process(tmp_path: Path) -> None:
     port = get_free_port()
     url = f"http://127.0.0.1:{port}"
     log = tmp_path / "log"
@@ -68,7 +68,7 @@ def test_it_stays_until_it_is_told_and_leaves_nothing(tmp_path: Path) -> None:
             kill_process_tree(process.pid)
 
 
-def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
+def test_a_port_in_use_gives_one_line_before_any_process_starts() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -82,26 +82,26 @@ def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
     assert "runs" not in done.stdout
 
 
-def test_a_wrong_flag_is_one_line() -> None:
+def test_a_wrong_flag_gives_one_line() -> None:
     done = run("--pagesize", "4")
     assert done.returncode == 1
     assert "did you mean --page-size?" in done.stderr.splitlines()[-1]
 
 
-def test_a_model_that_is_not_there_is_one_line_before_anything_starts() -> None:
+def test_a_missing_model_gives_one_line_before_any_process_starts() -> None:
     done = run("--port", str(get_free_port()), "--model-path", "/nonexistent")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("serve: error: model path '/nonexistent'")
     assert "runs" not in done.stdout
 
 
-def test_a_server_that_does_not_start_ends_the_rest() -> None:
+def test_a_server_that_does_not_start_ends_the_store() -> None:
     done = run("--port", str(get_free_port()), "--max-total-tokens", "1000000000000")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("serve: error: the server ended with status")
 
 
-def test_the_curl_line_survives_a_shell() -> None:
+def test_the_curl_line_is_valid_in_a_shell() -> None:
     question = 'What\'s "it"?'
     words = shlex.split(curl_line("http://h:1", question, has_key=True))
     assert words[:3] == ["curl", "-s", "http://h:1/v1/chat/completions"]
@@ -109,7 +109,7 @@ def test_the_curl_line_survives_a_shell() -> None:
     assert "Authorization: Bearer YOUR_API_KEY" in words
 
 
-def test_an_answer_says_from_which_tier() -> None:
+def test_an_answer_names_the_tiers() -> None:
     answer = {
         "choices": [{"message": {"content": "7391"}}],
         "usage": {"prompt_tokens": 80, "completion_tokens": 5},

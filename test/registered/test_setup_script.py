@@ -1,4 +1,4 @@
-"""`scripts/setup.sh` shows what it does. Its pip is a script here, which installs nothing."""
+"""`scripts/setup.sh` reports its progress. Its pip is a fake here, which installs nothing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ echo "Installing collected packages: small, large, last"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with this script and an interpreter that only pretends to install."""
+    """A checkout with this script and a fake interpreter that installs nothing."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
     text = (CHECKOUT / "scripts" / "setup.sh").read_text(encoding="utf-8")
-    # Its own patience is more than a test has.
+    # The script's own period is too long for a test.
     (tmp_path / "scripts" / "setup.sh").write_text(text.replace("quiet_s=15", "quiet_s=1"))
     (tmp_path / "pip.sh").write_text(PIP)
     python = tmp_path / "python"
@@ -62,7 +62,7 @@ def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_stages_downloads_and_silence_have_their_lines(checkout: Path) -> None:
+def test_stages_downloads_and_quiet_periods_are_reported(checkout: Path) -> None:
     done = set_up(checkout)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -83,7 +83,7 @@ def test_stages_downloads_and_silence_have_their_lines(checkout: Path) -> None:
     assert (again.returncode, again.stdout) == (0, "")
 
 
-def test_what_failed_is_shown_and_nothing_counts_as_done(checkout: Path) -> None:
+def test_a_failure_is_reported_and_not_recorded_as_done(checkout: Path) -> None:
     (checkout / "pip.sh").write_text("echo 'ERROR: no space left'; echo why; exit 1\n")
     done = set_up(checkout)
     assert done.returncode == 1

@@ -1,1 +1,1 @@
-"""What the benchmarks are made of: workloads, load generation, figures, cache simulation."""
+"""Parts of the benchmarks: workloads, load generation, figures, cache simulation."""

@@ -1,7 +1,7 @@
-"""Sends one request to a server, reads its event stream, and notes when what came.
+"""Sends one request to a server, reads its event stream, and records the times of its tokens.
 
-A backend says how a request is put and how an event is read; `send` does the rest. Errors of any
-kind end in the result, never as an exception: a load test goes on.
+A backend defines the body of a request and the fields of an event; `send` does the rest. Errors
+become part of the result and are never raised, so that a load test continues.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _ERROR_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What is the same for all requests of a run."""
+    """Options that all requests of a run have in common."""
 
     base_url: str
     model: str = "default"
     ignore_eos: bool = True
     temperature: float = 0.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Put on top of each request's body."""
+    """Added to the body of each request."""
 
 
 class _Progress:
-    """Turns the moments at which tokens came into TTFT and inter-token times."""
+    """Computes TTFT and inter-token latencies from the arrival times of tokens."""
 
     def __init__(self, result: RequestResult) -> None:
         self.result = result
@@ -43,7 +43,7 @@ class _Progress:
         self._tokens = 0
 
     def tokens(self, total: int) -> None:
-        """`total` tokens of the answer have come up to now."""
+        """Note that `total` tokens of the answer have arrived so far."""
         now = time.perf_counter()
         new = total - self._tokens
         if new <= 0:
@@ -55,7 +55,7 @@ class _Progress:
         self._last, self._tokens = now, total
 
     def one_more(self) -> None:
-        """Text has come: at least a token."""
+        """Note that text has arrived, which is at least one token."""
         self.tokens(self._tokens + 1)
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ class _Progress:
 
 
 class ApiBackend(ABC):
-    """One way to ask for a generation."""
+    """An endpoint and its protocol for generating text."""
 
     path: ClassVar[str]
     wants_text: ClassVar[bool] = False
@@ -76,11 +76,11 @@ class ApiBackend(ABC):
     def body(
         self, request: BenchRequest, text: str | None, options: RequestOptions
     ) -> dict[str, Any]:
-        """The JSON body. `text` is the prompt's where `wants_text`."""
+        """The JSON body. `text` is the prompt's text if `wants_text`."""
 
     @abstractmethod
     def read(self, event: Mapping[str, Any], progress: _Progress) -> None:
-        """Take one event of the stream."""
+        """Process one event of the stream."""
 
     async def send(
         self,
@@ -89,7 +89,7 @@ class ApiBackend(ABC):
         options: RequestOptions,
         text: str | None = None,
     ) -> RequestResult:
-        """Ask, and read the answer to its end."""
+        """Send a request and read the answer to its end."""
         body = orjson.dumps({**self.body(request, text, options), **options.extra_body})
         result = RequestResult(prompt_tokens=len(request.prompt_ids))
         progress = _Progress(result)
@@ -214,7 +214,7 @@ class OpenAIChatBackend(OpenAICompletionsBackend):
 
 
 def make_backend(name: str) -> ApiBackend:
-    """The backend of that name. Raises ValueError that lists the names."""
+    """The backend called `name`. Raises ValueError that lists the names."""
     backends: dict[str, type[ApiBackend]] = {
         "sglang": SglangBackend,
         "sglang-oai": OpenAICompletionsBackend,

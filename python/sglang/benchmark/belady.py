@@ -1,13 +1,12 @@
-"""What an eviction policy that knows the future would hit: Belady's choice on leaf pages.
+"""The hits of an eviction policy that knows the future: Belady's choice among leaf pages.
 
-The cache is closed under prefixes, as the radix tree is: a page can only leave while no page that
-continues it is there. Among those leaves the one whose next use is farthest away goes. A page is
-used no later than the pages that continue it, so the farthest page of all is always a leaf, and the
-constraint costs nothing.
+The cache is closed under prefixes, as the radix tree is: a page can only be evicted while no page
+that continues it is cached. The policy evicts the leaf whose next use is farthest away. A page is
+used no later than the pages that continue it. So the page with the farthest next use is always a
+leaf, and the constraint to leaves costs no hit.
 
-Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966). The
-request in service holds all of its pages, as in the engine, which also makes the choice causal:
-nothing can be kept out.
+Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966). As in the
+engine, the request in service holds all of its pages, so that every page is cached at its use.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Pages that a replay found in the cache, and what it could not serve."""
+    """Pages that a replay found in the cache, and pages that it evicted."""
 
     hit_pages: int
     evicted_pages: int = 0
 
 
 def unlimited_hits(trace: PageTrace) -> Hits:
-    """Hits of a cache that never has to evict."""
+    """Hits of a cache that never evicts."""
     seen: set[int] = set()
     hits = 0
     for request in trace.requests:
@@ -57,22 +56,22 @@ def belady_hits(trace: PageTrace, capacity_pages: int) -> Hits:
 
 
 class _ClairvoyantCache:
-    """Pages held now, and for each when it is used next."""
+    """The cached pages, each with its next use."""
 
     def __init__(self, trace: PageTrace, capacity_pages: int) -> None:
         self._trace = trace
         self._capacity = capacity_pages
         self._next_uses = _next_uses(trace)
         self._next_use: dict[int, int] = {}
-        """Of each page held."""
+        """Cached page to its next use."""
         self._children: dict[int, int] = {}
-        """How many pages that continue a page are held."""
+        """Page to the number of cached pages that continue it."""
         self._leaves: list[tuple[int, int]] = []
-        """Heap of (-next use, page); an entry that no longer says the truth is skipped."""
+        """Heap of (-next use, page). Outdated entries are skipped."""
         self.evicted_pages = 0
 
     def serve(self, index: int) -> int:
-        """Serve request `index`; pages that it found."""
+        """Serve request `index`. Returns the pages that it found."""
         request = self._trace.requests[index]
         hits = _leading(request.pages, request.usable, self._next_use)
         in_service = set(request.pages)
@@ -115,7 +114,7 @@ class _ClairvoyantCache:
 
 
 def _next_uses(trace: PageTrace) -> list[list[int]]:
-    """For each request and page of it: the next request that could hit the page."""
+    """For each page of each request, the next request that could hit the page."""
     upcoming: dict[int, int] = {}
     uses: list[list[int]] = []
     for index in range(len(trace.requests) - 1, -1, -1):

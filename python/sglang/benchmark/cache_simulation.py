@@ -1,12 +1,12 @@
 """Replays a trace on the real radix tree and the real allocators, without a model.
 
-The device pool is the engine's own class with one layer, one head and one dimension, so that a
-working set of millions of tokens fits into memory; nothing is computed into it. Everything else is
-what the scheduler does for a request: match, load back, make room, insert, release. Requests are
-served one after the other, each to its end; their answers are not cached.
+The device pool is the engine's class with one layer, one head and one dimension, so that a working
+set of millions of tokens fits into memory; no KV is computed. The other steps are those of the
+scheduler: match, load back, evict, insert, release. Requests are served one after the other, and
+their answers are not cached.
 
-One thread, besides the copy threads of the hierarchical cache, which are waited for after each
-request, so that a replay gives the same figures each time.
+One thread, and the copy threads of the hierarchical cache. A replay waits for them after each
+request, so that it always gives the same figures.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _VOCABULARY = np.arange(1, 1 << 16, dtype=np.uint32)
 
 
 class Arrangement(StrEnum):
-    """How the memory is divided into tiers."""
+    """The division of the memory into tiers."""
 
     ONE_TIER = "one_tier"
-    """All of it is L1."""
+    """L1 only."""
     WRITE_THROUGH = "write_through"
-    """L1 and L2; every page is written to L2 when it is new, so that L2 repeats L1."""
+    """L1 and L2; every new page is written to L2, so that L2 duplicates L1."""
     WRITE_BACK = "write_back"
-    """L1 and L2; a page is written to L2 when it leaves L1."""
+    """L1 and L2; a page is written to L2 when L1 evicts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class CacheSizes:
         """Divide `total_pages` so that L2 is `ratio` times L1 and the longest request fits L1.
 
         Raises:
-            ValueError: That many pages cannot hold the longest request (and one page of L2).
+            ValueError: The pages cannot hold the longest request (and one page of L2).
         """
         two_tiers = arrangement is not Arrangement.ONE_TIER
         if total_pages < longest_pages + two_tiers:
@@ -91,10 +91,10 @@ class _HiCacheSettings:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Tokens of a replay by where they came from."""
+    """The tokens of a replay, by their source."""
 
     page_tokens: int = 0
-    """Tokens of the prompts' whole pages: what an ideal cache could have."""
+    """Tokens in whole pages of the prompts: the most that an ideal cache could have."""
     device_tokens: int = 0
     host_tokens: int = 0
     seconds: float = 0.0
@@ -105,9 +105,9 @@ class ReplayResult:
 
 
 class SimulatedCache:
-    """One engine's L1, and L2 where the arrangement has one.
+    """L1 of one engine, and L2 if the arrangement has one.
 
-    Use `close` at the end; it also checks the books.
+    Call `close` at the end; it also checks the books.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SimulatedCache:
         if arrangement is Arrangement.ONE_TIER:
             self._tree = RadixCache(params)
         else:
-            # Half a page more, so that rounding down gives the pages asked for.
+            # Half a page more, so that rounding down gives exactly these pages.
             settings = _HiCacheSettings(
                 hicache_ratio=(sizes.l2_pages + 0.5) / sizes.l1_pages,
                 hicache_write_policy=arrangement.value,
@@ -138,14 +138,17 @@ class SimulatedCache:
             assert self._tree.host_pool.size == sizes.l2_pages * page_size
 
     def arrive(self, rid: str, number: int, ids: TokenArray) -> int:
-        """A prompt enters the queue as the `number`-th; `serve` it later under this `rid`. The
-        tokens that L1 and L2 have of it."""
+        """Add a prompt to the queue as the `number`-th; `serve` it later with this `rid`.
+
+        Returns:
+            The tokens of the prompt that L1 and L2 have.
+        """
         match = self._tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
         self._tree.note_waiting(rid, number, match.last_host_node)
         return len(match.device_indices) + match.host_hit_length
 
     def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
-        """Serve one prompt; the tokens that L1 and L2 had of it."""
+        """Serve one prompt. Returns its tokens that were in L1, and in L2."""
         tree = self._tree
         match = tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
         tree.note_scheduled(rid)
@@ -178,9 +181,9 @@ class SimulatedCache:
             self._tree.shutdown()
 
     def _compute(self, tokens: int) -> torch.Tensor:
-        """Slots for `tokens` new tokens, whole pages."""
-        # Under write_back a parent may only leave once the copy of its child has landed, which is
-        # when `evict` returns: as the scheduler does in its next tick, ask again.
+        """Slots for `tokens` new tokens in whole pages."""
+        # Under write_back a parent can be evicted only after the copy of its child has landed,
+        # which may be when `evict` returns. So call it again, as the scheduler's next tick does.
         while (missing := tokens - self._allocator.available_size()) > 0:
             if not self._tree.evict(EvictParams(num_tokens=missing)).num_tokens_evicted:
                 break
@@ -201,7 +204,7 @@ class SimulatedCache:
 
 
 class TracePrompts:
-    """Token arrays of a trace's prompts. Blocks are made once: 4 bytes a distinct token."""
+    """Token arrays of a trace's prompts. Each block is created once; 4 bytes per distinct token."""
 
     def __init__(self, trace: Sequence[TraceRequest], scale: TraceScale, page_size: int) -> None:
         self.page_size = page_size
@@ -231,7 +234,7 @@ class TracePrompts:
 
 
 def replay(cache: SimulatedCache, prompts: TracePrompts) -> Iterator[ReplayResult]:
-    """Serve the prompts one after the other; yields the sums so far after each."""
+    """Serve the prompts one after the other; yield the sums after each."""
     result = ReplayResult()
     started = time.perf_counter()
     for ids, priority in prompts:

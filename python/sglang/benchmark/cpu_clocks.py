@@ -1,7 +1,7 @@
-"""CPU time of a thread or a process, in nanoseconds' resolution.
+"""CPU time of a thread or a process, with a resolution of nanoseconds.
 
-`/proc` and `psutil` count ticks of 10 ms: what a request takes of a process is less than one.
-Linux has a clock for each thread and process, whose number is made from the id
+`/proc` and `psutil` count ticks of 10 ms, and a request takes less than one tick of a process.
+Linux has a clock for each thread and process; its number follows from the id
 (`clock_getcpuclockid(3)`).
 """
 
@@ -11,10 +11,10 @@ import time
 
 
 def thread_seconds(tid: int) -> float:
-    """CPU time so far of a thread of this process, by its native id. OSError: there is none."""
+    """CPU time of a thread of this process, by native id. Raises OSError if there is none."""
     return time.clock_gettime((~tid << 3) | 6)
 
 
 def process_seconds(pid: int) -> float:
-    """CPU time so far of a process, all its threads. OSError: there is none."""
+    """CPU time of all threads of a process. Raises OSError if there is none."""
     return time.clock_gettime((~pid << 3) | 2)

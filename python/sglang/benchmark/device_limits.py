@@ -1,7 +1,7 @@
-"""What a device allows: its copy and matrix rates as measured, and the least time of a step.
+"""The limits of a device: measured copy and matrix rates, and the least time of a step.
 
-A step can neither move its bytes faster than a large copy does nor multiply faster than a large
-product: the ratio to that says how much is left to gain, whatever the machine.
+A step cannot move bytes faster than a large copy, nor multiply faster than a large product. The
+ratio to these limits shows, on any machine, how much faster a step could become.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 _GROUPS: Final = 9
 _PER_GROUP: Final = 5
-"""Runs between two looks at the clock, so that waiting for the device costs little."""
+"""Runs between two readings of the clock, so that waiting for the device costs little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +27,25 @@ class Limits:
     """Rates measured on a device."""
 
     copy_bytes_per_s: float
-    """Of a copy much larger than any cache, bytes read plus bytes written."""
+    """Bytes read plus bytes written by a copy much larger than any cache."""
     product_flop_per_s: float
-    """Of a large product in the model's dtype, an addition and a multiplication being two."""
+    """Rate of a large product in the model's dtype; addition and multiplication count as two."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """How much a step computes and reads."""
+    """The amount of computation and reading in a step."""
 
     new_tokens: int
-    """In all requests together."""
+    """New tokens of all requests."""
     pairs: float
-    """Of a query and a key that it sees, in all requests, for one layer and head."""
+    """Pairs of a query and a key visible to it, of all requests, for one layer and head."""
     read_kv_bytes: int
-    """Keys and values read, in all layers."""
+    """Bytes of keys and values read in all layers."""
     last_pairs: float
-    """The same in the last layer, where only tokens with logits need to see anything."""
+    """Pairs in the last layer, where only tokens with logits need attention."""
     logits: int
-    """Tokens that go through the output head, hence through all of the last layer."""
+    """Tokens that pass the output head, and therefore all of the last layer."""
 
 
 def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
@@ -55,17 +55,17 @@ def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _median_seconds(lambda: target.copy_(source), device)
-    # Not zeros: a GPU multiplies those with less power, hence at a higher clock.
+    # Random values, because a GPU multiplies zeros with less power and thus at a higher clock.
     x, y = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     product_s = _median_seconds(lambda: x @ y, device)
     return Limits(2 * size / copy_s, 2 * width**3 / product_s)
 
 
 def least_seconds(model: ModelConfig, work: StepWork, limits: Limits) -> float:
-    """The larger of what arithmetic and what memory take at the limits.
+    """The larger of the times for arithmetic and for memory at the limits.
 
-    Every weight but the embedding's is read once, in the model's dtype. Of the last layer, tokens
-    without logits need their keys and values alone.
+    Every weight except the embedding is read once, in the model's dtype. In the last layer, tokens
+    without logits need only their keys and values.
     """
     attention_width = model.num_attention_heads * model.head_dim
     kv_weights = 2 * model.hidden_size * model.num_key_value_heads * model.head_dim
@@ -81,7 +81,7 @@ def least_seconds(model: ModelConfig, work: StepWork, limits: Limits) -> float:
 
 
 def prefill_work(batch_size: int, input_len: int) -> StepWork:
-    """`batch_size` prompts of `input_len` tokens, with nothing before them."""
+    """The work for `batch_size` prompts of `input_len` tokens, without a cached prefix."""
     return StepWork(
         new_tokens=batch_size * input_len,
         pairs=batch_size * input_len * (input_len + 1) / 2,
@@ -92,7 +92,7 @@ def prefill_work(batch_size: int, input_len: int) -> StepWork:
 
 
 def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: int) -> StepWork:
-    """One token of each of `batch_size` requests, whose contexts have `context_len` tokens."""
+    """The work for one token of each of `batch_size` requests with `context_len` tokens."""
     context = batch_size * context_len
     return StepWork(
         new_tokens=batch_size,

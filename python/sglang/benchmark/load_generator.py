@@ -1,4 +1,4 @@
-"""Sends requests at their times and collects what came back. asyncio; one thread."""
+"""Sends requests at their times and collects the results. asyncio; one thread."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _READ_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A finished load test."""
+    """The results of a load test."""
 
     results: list[RequestResult]
     """In the order of the requests."""
     duration: float
-    """Seconds from the first sending to the last end."""
+    """Seconds from the first request to the last answer."""
     client_cpu_seconds: float
-    """CPU time of this process meanwhile: near `duration`, the client was the bottleneck."""
+    """CPU time of this process meanwhile. Near `duration`, the client was the bottleneck."""
 
 
 def open_session(api_key: str | None = None, timeout_s: float = 3600.0) -> aiohttp.ClientSession:
@@ -53,11 +53,11 @@ async def generate_load(
     """Send each request at its time and wait for all.
 
     Args:
-        times: Seconds after the begin, one a request, ascending.
-        texts: Prompts as text, where the backend wants it.
-        max_concurrency: Requests under way at most; others wait, and their clocks start when they
-            are sent.
-        on_done: Called after each.
+        times: Seconds after the start, ascending, one for each request.
+        texts: Prompts as text, if the backend needs it.
+        max_concurrency: Most requests under way. Other requests wait, and their clocks start when
+            they are sent.
+        on_done: Called after each request.
     """
     slots: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()

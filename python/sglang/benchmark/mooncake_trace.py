@@ -1,9 +1,9 @@
 """Request traces in the format of Mooncake's release: lengths, times and ids of prefix blocks.
 
-One JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one
-for each block of 512 prompt tokens, the last maybe partial; equal ids mean equal tokens, and equal
-tokens before them). There is no text: tokens are made from the ids, so that equal ids give equal
-prefixes in every run and every process.
+Each line is a JSON object: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids`
+(one for each block of 512 prompt tokens; the last block may be partial). Equal ids mean equal
+tokens up to the end of the block. There is no text: tokens are derived from the ids, so that equal
+ids give equal prefixes in every run and every process.
 
 Source of format and data: Qin et al., "Mooncake: Trading More Storage for Less Computation",
 FAST'25.
@@ -37,15 +37,15 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceScale:
-    """Makes a trace small enough for the machine at hand.
+    """Factors that make a trace small enough for a machine.
 
     Args:
-        length: Tokens of the prompts are multiplied by this, (0, 1].
-        output: The same for the answers.
-        time: Times between requests are multiplied by this; 0 sends all at once.
+        length: Factor of prompt lengths, in (0, 1].
+        output: Factor of answer lengths, in (0, 1].
+        time: Factor of the times between requests; 0 sends all at once.
 
     Raises:
-        ValueError: A factor is outside its range, or a block has no token left.
+        ValueError: A factor is outside its range, or a block would have no tokens.
     """
 
     length: float = 1.0
@@ -69,7 +69,7 @@ class TraceScale:
         return int(BLOCK_TOKENS * self.length)
 
     def prompt_tokens(self, request: TraceRequest) -> int:
-        """Scaled prompt length; at least 1, at most what the blocks hold."""
+        """Scaled prompt length, at least 1 and at most the tokens of the blocks."""
         whole, rest = divmod(request.input_length, BLOCK_TOKENS)
         scaled = whole * self.block_tokens + int(rest * self.length)
         return max(1, min(scaled, len(request.hash_ids) * self.block_tokens))
@@ -80,10 +80,10 @@ class TraceScale:
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace, all without.
+    """The first `limit` requests of a trace; None reads all.
 
     Raises:
-        ValueError: The file or a line of it is not a trace; names the line.
+        ValueError: The file or a line of it is not a trace; the message names the line.
     """
     try:
         with Path(path).open("rb") as lines:
@@ -121,11 +121,11 @@ def _parsed(line: bytes, where: str) -> TraceRequest:
 
 
 class TokenMaker:
-    """Makes the tokens of a block from its id.
+    """Derives the tokens of a block from its id.
 
     Args:
-        vocabulary: Ids of the tokens to draw from.
-        block_tokens: Tokens a block.
+        vocabulary: Token ids to draw from.
+        block_tokens: Tokens of a block.
     """
 
     def __init__(self, vocabulary: npt.NDArray[np.uint32], block_tokens: int) -> None:
@@ -135,7 +135,7 @@ class TokenMaker:
         self._block_tokens = block_tokens
 
     def block(self, block_id: int) -> npt.NDArray[np.uint32]:
-        """uint32 `[block_tokens]`; the same for the same id, always."""
+        """uint32 `[block_tokens]`; a function of the id."""
         random = np.random.Generator(np.random.Philox(key=block_id))
         return self._vocabulary[random.integers(len(self._vocabulary), size=self._block_tokens)]
 

@@ -1,9 +1,8 @@
-"""Conversations: each client asks, gets an answer, and asks on with all that was said before.
+"""Conversations: each client asks in rounds, and each prompt contains the conversation so far.
 
-So every round's prompt is the round before it, its answer, and new tokens: what a prefix cache is
-for. Who may ask next stands in a ready queue; while fewer than `parallel` requests are under way
-the next one is sent, at the earliest when its turn at the request rate has come. asyncio; one
-thread.
+The prompt of a round is the last prompt, its answer and new tokens: the workload of a prefix cache.
+Clients that may ask next wait in a ready queue. While fewer than `parallel` requests are under way,
+the next one is sent, not earlier than the request rate allows. asyncio; one thread.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ _FLAGS: Final = {
 
 
 class ReadyQueuePolicy(StrEnum):
-    """Which of the clients that wait for their turn asks next."""
+    """The choice of the next client in the ready queue."""
 
     RANDOM = "random"
     FIFO = "fifo"
-    """Who has waited longest: clients then come strictly in turn, the worst order for LRU."""
+    """The client that has waited longest: all clients in turn, the worst order for LRU."""
 
 
 class Distribution(StrEnum):
-    """Of the times between requests."""
+    """Distribution of the times between requests."""
 
     POISSON = "poisson"
     UNIFORM = "uniform"
@@ -48,22 +47,22 @@ class Distribution(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """How many, how long, in what order. Lengths are tokens."""
+    """Number, lengths and order of the requests. Lengths are tokens."""
 
     clients: int
     rounds: int
     request_len: int
-    """Of what is new in each round."""
+    """New tokens in each round."""
     output_len: int
     parallel: int | None = None
-    """Requests under way at most; None: one for each client."""
+    """Most requests under way; None: one for each client."""
     request_rate: float = math.inf
-    """Requests sent a second, at most."""
+    """Most requests sent per second."""
     distribution: Distribution = Distribution.POISSON
     ready_queue_policy: ReadyQueuePolicy = ReadyQueuePolicy.RANDOM
     fixed_answers: bool = False
-    """Go on with drawn tokens in place of the model's answers: two runs then ask the same even
-    where rounding makes the model answer otherwise."""
+    """Whether to continue with random tokens in place of the model's answers. Two runs then send
+    the same prompts, even if rounding changes the answers."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -80,12 +79,12 @@ class Conversations:
 class _Client:
     rng: np.random.Generator
     turn: int = 0
-    """Rounds that it has behind it."""
+    """Number of finished rounds."""
     history: list[int] = field(default_factory=list)
 
 
 class _Pace:
-    """When the next request may be sent."""
+    """The times at which requests may be sent."""
 
     def __init__(self, shape: Conversations, rng: np.random.Generator) -> None:
         self._mean_s = 1 / shape.request_rate
@@ -94,7 +93,7 @@ class _Pace:
         self._next = time.perf_counter()
 
     async def wait(self) -> None:
-        """Until the moment of the next request; those that are missed are made up for."""
+        """Wait for the time of the next request. Late requests catch up."""
         if not self._mean_s:
             return
         await asyncio.sleep(max(0.0, self._next - time.perf_counter()))
@@ -110,11 +109,11 @@ async def converse(
     between_rounds: Callable[[], Awaitable[None]] | None = None,
     on_done: Callable[[RequestResult], object] = lambda result: None,
 ) -> list[list[RequestResult]]:
-    """Hold all conversations. One that failed ends.
+    """Run all conversations. A failed request ends its conversation.
 
     Args:
-        between_rounds: Awaited between two rounds, which then wait for the slowest client; without
-            it clients go on as they can.
+        between_rounds: Awaited between two rounds, each of which waits for the slowest client.
+            None lets clients continue independently.
 
     Returns:
         The results of each round.
@@ -126,7 +125,7 @@ async def converse(
     pace = _Pace(shape, times)
     ready = [_Client(rng) for rng in own]
     answered: asyncio.Queue[tuple[_Client, bool]] = asyncio.Queue()
-    """Who has got an answer, and whether it was one."""
+    """Clients whose request ended, and whether it succeeded."""
 
     async def ask(client: _Client) -> None:
         drawn = client.rng.integers(len(vocabulary), size=shape.request_len)
@@ -144,8 +143,8 @@ async def converse(
         answered.put_nowait((client, result.success))
 
     async def serve(queue: list[_Client], last_round: int) -> list[_Client]:
-        """Until nobody in `queue` has a question up to `last_round`; who has got that far."""
-        through: list[_Client] = []
+        """Run the clients in `queue` up to `last_round`; return those that have finished it."""
+        finished: list[_Client] = []
         under_way = 0
         async with asyncio.TaskGroup() as tasks:
             while queue or under_way:
@@ -159,8 +158,8 @@ async def converse(
                 client, success = await answered.get()
                 under_way -= 1
                 if success:
-                    (queue if client.turn < last_round else through).append(client)
-        return through
+                    (queue if client.turn < last_round else finished).append(client)
+        return finished
 
     if between_rounds is None:
         await serve(ready, shape.rounds)
@@ -173,9 +172,9 @@ async def converse(
 
 
 def round_figures(number: int, results: list[RequestResult]) -> dict[str, Any]:
-    """TTFT, latency (ms), hit rate and cached tokens by tier of one round (from 1).
+    """TTFT and latency (ms), hit rate and cached tokens by tier of one round (from 1).
 
-    Times and rates of a round in which nothing succeeded are None: nothing took 0 ms.
+    Times and rates are None if no request of the round succeeded.
     """
     good = [one for one in results if one.success]
     prompts = sum(one.prompt_tokens for one in good)
@@ -183,8 +182,8 @@ def round_figures(number: int, results: list[RequestResult]) -> dict[str, Any]:
     ttft = np.asarray([one.ttft for one in good]) * 1000
     latency = np.asarray([one.latency for one in good]) * 1000
 
-    def figure(of: Callable[..., Any], *args: Any) -> float | None:
-        return float(of(*args)) if good else None
+    def figure(statistic: Callable[..., Any], *args: Any) -> float | None:
+        return float(statistic(*args)) if good else None
 
     return {
         "round": number,

@@ -1,6 +1,6 @@
 """A static batch on one worker: prompts that start and end together, without a scheduler.
 
-Requests, batches and slots are the scheduler's own; what is left out is everything that decides.
+Requests, batches and slots are those of the scheduler; its decisions are left out.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """Seconds, the device being idle before and after each."""
+    """Times in seconds; the device is idle before and after each measurement."""
 
     batch_size: int
     input_len: int
     output_len: int
     prefill: float
     decode_steps: list[float]
-    """One for each token but the first, which the prefill gives."""
+    """One for each token except the first, which the prefill gives."""
 
     def figures(self) -> dict[str, Any]:
-        """Under the names that users of such benchmarks know; None where nothing was decoded."""
+        """The figures under their usual names; None for those of decoding without decode steps."""
         median = statistics.median(self.decode_steps) if self.decode_steps else None
         total = self.prefill + sum(self.decode_steps)
         tokens = self.batch_size * (self.input_len + self.output_len)
@@ -55,17 +55,17 @@ class BatchTimes:
 
 
 class StaticBatch:
-    """Prompts on a worker, greedily continued; `release` makes the worker ready for others.
+    """Prompts on a worker, continued greedily. `release` frees the worker for another batch.
 
-    One thread uses it, and nobody else the worker.
+    Single-threaded; no other code may use the worker meanwhile.
     """
 
     def __init__(
         self, worker: TpModelWorker, prompts: Sequence[Sequence[int]], device: torch.device | str
     ) -> None:
         """Args:
-        prompts: Token ids, at least one each.
-        device: The worker's.
+        prompts: Token ids of each prompt, at least one.
+        device: Device of the worker.
         """
         self._worker = worker
         self._pools = BatchPools(
@@ -86,17 +86,17 @@ class StaticBatch:
             for number, prompt in enumerate(prompts)
         ]
         rows = worker.req_to_token_pool.alloc(self._reqs)
-        assert rows is not None, "whoever sized the pools counted the requests"
+        assert rows is not None, "the pools have a row for each request"
         self._sampling = SamplingBatchInfo.from_reqs(
             [GREEDY] * len(self._reqs), worker.vocab_size, device
         )
         self._decoding = DecodeBatch(self._pools)
 
     def prefill(self, lens: Sequence[int] | None = None) -> torch.Tensor:
-        """Compute prompts up to `lens` tokens (None: all of them), in one step.
+        """Compute prompts up to `lens` tokens (None: whole prompts) in one step.
 
         Returns:
-            int64 `[bs]` on the device: what follows; the next tokens where prompts are whole.
+            int64 `[bs]` on the device: the sampled tokens, which are valid for whole prompts.
         """
         ends = [req.num_tokens for req in self._reqs] if lens is None else list(lens)
         counts = [end - req.kv_committed_len for req, end in zip(self._reqs, ends, strict=True)]
@@ -109,27 +109,27 @@ class StaticBatch:
         return token_ids
 
     def begin_decoding(self, first_tokens: Sequence[int]) -> None:
-        """Let the whole prompts be followed by one token each."""
+        """Append the first output token to each prompt, and prepare decoding."""
         for req, token in zip(self._reqs, first_tokens, strict=True):
             req.output_ids.append(token)
         self._decoding.add(self._reqs)
 
     def decode(self) -> torch.Tensor:
-        """One step: int64 `[bs]` on the device, each request's next token."""
+        """Run one decode step. Returns the next tokens, int64 `[bs]` on the device."""
         is_prepared = self._decoding.prepare()
-        assert is_prepared, "whoever sized the pools counted the tokens"
+        assert is_prepared, "the pools have slots for all tokens"
         batch = self._decoding.worker_batch(self._sampling)
         _, token_ids = self._worker.forward_batch_generation(batch)
         self._decoding.advance(token_ids)
         return token_ids
 
     def release(self) -> None:
-        """Give rows and slots back: all that the worker has."""
+        """Free all rows and slots of the worker."""
         self._pools.req_to_token_pool.clear()
         self._pools.allocator.clear()
 
     def _allocate(self, ends: list[int], counts: list[int]) -> torch.Tensor:
-        """Slots of the next `counts` tokens of each request, written to its row."""
+        """Allocate slots for the next `counts` tokens of each request; write them to its row."""
         pools = self._pools
         table = pools.req_to_token_pool
         begins = [req.kv_committed_len for req in self._reqs]
@@ -138,7 +138,7 @@ class StaticBatch:
         slots = pools.allocator.alloc_extend(
             pools.int64(begins), begins, pools.int64(ends), ends, last.to(torch.int64), sum(counts)
         )
-        assert slots is not None, "whoever sized the pools counted the tokens"
+        assert slots is not None, "the pools have slots for all tokens"
         pieces = torch.split(slots, counts)
         for req, begin, end, piece in zip(self._reqs, begins, ends, pieces, strict=True):
             table.write((req.row, slice(begin, end)), piece)
@@ -155,7 +155,7 @@ def time_batch(
     """Prefill prompts of one length and decode `output_len` tokens of each, step by step.
 
     Args:
-        on_step: Told each decode step's number, from 0, and its seconds.
+        on_step: Called with the number of each decode step, from 0, and its seconds.
     """
     synchronize = device_runtime(device).synchronize
     batch = StaticBatch(worker, prompts, device)
@@ -186,10 +186,10 @@ def continue_greedily(
     output_len: int,
     device: torch.device | str,
 ) -> list[list[int]]:
-    """The `output_len` most likely next tokens of each prompt.
+    """The next `output_len` tokens of each prompt by greedy decoding.
 
-    Prompts are computed in two steps, so that attention over a prefix is part of it. End of
-    sequence ends nothing.
+    Prompts are computed in two steps, to include attention over a prefix. End-of-sequence tokens
+    do not end an output.
     """
     batch = StaticBatch(worker, prompts, device)
     try:

@@ -1,4 +1,4 @@
-"""A trace as the prefix cache sees it: requests that are paths of pages in one tree."""
+"""A trace as paths of pages in one tree, as the prefix cache sees it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale
 
 @dataclass(frozen=True, slots=True)
 class PagePath:
-    """One request: its whole pages from the root on."""
+    """The whole pages of one request, from the root."""
 
     pages: tuple[int, ...]
     usable: int
-    """How many of them a hit may cover: the last prompt token is always computed."""
+    """Most pages of a hit; the last prompt token is always computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class PageTrace:
 
     requests: Sequence[PagePath]
     parents: Sequence[int]
-    """Of each page, the page before it; -1 where there is none."""
+    """For each page the page before it; -1 for a first page."""
 
     @property
     def num_pages(self) -> int:
-        """The working set."""
+        """Number of distinct pages: the working set."""
         return len(self.parents)
 
     @property
@@ -37,11 +37,11 @@ class PageTrace:
 
 
 def make_page_trace(paths: Iterable[tuple[Sequence[int], int]]) -> PageTrace:
-    """Number the pages of requests that are given as labels.
+    """Number the pages of requests, which are given as labels.
 
     Args:
-        paths: Per request the labels of its whole pages, equal where page and prefix are equal,
-            and the usable number of them. A label counts together with the labels before it.
+        paths: For each request the labels of its whole pages, and the number of usable pages. A
+            page is identified by its label together with the labels before it.
     """
     numbers: dict[tuple[int, int], int] = {}
     parents: list[int] = []
@@ -63,12 +63,12 @@ def page_trace_of(trace: Sequence[TraceRequest], scale: TraceScale, page_size: i
     """The pages of a scaled trace. A block must be a whole number of pages.
 
     Raises:
-        ValueError: It is not; names the scales that would do.
+        ValueError: It is not; the message says what to change.
     """
     if scale.block_tokens % page_size:
         raise ValueError(
-            f"a block of {scale.block_tokens} tokens is no whole number of pages of {page_size}: "
-            "lower the page size, or scale the lengths so that it is"
+            f"a block of {scale.block_tokens} tokens is not a whole number of pages of {page_size} "
+            "tokens: lower the page size, or change the scale of the lengths"
         )
     per_block = scale.block_tokens // page_size
 

@@ -1,7 +1,7 @@
-"""What makes a figure evidence: the command, the commit and the machine that gave it.
+"""Reports of benchmarks: figures with the command, the commit and the machine that gave them.
 
-Every benchmark prints its results through `emit`, one JSON object a line, so that files of results
-can be read by one reader and appended to.
+All benchmarks print their results with `emit`, as one line of JSON each, so that one reader can
+read all files of results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Date, command, commit and hardware of this run.
 
     Args:
-        argv: As `sys.argv`, whose default it is.
+        argv: The command line; None means `sys.argv`.
     """
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -37,7 +37,7 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Short hash of the source tree's commit, `-dirty` appended where it was changed since."""
+    """Short hash of the source tree's commit, with `-dirty` after uncommitted changes."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude", "*"],
@@ -53,7 +53,7 @@ def commit() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, cores that this process may use, memory in GB (10^9 bytes), Python."""
+    """CPU model, usable cores, memory in GB (10^9 bytes), and Python version."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -75,7 +75,7 @@ def _cpu_model() -> str:
 
 
 def emit(record: Mapping[str, Any], path: str | Path | None = None) -> None:
-    """Print `record` as one line of JSON, and append it to the file `path` where one is given.
+    """Print `record` as one line of JSON, and append it to the file `path` if given.
 
     Raises:
         OSError: `path` cannot be written.
@@ -87,10 +87,10 @@ def emit(record: Mapping[str, Any], path: str | Path | None = None) -> None:
 
 
 def writable_file(path: str) -> str:
-    """`path`, for `argparse`: a file that cannot be written is found before anything is measured.
+    """A type for `argparse` that checks, before any measurement, that the file can be written.
 
     Raises:
-        argparse.ArgumentTypeError: It cannot be written.
+        argparse.ArgumentTypeError: The file cannot be written.
     """
     try:
         with Path(path).open("ab"):
@@ -100,7 +100,7 @@ def writable_file(path: str) -> str:
 
 
 def append(record: Mapping[str, Any], path: str | Path | None) -> None:
-    """Append `record` to the JSON lines of `path`, if there is one; print nothing."""
+    """Append `record` as one line of JSON to the file `path`, if given."""
     if path is None:
         return
     with Path(path).open("ab") as file:

@@ -1,4 +1,4 @@
-"""What a client saw of one request."""
+"""The result of one request, as seen by the client."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ TIERS = ("device", "host", "storage")
 
 @dataclass(slots=True)
 class RequestResult:
-    """Times in seconds by the client's clock; lengths in tokens, as the server counted them."""
+    """Times in seconds of the client's clock; lengths in tokens, as counted by the server."""
 
     error: str = ""
-    """Empty where the request succeeded."""
+    """Empty if the request succeeded."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ttft: float = 0.0
-    """From sending until the first token came."""
+    """From sending the request to the first token."""
     latency: float = 0.0
-    """From sending until the stream ended."""
+    """From sending the request to the end of the stream."""
     itl: list[float] = field(default_factory=list)
-    """Between tokens; tokens that came together share the time equally."""
+    """Times between tokens. Tokens that arrive together share the time equally."""
     text: str = ""
     output_ids: list[int] = field(default_factory=list)
-    """Where the endpoint tells them."""
+    """Empty if the endpoint does not report them."""
     cached_tokens: int = 0
     cached_details: dict[str, int] = field(default_factory=dict)
-    """By tier; empty where the server does not tell."""
+    """Cached tokens by tier; empty if the server does not report them."""
 
     @property
     def success(self) -> bool:
@@ -35,13 +35,13 @@ class RequestResult:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None with fewer than two tokens."""
+        """Seconds per token after the first; None with fewer than two tokens."""
         if self.completion_tokens < 2:
             return None
         return (self.latency - self.ttft) / (self.completion_tokens - 1)
 
     def note_cached(self, total: Any, details: Any) -> None:
-        """Take over what the server said about cached tokens, as far as it is well formed."""
+        """Record the cached tokens that the server reported, unless they are malformed."""
         if isinstance(total, int):
             self.cached_tokens = total
         if isinstance(details, dict):

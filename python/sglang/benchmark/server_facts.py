@@ -1,4 +1,4 @@
-"""What a load test has to know about its server before it starts: name, tokenizer, readiness."""
+"""Properties of a server that a load test needs before it starts: model name and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from sglang.srt.utils.hf_tokenizer import get_tokenizer, special_token_ids
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The part of a tokenizer that makes prompts."""
+    """A tokenizer, and the tokens that prompts are made of."""
 
     vocabulary: Vocabulary
     tokenizer: Any
 
     def printable(self) -> Vocabulary:
-        """The tokens that are text by themselves: pieces of characters would come back as others
-        when a prompt of them is sent as text, and as many more tokens."""
+        """The tokens that are printable text on their own.
+
+        Parts of characters would become other, and more, tokens when a prompt is sent as text.
+        """
         kept = [index for index in self.vocabulary.tolist() if _is_text(self.decode([index]))]
         return np.asarray(kept, dtype=np.uint32)
 
     def as_text(self, ids: list[int]) -> str:
-        """The text of `ids`, cut so that it has about as many tokens when it is read again.
+        """The text of `ids`, cut so that it has about as many tokens after tokenizing again.
 
-        Random neighbours seldom are what the tokenizer would have made of their text. Equal fronts
-        stay equal fronts.
+        The tokenizer seldom splits the text of random tokens into the same tokens. Equal prefixes
+        stay equal.
         """
         again = self.tokenizer.encode(self.decode(ids), add_special_tokens=False)
         return self.decode(again[: len(ids)])
@@ -45,7 +47,7 @@ def _is_text(piece: str) -> bool:
 
 
 def load_tokens(path: str) -> Tokens:
-    """The ordinary tokens of the tokenizer at `path`, without special ones.
+    """The tokens of the tokenizer at `path`, without special tokens.
 
     Raises:
         ValueError: There is no tokenizer.
@@ -60,7 +62,7 @@ async def fetch_model_info(session: aiohttp.ClientSession, base_url: str) -> dic
     """`GET /model_info`.
 
     Raises:
-        ValueError: The server does not answer it.
+        ValueError: The server does not answer.
     """
     try:
         async with session.get(
@@ -77,10 +79,10 @@ async def fetch_model_info(session: aiohttp.ClientSession, base_url: str) -> dic
 
 
 async def flush_cache(session: aiohttp.ClientSession, base_url: str, admin_key: str | None) -> None:
-    """Empty L1 and L2 of the server, once it is idle.
+    """Empty L1 and L2 of the server as soon as it is idle.
 
     Raises:
-        ValueError: It refused.
+        ValueError: The server refused.
     """
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
     async with session.post(f"{base_url}/flush_cache?timeout=30", headers=headers) as response:

@@ -1,4 +1,4 @@
-"""The figures of a load test, under the names that users of such tests know."""
+"""The figures of a load test, under their usual names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH = 50
 
 
 def summarize(load: LoadResult) -> dict[str, Any]:
-    """Throughputs (a second), latencies (ms) and counts. Failed requests count in `failed` only."""
+    """Throughputs (per second), latencies (ms), counts. Only `failed` includes failed requests."""
     good = [one for one in load.results if one.success]
     seconds = max(load.duration, 1e-9)
     inputs = sum(one.prompt_tokens for one in good)
@@ -44,7 +44,7 @@ def summarize(load: LoadResult) -> dict[str, Any]:
 
 
 def details(results: Sequence[RequestResult]) -> dict[str, Any]:
-    """The raw numbers, one a request."""
+    """The raw numbers, one for each request."""
     return {
         "input_lens": [one.prompt_tokens for one in results],
         "output_lens": [one.completion_tokens for one in results],
@@ -58,7 +58,7 @@ def details(results: Sequence[RequestResult]) -> dict[str, Any]:
 
 
 def error_counts(results: Iterable[RequestResult]) -> dict[str, int]:
-    """How often each error came, most frequent first."""
+    """Error to its number of requests, most frequent first."""
     counts: dict[str, int] = {}
     for one in results:
         if one.error:
@@ -67,7 +67,7 @@ def error_counts(results: Iterable[RequestResult]) -> dict[str, int]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The result as users know it. `figures`: of `summarize`, with the run's own fields."""
+    """The usual table of results. `figures` has those of `summarize` and the fields of the run."""
     rate = figures["request_rate"]
     limit = figures["max_concurrency"]
     lines = [

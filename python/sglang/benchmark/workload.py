@@ -1,7 +1,7 @@
 """Prompts for a load test: random, in groups that share a prefix, or from a trace.
 
 Deterministic: the same arguments and seed give the same tokens in every process. Prompts are token
-ids; text is made from them where a chat endpoint wants it.
+ids; for chat endpoints they are converted to text.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy.typing as npt
 from sglang.benchmark.mooncake_trace import TokenMaker, TraceRequest, TraceScale
 
 Vocabulary: TypeAlias = npt.NDArray[np.uint32]
-"""Ids of the tokens that prompts are made of; no special ones."""
+"""Token ids that prompts are made of, without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One prompt and how long its answer shall be."""
+    """One prompt, and the length of its answer."""
 
     prompt_ids: list[int]
     output_len: int
     """Tokens."""
     at_s: float | None = None
-    """When to send it, in seconds after the begin; None: the request rate decides."""
+    """Time to send it, in seconds after the start; None lets the request rate decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomShape:
-    """Lengths drawn evenly from `[len * range_ratio, len]`, in tokens."""
+    """Lengths in tokens, uniformly distributed over `[len * range_ratio, len]`."""
 
     input_len: int
     output_len: int
@@ -50,7 +50,7 @@ class RandomShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixShape:
-    """Groups of prompts: a system prompt for each group, a question for each prompt. Tokens."""
+    """Groups of prompts: each group shares a system prompt, each prompt has a question. Tokens."""
 
     num_groups: int
     prompts_per_group: int
@@ -68,7 +68,7 @@ class SharedPrefixShape:
 def random_requests(
     vocabulary: Vocabulary, shape: RandomShape, count: int, seed: int
 ) -> list[BenchRequest]:
-    """`count` prompts that share nothing but by chance."""
+    """`count` independent random prompts."""
     rng = np.random.default_rng(seed)
 
     def lengths(most: int) -> npt.NDArray[np.int64]:
@@ -97,7 +97,7 @@ def shared_prefix_requests(
 def trace_requests(
     vocabulary: Vocabulary, trace: Sequence[TraceRequest], scale: TraceScale
 ) -> list[BenchRequest]:
-    """The requests of a trace, with the times at which to send them."""
+    """The requests of a trace, with their times."""
     maker = TokenMaker(vocabulary, scale.block_tokens)
     begin = trace[0].timestamp_ms if trace else 0.0
     return [
@@ -111,11 +111,11 @@ def trace_requests(
 
 
 def arrival_times(requests: Sequence[BenchRequest], rate: float | None, seed: int) -> list[float]:
-    """When to send each request, in seconds after the begin.
+    """The time to send each request, in seconds after the start.
 
     Args:
-        rate: Requests a second of a Poisson process; infinite: all at once. None: the times that
-            the requests bring along, at once where they bring none.
+        rate: Requests per second of a Poisson process; infinity sends all at once. None uses the
+            times of the requests, and 0 for requests without a time.
     """
     if rate is None:
         return [one.at_s or 0.0 for one in requests]

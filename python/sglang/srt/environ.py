@@ -1,12 +1,12 @@
 """Environment variables: the one place that reads, writes and documents them.
 
     envs.MOONCAKE_PROTOCOL.get()             the parsed value, or the one default
-    envs.MOONCAKE_PROTOCOL.is_set()          whether the user (or we) set it
+    envs.MOONCAKE_PROTOCOL.is_set()          whether the environment has it
     envs.MOONCAKE_PROTOCOL.set("tcp")        for this process and its children
     with envs.MOONCAKE_PROTOCOL.override("tcp"): ...
 
-Values are parsed on every `get()`, so that a test or an entry point may change them. A value
-that does not parse is a `ValueError` that names the variable and what it takes.
+Every `get()` parses the value again, so that a test or an entry point may change it. For a value
+that does not parse, it raises a `ValueError` that names the variable and the valid values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parse_size(text: str) -> int:
 
 
 class EnvField(Generic[T]):
-    """One environment variable. Its name is the attribute's; subclasses say how it reads."""
+    """One environment variable, named like its attribute. Subclasses define how it is parsed."""
 
     expects = ""
 
@@ -55,10 +55,10 @@ class EnvField(Generic[T]):
 
     @abstractmethod
     def parse(self, text: str) -> T:
-        """The value that `text` stands for. Raises ValueError where it stands for none."""
+        """The value that `text` means. Raises ValueError for an invalid text."""
 
     def render(self, value: T) -> str:
-        """`value` as the environment holds it: the inverse of `parse`."""
+        """The text of `value` for the environment: the inverse of `parse`."""
         return str(value)
 
     def is_set(self) -> bool:
@@ -66,10 +66,10 @@ class EnvField(Generic[T]):
         return self.name in os.environ
 
     def get(self) -> T:
-        """The value, or the default where the variable is not set.
+        """The value, or the default if the variable is not set.
 
         Raises:
-            ValueError: The variable is set to something that does not parse.
+            ValueError: The variable has a value that does not parse.
         """
         text = os.environ.get(self.name)
         if text is None:
@@ -83,7 +83,7 @@ class EnvField(Generic[T]):
             ) from None
 
     def set(self, value: T) -> None:
-        """Set the variable for this process and the children it starts from now on."""
+        """Set the variable for this process and for children that it starts later."""
         os.environ[self.name] = self.render(value)
 
     def clear(self) -> None:
@@ -91,15 +91,15 @@ class EnvField(Generic[T]):
         os.environ.pop(self.name, None)
 
     def export_default(self) -> None:
-        """Put the default into the environment unless the user set something.
+        """Set the variable to the default unless the environment has it.
 
-        For variables that a C++ library reads, where our default differs from the library's.
+        For variables that a C++ library reads and whose default here differs from the library's.
         """
         os.environ.setdefault(self.name, self.render(self.default))
 
     @contextmanager
     def override(self, value: T) -> Iterator[None]:
-        """The variable is `value` inside the block, and what it was (or unset) after it."""
+        """Set the variable to `value` inside the block; restore or unset it after the block."""
         before = os.environ.get(self.name)
         self.set(value)
         try:
@@ -126,7 +126,7 @@ class EnvStr(EnvField[str]):
 
 
 class EnvOptionalStr(EnvField[str | None]):
-    """Text, or `None` where it is not set or empty."""
+    """Text, or `None` if the variable is not set or empty."""
 
     expects = "text"
 
@@ -161,7 +161,7 @@ class EnvBool(EnvField[bool]):
 
 
 class EnvSize(EnvField[int]):
-    """A size in bytes; see `parse_size`. The default is written as a user would write it."""
+    """A size in bytes; see `parse_size`. The default is text, as a user would write it."""
 
     expects = "a size in bytes or with a unit, e.g. 512mb or 4gb"
 
@@ -173,7 +173,7 @@ class EnvSize(EnvField[int]):
 
 
 class Envs:
-    """Every variable that the engine reads, with its default and its meaning."""
+    """All variables that the engine reads, with default and meaning."""
 
     MOONCAKE_MASTER = EnvOptionalStr("host:port of mooncake_master.")
     MOONCAKE_CLIENT = EnvOptionalStr("host:port of a stand-alone Mooncake client to attach to.")
@@ -184,7 +184,7 @@ class Envs:
         "P2PHANDSHAKE", "Mooncake metadata server; P2PHANDSHAKE needs none."
     )
     MOONCAKE_GLOBAL_SEGMENT_SIZE = EnvSize(
-        "4gb", "Memory each engine lends to the store; 0 where store nodes hold the objects."
+        "4gb", "Memory that each engine lends to the store; 0 if store nodes hold the objects."
     )
     MOONCAKE_LOCAL_BUFFER_SIZE = EnvSize(
         "16mb", "Scratch memory of a Mooncake client; page transfers do not go through it."
@@ -198,56 +198,57 @@ class Envs:
         False, "Ask the master's metrics port for its health before connecting."
     )
     SGLANG_HICACHE_MOONCAKE_CONFIG_PATH = EnvOptionalStr(
-        "JSON file with Mooncake's settings; the extra config wins over it, it wins over these."
+        "JSON file with Mooncake's settings. Precedence: extra config, this file, these variables."
     )
     SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = EnvStr(
         "/tmp/hicache", "Directory of the `file` storage backend."
     )
     SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK = EnvBool(
-        False, "Let `rdma` become `tcp` with a warning where there is no RDMA device."
+        False, "Use `tcp` in place of `rdma`, with a warning, if there is no RDMA device."
     )
     HICACHE_HOST_MEMORY_RESERVE_BYTES = EnvSize(
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
 
-    SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, out of sight of other users.")
-    SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, likewise.")
+    SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, hidden from other users.")
+    SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, hidden from other users.")
     SGLANG_FORWARD_UNKNOWN_TOOLS = EnvBool(
-        False, "Pass on calls of tools that the request did not name; otherwise they stay text."
+        False, "Return calls of tools that the request did not name; otherwise they stay text."
     )
 
     ONCE = EnvBool(False, "`make serve` ends after its first answer.")
 
-    # Read by torch's OpenMP library, not by us.
+    # Torch's OpenMP library reads these.
     GOMP_SPINCOUNT = EnvInt(
         1000,
-        "How long idle threads of a CPU forward spin. The library's own default (some ms) loses an "
-        "order of magnitude as soon as another process wants one of the cores.",
+        "Spins of an idle OpenMP thread of a CPU forward before it sleeps. The library's default "
+        "(some ms) makes a forward ten times slower if another process needs one of the cores.",
     )
-    OMP_WAIT_POLICY = EnvOptionalStr("OpenMP's own word on that, which wins where it is set.")
+    OMP_WAIT_POLICY = EnvOptionalStr("OpenMP's wait policy; if set, it overrides GOMP_SPINCOUNT.")
 
-    # Read by oneDNN and its front in torch, not by us. Each would keep what it made for 1,024
-    # shapes of a product. Every number of tokens makes five, of 0.5 MB each.
+    # oneDNN and torch's layer above it read these. By default each caches 1,024 shapes of matrix
+    # products. A new number of tokens adds five shapes of 0.5 MB each.
     ONEDNN_PRIMITIVE_CACHE_CAPACITY = EnvInt(
-        96, "Matrix products of a CPU whose compiled code is kept; one takes 0.3 ms to make."
+        96, "Matrix products of a CPU whose compiled code is cached; compiling takes 0.3 ms."
     )
-    LRU_CACHE_CAPACITY = EnvInt(16, "The same for the front's descriptions of them.")
+    LRU_CACHE_CAPACITY = EnvInt(16, "Descriptions of matrix products that torch caches.")
 
-    # Read by Mooncake's C++ code, not by us; `export_default` sets what we want of it.
+    # Mooncake's C++ code reads these; `export_default` sets the defaults of this engine.
     MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
-        1, "Mooncake's tries to reach the master in `setup` (its own default takes 90 s)."
+        1, "Mooncake's attempts to reach the master in `setup`; its own default takes 90 s."
     )
     MC_LOG_LEVEL = EnvStr(
         "ERROR",
-        "Least severity that Mooncake logs: INFO, WARNING, ERROR. A full store warns at each call.",
+        "Least severity that Mooncake logs: INFO, WARNING, ERROR. A full store logs a warning for "
+        "each call.",
     )
     GLOG_minloglevel = EnvInt(
-        2, "The same until Mooncake's engine has started: 0 info, 1 warning, 2 error."
+        2, "The severity until Mooncake's engine has started: 0 info, 1 warning, 2 error."
     )
 
     @classmethod
     def fields(cls) -> Mapping[str, EnvField[object]]:
-        """Name to field, in the order of the listing above."""
+        """Name to field, in the order above."""
         return {k: v for k, v in vars(cls).items() if isinstance(v, EnvField)}
 
 
@@ -255,5 +256,5 @@ envs = Envs()
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A copy of the process environment with `extra` on top, for a child process."""
+    """A copy of the process environment for a child process; `extra` overrides it."""
     return {**os.environ, **(extra or {})}

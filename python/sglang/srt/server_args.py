@@ -1,8 +1,8 @@
-"""Everything a user can set on the command line: names, defaults, and what contradicts what.
+"""All command line settings: names, defaults, and the combinations that are refused.
 
-`ServerArgs` touches neither disk (but for an `@file` extra config), network nor hardware; names
-of backends and policies are strings here and become objects where they are used. `None` means
-"worked out later": by `resolve()` where no machine or model is needed, else by who sizes it.
+`ServerArgs` uses neither disk (except an `@file` extra config), network nor hardware. Names of
+backends and policies are strings here; their users make objects of them. `None` means "determined
+later": by `resolve()` if that needs neither machine nor model, otherwise by the code that sizes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang.srt.arg_groups.api_keys import settle_key
+from sglang.srt.arg_groups.api_keys import resolve_key
 from sglang.srt.arg_groups.cli import (
     check_choices,
     explain_unknown,
@@ -49,7 +49,7 @@ _NEEDS_STORAGE: Final = ("hicache_storage_backend_extra_config",)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs:
-    """The settings of one engine, frozen; `resolve()` gives the copy that the engine runs with."""
+    """The settings of one engine, frozen. `resolve()` returns the copy that the engine uses."""
 
     # Model
     model_path: str | None = flag(
@@ -61,17 +61,17 @@ class ServerArgs:
     served_model_name: str | None = flag(None, "Name in /v1/models; absent: the model path.")
     load_format: str = flag(
         "auto",
-        "Where weights come from; dummy makes random ones, pt reads pickled files.",
+        "Format of the weights; dummy makes random weights, pt reads pickled files.",
         choices=("auto", "safetensors", "dummy", "pt"),
     )
     dtype: str = flag(
         "auto",
-        "Weights and activations; auto: as in the checkpoint.",
+        "Dtype of weights and activations; auto: the checkpoint's.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Keys and values in every tier; auto: the model's dtype. fp8_e4m3 needs a GPU.",
+        "Dtype of keys and values in every tier; auto: the model's. fp8_e4m3 needs a GPU.",
         choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3"),
     )
     context_length: int | None = flag(None, "Longest context in tokens; absent: the model's.")
@@ -81,7 +81,7 @@ class ServerArgs:
     # Server
     host: str = flag(DEFAULT_HOST, "Address to listen on.")
     port: int = flag(DEFAULT_PORT, "Port to listen on.")
-    api_key: str | None = flag(None, "Bearer token that requests must carry.", secret=True)
+    api_key: str | None = flag(None, "Bearer token that requests must send.", secret=True)
     api_key_file: str | None = flag(None, "File with that token; or set SGLANG_API_KEY.")
     admin_api_key: str | None = flag(
         None, "Bearer token of the administration endpoints.", secret=True
@@ -92,8 +92,8 @@ class ServerArgs:
     log_level: str = flag("info", "Least severity logged.", choices=LOG_LEVELS)
     log_requests: bool = flag(False, "Log every request's id, lengths and times (no text).")
     enable_metrics: bool = flag(False, "Serve Prometheus metrics on /metrics.")
-    enable_cache_report: bool = flag(False, "Tell cached tokens in the usage of OpenAI answers.")
-    stream_interval: int = flag(1, "Tokens between two pieces of a stream.")
+    enable_cache_report: bool = flag(False, "Report cached tokens in the usage of OpenAI answers.")
+    stream_interval: int = flag(1, "Tokens between two events of a stream.")
     watchdog_timeout: float = flag(
         300.0, "Seconds that one forward pass may take before the server ends."
     )
@@ -102,29 +102,29 @@ class ServerArgs:
         "xgrammar", "Library that enforces json_schema, regex and ebnf.", choices=("xgrammar",)
     )
     constrained_json_disable_any_whitespace: bool = flag(
-        False, "Write constrained JSON on one line, as json.dumps does: no free whitespace."
+        False, "Write constrained JSON on one line, as json.dumps does, without free whitespace."
     )
     tool_call_parser: str | None = flag(
         None,
-        "How the model writes tool calls; absent: tool_choice auto is refused.",
+        "Format of the model's tool calls; absent: tool_choice auto is refused.",
         choices=tuple(TOOL_CALL_PARSERS),
     )
     reasoning_parser: str | None = flag(
         None,
-        "How the model marks its reasoning; absent: reasoning is part of the text.",
+        "Format of the model's reasoning; absent: reasoning is part of the text.",
         choices=tuple(REASONING_PARSERS),
     )
 
     # Memory and scheduling
     device: str = flag(
         "auto",
-        "Where the model runs; auto: on a GPU or an NPU where torch sees one.",
+        "Device of the model; auto: a GPU or an NPU if torch finds one.",
         choices=("auto", *sorted(DEVICE_KINDS)),
     )
     mem_fraction_static: float | None = flag(
         None,
-        "Share of device memory for weights and L1; absent: sized from the machine, on a GPU 0.88 "
-        "less what CUDA graphs take.",
+        "Share of device memory for weights and L1; absent: sized from the machine; on a GPU 0.88 "
+        "minus the memory of CUDA graphs.",
     )
     max_running_requests: int | None = flag(None, "Requests decoded together; absent: sized.")
     max_queued_requests: int = flag(
@@ -136,13 +136,14 @@ class ServerArgs:
     )
     chunked_prefill_size: int | None = flag(
         None,
-        "Most prompt tokens of one pass; -1: whole prompts; absent: about 2048, on a GPU 8192.",
+        "Most prompt tokens in one pass; -1: whole prompts; absent: about 2048, on a GPU 8192.",
     )
     page_size: int | None = flag(None, "Tokens a page; absent: 1, 64 with the hierarchical cache.")
     schedule_policy: str = flag(
         "fcfs",
-        "Order of waiting requests: first come, or longest cached prefix, where none is overtaken "
-        "by more than 128 later ones beyond those it found waiting.",
+        "Order of waiting requests: fcfs takes the oldest, lpm the longest cached prefix. With lpm "
+        "at most 128 later requests overtake a request, and one more for each that was already "
+        "waiting.",
         choices=("fcfs", "lpm"),
     )
     schedule_conservativeness: float = flag(
@@ -150,13 +151,14 @@ class ServerArgs:
     )
     target_inter_token_latency: float | None = flag(
         None,
-        "Seconds between two tokens of a request on the average, while prompts are computed in "
-        "between: a smaller one lets prompts wait longer; absent: prefills and decode steps "
-        "alternate.",
+        "Average seconds between two tokens of a request while prompts are computed. A smaller "
+        "target makes prompts wait longer. Absent: prefills and decode steps alternate.",
     )
-    disable_radix_cache: bool = flag(False, "Reuse no prefixes.")
+    disable_radix_cache: bool = flag(False, "Do not reuse prefixes.")
     radix_eviction_policy: str = flag(
-        "lru", "Which prefixes go first.", choices=("lru", "lfu", "fifo", "priority", "slru")
+        "lru",
+        "Order in which prefixes are evicted.",
+        choices=("lru", "lfu", "fifo", "priority", "slru"),
     )
     attention_backend: str | None = flag(
         None,
@@ -165,32 +167,34 @@ class ServerArgs:
         choices=("torch_native", "triton", "flashinfer", "ascend"),
     )
     disable_overlap_schedule: bool = flag(
-        False, "On a GPU, take in each step's tokens before the next step is launched."
+        False, "On a GPU, process the tokens of each step before launching the next step."
     )
     disable_cuda_graph: bool = flag(
-        False, "On a GPU, launch decode steps and short prefills kernel by kernel."
+        False, "On a GPU, launch the kernels of decode steps and short prefills one by one."
     )
     cuda_graph_max_bs: int | None = flag(
-        None, "Most requests whose decode steps are captured as CUDA graphs; absent: 256."
+        None, "Largest decode batch that is captured as a CUDA graph, in requests; absent: 256."
     )
 
     # Parallelism
-    tp_size: int = flag(1, "Tensor parallelism.", aliases=("--tp", "--tensor-parallel-size"))
-    attn_cp_size: int = flag(1, "Context parallelism of attention.")
-    nnodes: int = flag(1, "Machines.")
+    tp_size: int = flag(
+        1, "Ranks of tensor parallelism.", aliases=("--tp", "--tensor-parallel-size")
+    )
+    attn_cp_size: int = flag(1, "Ranks of context parallelism of attention.")
+    nnodes: int = flag(1, "Number of machines.")
     disaggregation_mode: str = flag(
         "null",
-        "Serve whole requests (null), or half of them.",
+        "Serve whole requests (null), or only their prefill or decode half.",
         choices=("null", "prefill", "decode"),
     )
 
     # HiCache
     enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
     hicache_ratio: float = flag(2.0, "Tokens of L2 per token of L1.")
-    hicache_size: float = flag(0.0, "L2 in GB per rank; wins over the ratio; 0: the ratio.")
+    hicache_size: float = flag(0.0, "GB of L2 per rank; overrides the ratio; 0: use the ratio.")
     hicache_write_policy: str = flag(
         "write_through",
-        "When pages go down a tier.",
+        "When pages are copied from L1 to L2.",
         choices=("write_through", "write_through_selective", "write_back"),
     )
     hicache_io_backend: str = flag(
@@ -200,7 +204,7 @@ class ServerArgs:
     )
     hicache_mem_layout: str = flag(
         "auto",
-        "Order of bytes in L2.",
+        "Memory layout of L2.",
         choices=("auto", "layer_first", "page_first", "page_first_direct", "page_first_kv_split"),
     )
     hicache_storage_backend: str | None = flag(
@@ -215,15 +219,15 @@ class ServerArgs:
         None, "Settings of L3: JSON, or @file with JSON, YAML or TOML.", secret=True
     )
     hicache_allow_dynamic_attach: bool = flag(
-        False, "Let the admin key attach a dynamic backend, which runs any Python code."
+        False, "Allow the admin key to attach a dynamic backend, which can run any Python code."
     )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
-        """As the constructor, but an unknown name is explained as on the command line.
+        """Like the constructor, but explains an unknown name as the command line does.
 
         Raises:
-            ValueError: A name that is no field.
+            ValueError: A name is not a field.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name in kwargs:
@@ -232,11 +236,11 @@ class ServerArgs:
         return cls(**kwargs)
 
     def resolve(self) -> ServerArgs:
-        """Check every value and fill what needs no machine and no model.
+        """Check every value; fill in those that need neither machine nor model.
 
-        With `device="auto"` what depends on the device stays open: see `on_device`.
+        With `device="auto"`, values that depend on the device stay unset until `on_device`.
 
-        Idempotent: resolving a resolved copy gives an equal one.
+        Idempotent: resolving a resolved copy gives an equal copy.
 
         Raises:
             ValueError: One line that names the flag and the remedy.
@@ -260,10 +264,10 @@ class ServerArgs:
         return args if args.device == "auto" else args.on_device(args.device)
 
     def on_device(self, device: str) -> ServerArgs:
-        """Of a resolved copy: fill what depends on the device, and refuse what it cannot do.
+        """Fill in the values of a resolved copy that depend on the device, and check them.
 
         Args:
-            device: Of `DEVICE_KINDS`: what `auto` means on this machine, or the device named.
+            device: One of `DEVICE_KINDS`: the meaning of `auto` on this machine, or the one given.
 
         Raises:
             ValueError: One line that names the flag and the remedy.
@@ -283,11 +287,11 @@ class ServerArgs:
         )
 
     def extra_config(self) -> dict[str, Any]:
-        """`hicache_storage_backend_extra_config` as an object; empty where there is none."""
+        """`hicache_storage_backend_extra_config` as an object, which may be empty."""
         return parse_extra_config(self.hicache_storage_backend_extra_config)
 
     def to_public_dict(self) -> dict[str, Any]:
-        """Field name to value for `/server_info` and the log, without the secrets' values."""
+        """Field name to value for `/server_info` and the log, with secret values hidden."""
         values = dataclasses.asdict(self)
         for field in dataclasses.fields(self):
             if field.metadata["secret"] and values[field.name] is not None:
@@ -305,7 +309,7 @@ def _not_yet(args: ServerArgs, field: str, what: str) -> ValueError:
 
 
 def _check_not_yet(args: ServerArgs) -> None:
-    """Refuse values that upstream serves and this engine does not serve yet."""
+    """Refuse values that SGLang supports and this engine does not support yet."""
     for field in ("tp_size", "attn_cp_size", "nnodes"):
         if getattr(args, field) != 1:
             raise _not_yet(args, field, "one process on one machine runs the model; leave it at 1")
@@ -316,7 +320,7 @@ def _check_not_yet(args: ServerArgs) -> None:
 
 
 def _check_device(args: ServerArgs, kind: DeviceKind) -> None:
-    """Refuse what the kind of device cannot do, and what would change nothing there."""
+    """Refuse settings that this kind of device does not support, or that have no effect there."""
     if args.kv_cache_dtype not in kind.kv_cache_dtypes:
         raise ValueError(
             f"--kv-cache-dtype {args.kv_cache_dtype} does not work on {kind.title}; "
@@ -372,14 +376,14 @@ def _check_numbers(args: ServerArgs) -> None:
 
 
 def _check_not_empty(args: ServerArgs) -> None:
-    """Refuse empty text: usually a shell variable that was not set."""
+    """Refuse empty text, which usually comes from an unset shell variable."""
     for field in dataclasses.fields(args):
         if getattr(args, field.name) == "":
             raise ValueError(f"{flag_name(field.name)} is empty; give it a value or leave it out")
 
 
 def _resolve_cache(args: ServerArgs) -> ServerArgs:
-    """Settle which tiers there are and the page size; refuse settings that would be ignored."""
+    """Determine the tiers and the page size; refuse settings without effect."""
     hierarchical = args.enable_hierarchical_cache
     if args.hicache_storage_backend is not None and not hierarchical:
         logger.info(
@@ -409,17 +413,17 @@ def _resolve_cache(args: ServerArgs) -> ServerArgs:
 
 
 def _refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
-    """Raise if `field` was set, since it would change nothing."""
+    """Raise if `field` was set, because it would have no effect."""
     default = next(f.default for f in dataclasses.fields(args) if f.name == field)
     if getattr(args, field) != default:
         raise ValueError(f"{flag_name(field)} {getattr(args, field)} has no effect {where}")
 
 
 def _check_pages(args: ServerArgs) -> None:
-    """Refuse sizes that do not go with the page size; a chunk of -1 means that prompts run whole.
+    """Refuse sizes that do not match the page size. A chunk of -1 means whole prompts.
 
-    A prompt is cut where a page ends. Where not even one page may be computed at once, it would
-    wait for ever.
+    Prompts are cut between pages. If a pass could not compute one page, a prompt would wait for
+    ever.
     """
     page_size, chunk = args.page_size, args.chunked_prefill_size
     assert page_size is not None, "the page size is settled before what depends on it"
@@ -442,11 +446,11 @@ def _check_pages(args: ServerArgs) -> None:
 
 
 def _with_keys(args: ServerArgs) -> ServerArgs:
-    """`args` with the keys that files and the environment have."""
+    """`args` with the keys from files and the environment."""
     return dataclasses.replace(
         args,
-        api_key=settle_key(args.api_key, args.api_key_file, "--api-key", envs.SGLANG_API_KEY),
-        admin_api_key=settle_key(
+        api_key=resolve_key(args.api_key, args.api_key_file, "--api-key", envs.SGLANG_API_KEY),
+        admin_api_key=resolve_key(
             args.admin_api_key,
             args.admin_api_key_file,
             "--admin-api-key",
@@ -459,11 +463,11 @@ def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """Parse and resolve a command line, and set up logging at its `--log-level`.
 
     Args:
-        argv: Without the program's name; None takes the process's own.
+        argv: Arguments without the program's name; None means those of the process.
 
     Raises:
         ValueError: One line that names the flag and the remedy.
-        SystemExit: `--help` was asked for and printed.
+        SystemExit: `--help` was given and has been printed.
     """
     values = parse_flags(
         ServerArgs,

@@ -1,4 +1,4 @@
-"""What tests and benchmarks of attention are made of: paged contexts, batches, the definition."""
+"""Cases for tests and benchmarks of attention: paged contexts, batches, reference attention."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FP8 = torch.float8_e4m3fn
 
 
 class PagedContexts:
-    """Random keys and values in pages that lie in no order, and a table of requests.
+    """Random keys and values in pages in random order, and a table of requests.
 
     Attributes:
         k, v: `[slots, kv_heads, head_dim]`.
-        table: int32 `[requests + 2, tokens]`: slots, garbage where there are none.
-        rows: int64 `[requests]`: the requests' rows, in no order.
+        table: int32 `[requests + 2, tokens]`: slots; random values in unused entries.
+        rows: int64 `[requests]`: the requests' rows, in random order.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class PagedContexts:
         self.table, self.rows = self.table.to(device), self.rows.to(device)
 
     def context(self, request: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 keys and values of a request's first tokens, gathered."""
+        """Keys and values (fp32) of the first `length` tokens of a request, gathered."""
         slots = self.table[self.rows[request], :length].long()
         k, v = (x.float()[slots] for x in (self.k, self.v))
         return k, v
 
     def pools(self) -> tuple[MHATokenToKVPool, ReqToTokenPool]:
-        """Pools with these contexts in them; the keys and values are layer 0's."""
+        """Pools that contain these contexts as layer 0."""
         size, dtype = self.k.shape[0] - self.page_size, self.k.dtype
         kv_heads, head_dim = self.k.shape[1:]
         pool = MHATokenToKVPool(size, self.page_size, dtype, kv_heads, head_dim, 1, self.device)
@@ -71,7 +71,7 @@ class PagedContexts:
         return pool, table
 
     def extend_batch(self, prefixes: Sequence[int]) -> ForwardBatch:
-        """A step that computes what comes after `prefixes` tokens of each request."""
+        """A step that computes the tokens after the first `prefixes` tokens of each request."""
         new = [length - prefix for length, prefix in zip(self.lens, prefixes, strict=True)]
         rows = self.rows.tolist()
         loc = torch.cat(
@@ -103,14 +103,14 @@ class PagedContexts:
 
 
 def attention_layer(heads: int, kv_heads: int, head_dim: int) -> RadixAttention:
-    """Layer 0 of a model."""
+    """The attention of layer 0 of a model."""
     return RadixAttention(heads, head_dim, head_dim**-0.5, kv_heads, 0)
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, prefix: int, window: int = 0
 ) -> torch.Tensor:
-    """The definition, fp64: q `[new, heads, dim]` at positions from `prefix` on."""
+    """Reference attention in fp64, for q `[new, heads, dim]` at positions from `prefix` on."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
@@ -126,13 +126,13 @@ def attend(
 def queries(
     tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: str
 ) -> torch.Tensor:
-    """As attention gets them: a slice of the projection."""
+    """Random queries as attention receives them: a slice of the projection."""
     generator = torch.Generator().manual_seed(tokens)
     wide = torch.randn(tokens, heads + 2, head_dim, generator=generator)
     return wide.to(dtype).to(device)[:, :heads]
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    """Within what `dtype` allows of the definition."""
+    """Assert that `got` equals the reference `want` within the accuracy of `dtype`."""
     error = float((got.double() - want).norm() / want.norm())
     assert error < (1e-5 if dtype is torch.float32 else 1e-2), error

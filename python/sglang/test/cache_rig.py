@@ -1,8 +1,8 @@
 """A prefix cache with real pools and made-up KV, for tests of the tiers without a model.
 
-`CacheRig.run` takes a prompt through the life of a request as the scheduler does it: match,
-prefetch, load back, compute, insert. The KV that it "computes" is a function of all tokens up to
-a position, so that a wrong, stale or misplaced page anywhere shows when a prefix is reused.
+`CacheRig.run` takes a prompt through the steps of a request as the scheduler does: match, prefetch,
+load back, compute, insert. The KV that it "computes" depends on all tokens up to a position, so
+that reusing a prefix reveals any wrong, stale or misplaced page.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 RIG_DEVICE = detect_device()
-"""A GPU where there is one."""
+"""A GPU if there is one."""
 RIG_LAYOUTS = ("layer_first", "page_first", "page_first_direct") + (
     ("page_first_kv_split",) if RIG_DEVICE == "cpu" else ()
 )
-"""Of L2, as far as the device can have them."""
+"""Layouts of L2 that the device supports."""
 
 _LAYERS, _HEADS, _DIM = 3, 2, 4
 _DEADLINE_S = 30.0
@@ -91,7 +91,7 @@ class Reused:
 
 @dataclass
 class CacheRig:
-    """One engine's tiers. `settings` None: L1 alone."""
+    """The tiers of one engine. With `settings` None there is only L1."""
 
     l1_pages: int = 16
     page_size: int = 4
@@ -138,14 +138,14 @@ class CacheRig:
         return self.tree
 
     def hi_settings(self) -> HiCacheSettings:
-        """The settings of its lower tiers, for a second engine beside it."""
+        """The settings of the lower tiers, for a second engine."""
         assert self.settings is not None
         return self.settings
 
     # ---- one request ------------------------------------------------------------------------
 
     def run(self, tokens: Sequence[int], extra_key: str | None = None) -> Reused:
-        """A whole request; its reused prefix has been checked, its pages are in the tree."""
+        """Run a whole request: check its reused prefix, and insert its pages into the tree."""
         request, reused = self.start(tokens, extra_key)
         self.finish(request)
         return reused
@@ -153,7 +153,7 @@ class CacheRig:
     def start(
         self, tokens: Sequence[int], extra_key: str | None = None
     ) -> tuple[RigRequest, Reused]:
-        """Match, fetch, load and compute; the request then holds its slots."""
+        """Match, prefetch, load and compute. The request then holds its slots."""
         ids = list(tokens)
         rid = f"r{self._next_rid}"
         self._next_rid += 1
@@ -181,7 +181,7 @@ class CacheRig:
     def admit(
         self, rid: str, ids: list[int], extra_key: str | None = None
     ) -> tuple[RigRequest, Reused]:
-        """Load what the tiers have, compute the rest."""
+        """Load the prefix from the tiers, and compute the rest."""
         tree = self.tree
         match = tree.match_prefix(MatchPrefixParams(RadixKey(ids[:-1], extra_key)))
         prefix, node = match.device_indices, match.last_device_node
@@ -206,14 +206,14 @@ class CacheRig:
         return request, reused
 
     def finish(self, request: RigRequest, *, is_insert: bool = True) -> None:
-        """The request's pages go to the tree, its row is free again."""
+        """Insert the request's pages into the tree, and free its row."""
         self.tree.cache_finished_req(request, is_insert)
         self.rows.free(request)
 
     def _compute(self, request: RigRequest) -> None:
         ids, known = request.kv_committed_ids, request.cache_protected_len
         needed = -(-(len(ids) - known) // self.page_size) * self.page_size
-        # Pages that are being written down are locked: room may come with a later tick.
+        # Pages under backup are locked, so that room may come with a later tick.
         self.until(lambda: self._make_room(needed))
         slots = self.allocator.alloc(needed)
         assert slots is not None, "the rig's L1 is too small for this prompt"
@@ -249,7 +249,7 @@ class CacheRig:
             time.sleep(0.0005)
 
     def settle(self) -> None:
-        """Tick until nothing is under way, and check the books."""
+        """Tick until no operation is under way, and check the books."""
         self.until(lambda: not self.tree.is_busy())
         self.tree.check_integrity()
 
@@ -274,12 +274,12 @@ def expected_kv(ids: Sequence[int], extra_key: str | None) -> torch.Tensor:
 
 
 def as_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[n, heads, dim]`: each number spread over a slot."""
+    """`[n, heads, dim]`: each number fills a slot."""
     return values.to(dtype)[:, None, None].expand(-1, _HEADS, _DIM).contiguous()
 
 
 class HeldStream:
-    """Stands in for a `CopyStream`: copies wait until they are let go."""
+    """Replaces a `CopyStream`: copies wait until `run`."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -291,7 +291,7 @@ class HeldStream:
             self.run()
 
     def run(self, count: int | None = None) -> None:
-        """Do the first `count` copies, or all."""
+        """Run the first `count` copies, or all."""
         chosen, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
         for work in chosen:
             work()
@@ -302,14 +302,14 @@ class HeldStream:
 
 
 class HeldReads:
-    """Counts the pages that are read from a tree's L3, and can hold the reads back.
+    """Counts the pages that are read from a tree's L3, and can hold reads back.
 
-    Context manager: on leaving it whatever is held goes on.
+    A context manager, which releases held reads at its end.
 
     Args:
-        tree: Its L3 is attached.
-        pages_per_call: Of one get at most; None: as many as the engine takes.
-        calls: Gets that may be made for now; None: any number.
+        tree: A tree with an attached L3.
+        pages_per_call: Most pages of one get; None: the engine's number.
+        calls: Gets that are allowed for now; None: any number.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class HeldReads:
         storage_io = tree.cache_controller.storage_io
         assert storage_io is not None and storage_io.storage is not None
         self.pages = 0
-        """Asked for so far, but for what is held."""
+        """Pages requested so far, without those of held reads."""
         self._get = storage_io.storage.batch_get_v2
         self._permits = threading.Semaphore(calls or 0)
         self._is_open = calls is None
@@ -333,11 +333,11 @@ class HeldReads:
         self.open()
 
     def let(self, calls: int) -> None:
-        """So many more gets may be made."""
+        """Allow `calls` more gets."""
         self._permits.release(calls)
 
     def open(self) -> None:
-        """From now on all may be made."""
+        """Allow all gets."""
         self._is_open = True
         self._permits.release()
 

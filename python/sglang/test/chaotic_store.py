@@ -1,13 +1,13 @@
-"""A store that does to the engine all that a store may do, drawn from a seed.
+"""A store that misbehaves in all allowed ways, chosen by a seed.
 
-It is slow, hangs and goes on later, fails in every way, gives part of what was asked for, and
-loses, damages, truncates or swaps objects. All of that is within the contract of `HiCacheStorage`:
-the engine has to serve right words throughout. With `breaks_contract` it gives answers as well that
+It is slow, hangs and continues later, fails in every way, returns only part of the pages, and
+loses, damages, truncates or swaps objects. The contract of `HiCacheStorage` allows all of that, and
+the engine must still give right answers. With `breaks_contract` the store also gives answers that
 the interface does not allow.
 
-`ObjectStore` is what outlives engines: objects and moods. Two backends talk to it: one implements
-`get`, `set` and `exists` alone, so that the engine's own code moves bytes and checks them; the
-other moves pages in place, torn and late, as a store with a transport of its own does.
+`ObjectStore` has the objects and moods, and outlives engines. Two backends use it. One implements
+only `get`, `set` and `exists`, so that the engine's code moves and checks bytes. The other moves
+pages in place, torn and late, as a store with its own transport does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from sglang.test.object_store import STORE_KEY, Call, ObjectStore
 
 
 class PlainStore(HiCacheStorage):
-    """The least that a third party can implement: a value for a key."""
+    """The smallest possible backend: a value for each key."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, **_: Any) -> None:
         self.storage_config = storage_config
         self.store = ObjectStore.named((storage_config.extra_config or {})[STORE_KEY])
-        # The engine's loop waits for this one: it does not hang.
+        # The engine waits for this call, so it must not hang.
         self.store.begin("connect", is_awaited=True)
 
     def get(
@@ -98,7 +98,7 @@ class PlainStore(HiCacheStorage):
     def probe(self) -> bool:
         try:
             call = self.store.begin("probe")
-        except Exception:  # noqa: BLE001 - whatever was drawn: a probe never raises
+        except Exception:  # noqa: BLE001 - a probe never raises
             return False
         return call.rng.random() < 0.8
 
@@ -113,7 +113,7 @@ class PlainStore(HiCacheStorage):
 
 
 class InPlaceStore(PlainStore):
-    """Reads into and writes from the pages of L2 themselves, part by part."""
+    """Reads into and writes from the pages of L2 in place, in parts."""
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -132,7 +132,7 @@ class InPlaceStore(PlainStore):
     def _move(self, call: Call, transfer: PoolTransfer, *, is_get: bool) -> list[PageResult]:
         pool = self.pool(transfer.name)
         keys, indices = checked_transfer(transfer, pool)
-        # A reader takes the pages before the first hole; a writer makes none.
+        # Reads may have holes, since the engine uses the pages before the first. Writes have none.
         may_have_holes = is_get and call.rng.random() < 0.5
         move_page = self._get_page if is_get else self._set_page
         results: list[PageResult] = []
@@ -157,7 +157,7 @@ class InPlaceStore(PlainStore):
             return CacheOutcome.MISS
         page, trailer = value[: pool.page_bytes], value[pool.page_bytes :]
         if call.rng.random() < 0.2:
-            # Half a page is what who reads it too early finds.
+            # A thread that reads the page too early finds only half of it.
             half = len(page) // 2
             _scatter(pool, slots, page[:half] + bytes(pool.page_bytes - half))
             call.pause()
@@ -188,12 +188,12 @@ def _scatter(pool: StoragePool, slots: torch.Tensor, page: bytes) -> None:
 
 
 def _answer(call: Call, results: dict[str, list[PageResult]]) -> dict[str, list[PageResult]]:
-    """`results`, or what a backend that breaks its contract makes of them."""
+    """`results`, or a broken answer if the backend breaks its contract."""
     if not call.lies():
         return results
     broken: list[Any] = [None, {}, [], {"other": []}]
     for name, pages in results.items():
-        # Best without a page that did not land: then those after it seem to be where it was.
+        # Preferably drop a page that did not land, so that later results move to its place.
         bad = [at for at, page in enumerate(pages) if not page]
         without = pages.copy()
         del without[bad[0] if bad else call.rng.randrange(len(pages))]

@@ -1,4 +1,4 @@
-"""A small client for `/v1/chat/completions`: greedy answers and what they cost in tokens."""
+"""A small client for `/v1/chat/completions`: greedy answers and their token counts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ChatReply:
     """An answer with its token counts.
 
     Attributes:
-        cached_tokens: Prompt tokens that came from a cache; None where the server does not say.
-        cached_tokens_details: Tier name to tokens, empty where the server does not say.
+        cached_tokens: Prompt tokens that came from a cache; None if not reported.
+        cached_tokens_details: Tier name to tokens; empty if not reported.
     """
 
     text: str
@@ -31,7 +31,7 @@ class ChatClient:
 
     Raises (constructor and `chat`):
         OSError: The server cannot be reached, or did not answer within `timeout` seconds.
-        RuntimeError: It answered with an error, or with something that is no completion.
+        RuntimeError: It answered with an error, or with something other than a completion.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ChatClient:
                 },
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RuntimeError(f"the answer is no chat completion: {body!r:.300}") from error
+            raise RuntimeError(f"the answer is not a chat completion: {body!r:.300}") from error
 
     def _first_model(self) -> str:
         try:

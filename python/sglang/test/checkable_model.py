@@ -1,15 +1,14 @@
-"""A model whose every key and value can be checked: for tests of everything around a model.
+"""A model whose keys and values can be checked, for tests of everything around a model.
 
-The KV of a position is a running hash of all tokens up to it, with the token and the position
-beside it. Each forward reads the whole context of each request from the real pool, layer by layer
-as attention does, and checks it against the chain. The next token is a function of the hash. So a
-page that is wrong, stale, torn, another request's, or read before its load has landed shows at
-once, and the error names layer, position and slot. What a prompt must give is a pure function
+The KV of a position is a running hash of all tokens up to it, with the token and the position. Each
+forward reads the whole context of each request from the real pool, layer by layer as attention
+does, and checks it against the hash chain. The next token is a function of the hash. So each
+forward reveals a page that is wrong, stale, torn, of another request, or read before its load has
+landed; the error names layer, position and slot. The output of a prompt is a pure function
 (`words`).
 
-A request's `seed` starts its chain: give all requests of one `extra_key` the same seed, and those
-of others another, and KV that leaks between keys shows too. CPU only; a step takes some
-100 microseconds.
+The `seed` of a request starts its chain. With one seed for each `extra_key`, KV that leaks between
+keys is detected too. CPU only; a step takes about 100 microseconds.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ _MASK: Final = (1 << 64) - 1
 _HASH_FACTOR: Final = 6364136223846793005  # Knuth, The Art of Computer Programming 2, MMIX
 _TOKEN_FACTOR: Final = 0x9E3779B97F4A7C15
 _MARKS: Final = np.random.default_rng(0).integers(0, 1 << 63, (LAYERS, 2, 2), dtype=np.uint64)
-"""What tells layers, and keys from values, apart: `[layer, part, word]`."""
+"""Values that distinguish layers, and keys from values: `[layer, part, word]`."""
 _PARTS: Final = ("keys", "values")
 
 _Words = npt.NDArray[np.uint64]
 
 
 class WrongContext(AssertionError):
-    """A forward was given a context that is not its request's, or metadata that do not fit."""
+    """A forward got a wrong context or inconsistent metadata."""
 
 
-# ---- what the model says: pure functions ---------------------------------------------------
+# ---- the output of the model: pure functions -----------------------------------------------
 
 
 def chain(tokens: Sequence[int], seed: int) -> list[int]:
@@ -65,7 +64,7 @@ def words(prompt: Sequence[int], seed: int, count: int) -> list[int]:
 
 
 def input_logprobs(prompt: Sequence[int], seed: int, start: int) -> list[float]:
-    """Of the tokens after `start`."""
+    """The logprobs of the prompt tokens after `start`."""
     hashes = chain(prompt, seed)
     return [_logprob(hashes[i], prompt[i + 1]) for i in range(start, len(prompt) - 1)]
 
@@ -87,7 +86,7 @@ def _word(at: int) -> int:
 
 
 def _logprob(at: int, token: int) -> float:
-    """Exact in fp32."""
+    """A logprob that is exact in fp32."""
     return -(((at >> 40) ^ token) & 0xFFFF) / 4096
 
 
@@ -96,7 +95,7 @@ def _logprob(at: int, token: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """One request of a batch. Arrays have an element for each of its positions."""
+    """One request of a batch. Arrays have one element for each position."""
 
     row: int
     seed: int
@@ -112,20 +111,20 @@ class _Context:
 
 
 class CheckableWorker:
-    """A `ModelWorker` with real pools and a model that checks them. One thread uses it.
+    """A `ModelWorker` with real pools and a model that checks them. Single-threaded.
 
     Args:
-        page_size: Tokens.
-        pool_tokens: Slots of L1, whole pages.
-        max_requests: Rows.
-        context_len: Tokens of one request.
+        page_size: Tokens of a page.
+        pool_tokens: Slots of L1, in whole pages.
+        max_requests: Rows of the request table.
+        context_len: Most tokens of a request.
     """
 
     def __init__(
         self, page_size: int, pool_tokens: int, max_requests: int, context_len: int = 4096
     ) -> None:
         self.req_to_token_pool = ReqToTokenPool(max_requests, context_len, "cpu")
-        # A key, as a value, is two words of 64 bits.
+        # Keys and values are two words of 64 bits each.
         self.token_to_kv_pool = MHATokenToKVPool(
             pool_tokens, page_size, torch.float32, 1, 4, LAYERS, "cpu"
         )
@@ -134,9 +133,9 @@ class CheckableWorker:
         self.context_len = context_len
         self.eos_token_ids: tuple[int, ...] = ()
         self.num_checked = 0
-        """Positions that were read and found right, over all forwards."""
+        """Positions checked in all forwards."""
         self.num_whole = 0
-        """Contexts that the pool had whole, over all forwards."""
+        """Contexts that were cached whole, in all forwards."""
 
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
@@ -157,7 +156,7 @@ class CheckableWorker:
         return output, torch.tensor(tokens, dtype=torch.int64)
 
     def _contexts(self, forward: ForwardBatch, seeds: list[int]) -> list[_Context]:
-        """The batch request by request, its tensors checked against each other."""
+        """Split the batch into requests, and check its tensors for consistency."""
         table = self.req_to_token_pool.req_to_token.numpy()
         rows, lengths = forward.req_pool_indices.tolist(), forward.seq_lens_cpu
         _expect(forward.seq_lens.tolist() == lengths, "seq_lens differs from seq_lens_cpu")
@@ -195,7 +194,11 @@ class CheckableWorker:
         return contexts
 
     def _attend(self, forward: ForwardBatch, contexts: list[_Context]) -> list[list[int]]:
-        """Store the new positions and check all, in every layer; the new positions' hashes."""
+        """Store the new positions and check all positions in every layer.
+
+        Returns:
+            The hashes of the new positions, for each request.
+        """
         facts: list[_Words] = []
         hashes: list[list[int]] = []
         slots = np.concatenate([one.slots for one in contexts])
@@ -252,7 +255,7 @@ def _facts(hashes: list[int], begin: int, tokens: list[int]) -> _Words:
 
 
 def _check_chain(one: _Context, old: _Words) -> None:
-    """Each hash follows from the one before it, from the first position on."""
+    """Check that each hash follows from the last one, from the first position on."""
     hashes, places = old[:, 0], old[:, 1]
     tokens = places & np.uint64(0xFFFFFFFF)
     before = np.concatenate([np.array([_start(one.seed)], dtype=np.uint64), hashes[:-1]])

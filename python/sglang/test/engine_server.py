@@ -1,4 +1,4 @@
-"""One real server for a test: started, asked, flushed, ended."""
+"""A real server for tests: start, requests, flush, end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What `/generate` said."""
+    """An answer of `/generate`."""
 
     text: str
     output_ids: list[int]
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def cached(self) -> dict[str, Any]:
-        """Tokens by tier."""
+        """Cached tokens by tier."""
         details: dict[str, Any] = self.meta_info["cached_tokens_details"]
         return details
 
@@ -52,8 +52,8 @@ class EngineServer:
 
     Args:
         args: Flags.
-        env: On top of this process's environment.
-        model: Absent: the built-in model.
+        env: Added to this process's environment.
+        model: None means the built-in model.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineServer:
     ) -> None:
         self._args = ["--admin-api-key", ADMIN_KEY, *args]
         if "--max-total-tokens" not in args:
-            # Memory for a test, not for a machine: it is touched once at every start.
+            # Little memory, because every start touches all of it.
             self._args += ["--max-total-tokens", str(DEFAULT_TOTAL_TOKENS)]
         self._env = env
         self._model = model
@@ -86,7 +86,7 @@ class EngineServer:
         return self._process
 
     def start(self) -> None:
-        """Start it and wait until it is healthy."""
+        """Start the server and wait until it is healthy."""
         self._process = popen_launch_server(
             self._model,
             self.url,
@@ -96,7 +96,7 @@ class EngineServer:
         )
 
     def stop(self, timeout: float = 60.0) -> int:
-        """SIGTERM, and wait for its end; the exit status."""
+        """Send SIGTERM, wait for the end, and return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
@@ -113,7 +113,7 @@ class EngineServer:
         sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Answer:
-        """Greedy `/generate`, unless `sampling` differs. Raises AssertionError on an error."""
+        """Call `/generate`, greedily unless `sampling` differs. An error is an AssertionError."""
         params = {"temperature": 0, "max_new_tokens": max_new_tokens, **(sampling or {})}
         key = "text" if isinstance(prompt, str) else "input_ids"
         value = prompt if isinstance(prompt, str) else list(prompt)
@@ -123,12 +123,12 @@ class EngineServer:
         return Answer(body["text"], body["output_ids"], body["meta_info"])
 
     def flush(self, timeout: float = 60.0) -> None:
-        """Wait until all is idle (backups too), then empty L1 and L2."""
+        """Wait until the server is idle, including backups, and empty L1 and L2."""
         reply = self.request("POST", f"/flush_cache?timeout={timeout}", admin=True)
         assert reply.status == 200, reply
 
     def metrics(self) -> dict[str, float]:
-        """Samples of `/metrics` by name with labels."""
+        """Name with labels to value, for all samples of `/metrics`."""
         text = str(self.request("GET", "/metrics").body)
         samples = {}
         for line in text.splitlines():
@@ -140,7 +140,7 @@ class EngineServer:
     def request(
         self, method: str, path: str, body: object = None, *, admin: bool = False
     ) -> HttpReply:
-        """Any request; errors of the server are replies."""
+        """Send any request. Errors of the server are replies."""
         headers = {"Content-Type": "application/json"}
         if admin:
             headers["Authorization"] = f"Bearer {ADMIN_KEY}"

@@ -1,4 +1,4 @@
-"""The server process's half of an engine with an echo for a scheduler: real sockets, no model.
+"""The server process of an engine with a scheduler that echoes: real sockets, no model.
 
 `FrontServer` runs the HTTP application on a free loopback port, with the real detokenizer in a
 thread and `FakeScheduler` in another, all in this process.
@@ -81,10 +81,10 @@ class _Running:
 
 @dataclass
 class FakeScheduler:
-    """Answers every request with its own prompt, over and over, one token a step.
+    """Answers every request with its own prompt, repeated, one token a step.
 
-    Thread `fake-scheduler`. Stops by `stop_token_ids`, `max_new_tokens`, aborts, and what the real
-    finder finds in the text. Logprobs are `-token_id`.
+    Thread `fake-scheduler`. Outputs end by `stop_token_ids`, `max_new_tokens`, aborts, and stops
+    that the real finder finds in the text. Logprobs are `-token_id`.
     """
 
     ipc: IpcAddresses
@@ -92,13 +92,13 @@ class FakeScheduler:
     hold: threading.Event = field(default_factory=threading.Event)
     """While set, running requests get no further tokens."""
     hold_after: int | None = None
-    """Tokens after which a streaming request gets no further ones."""
+    """Tokens after which a streaming request gets no further tokens."""
     refuse_with: FinishReason | None = None
-    """What every new request ends with."""
+    """If set, every new request ends with it."""
     control_success: bool = True
     received: list[Message] = field(default_factory=list)
     frame_sizes: list[int] = field(default_factory=list)
-    """Messages that came together, frame by frame."""
+    """Number of messages in each frame."""
     running: dict[str, _Running] = field(default_factory=dict)
 
     def run(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -226,7 +226,7 @@ class FakeEngine:
     tokenizer: PreTrainedTokenizerFast
 
     def manager(self, metrics: ServerMetrics | None = None) -> TokenizerManager:
-        """A manager that talks to this engine. One at a time."""
+        """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
             vocab_size=VOCAB_SIZE, context_len=CONTEXT_LEN, max_input_len=CONTEXT_LEN - 1
         )
@@ -267,7 +267,7 @@ def fake_engine() -> Iterator[FakeEngine]:
 
 @dataclass(frozen=True)
 class FrontServer:
-    """A served application and what is behind it."""
+    """A running HTTP application and its engine."""
 
     url: str
     engine: FakeEngine

@@ -1,4 +1,4 @@
-"""A server that streams what the real one is documented to stream, at once or on a schedule."""
+"""A fake server that streams events as the real server does, at once or at a given rate."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class _Stream:
 
 
 class FakeServer:
-    """Context manager; answers on `url` from a thread of its own.
+    """Context manager that answers at `url` in a thread of its own.
 
     Args:
-        step_s: Between two tokens.
-        fail_every: Each so-many-th request (from 1) fails in mid-stream; 0: none.
-        info: What `/model_info` says.
+        step_s: Seconds between two tokens.
+        fail_every: Every n-th request (from 1) fails in mid-stream; 0: none.
+        info: The answer of `/model_info`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class FakeServer:
         self._port = get_free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.bodies: list[dict[str, Any]] = []
-        """Of the generation requests, in order of arrival."""
+        """Bodies of the generation requests, in order of arrival."""
         self.flushes = 0
         self.running = 0
         self.most_running = 0

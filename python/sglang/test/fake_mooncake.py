@@ -1,4 +1,4 @@
-"""Mooncake's store class without a store: objects in a dict, calls on record, answers on demand."""
+"""A fake of Mooncake's store class: objects in a dict, recorded calls, answers set by tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NOT_FOUND = -704
 class FakeMooncake:
     """One `MooncakeDistributedStore`. Test threads; no locks.
 
-    `calls` has the names of the calls that moved, asked or closed, in their order. A function in
-    `answers` under a call's name answers instead of the dict; it gets the call's arguments.
+    `calls` has the names of calls that moved, queried or closed, in order. A function in `answers`
+    under the name of a call replaces the dict; it gets the arguments of the call.
     """
 
     def __init__(self, objects: dict[str, bytes]) -> None:
@@ -122,10 +122,10 @@ class FakeMooncake:
 
 
 class FakeMooncakes(list[FakeMooncake]):
-    """The stores that were made, oldest first. All share their objects."""
+    """The stores that were created, oldest first. All share their objects."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        """From now on clients are made of fakes, and their master is always there."""
+        """Replace Mooncake in new clients by fakes, whose master always answers."""
         super().__init__()
         objects: dict[str, bytes] = {}
 

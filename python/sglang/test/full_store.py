@@ -1,6 +1,6 @@
-"""Puts to a full Mooncake Store: their log is on stderr, and what they counted on stdout.
+"""Puts pages to a full Mooncake Store, with its log on stderr and counters on stdout.
 
-A process of its own, because Mooncake reads how much it is to log when it is loaded.
+A process of its own, because Mooncake reads its log level when it is loaded.
 
     python -m sglang.test.full_store MASTER CALLS
 """
@@ -17,7 +17,7 @@ from sglang.test.host_pools import make_device_pool, make_host_pool, page_keys, 
 
 
 def main(master: str, calls: int) -> None:
-    """Put one page a call, `calls` times; each of 768 KB."""
+    """Put `calls` pages of 768 KB, one page per call."""
     store = MooncakeStore(
         storage_config(master_server_address=master, protocol="tcp", global_segment_size=0)
     )

@@ -19,13 +19,13 @@ from sglang.srt.constrained.xgrammar_grammar import (
 )
 
 VOCAB_SIZE: Final = 160
-"""Of `SchedulerRig`'s tiny model."""
+"""Vocabulary of the tiny model of `SchedulerRig`."""
 EOS_ID: Final = 0
 _CHARACTERS: Final = string.digits + string.ascii_letters + string.punctuation + " "
 
 
 def character_vocabulary() -> Vocabulary:
-    """Token i is the i-th character, from 1; 0 ends; what is left over is never allowed."""
+    """Token i is the i-th character, from 1; token 0 ends; the other tokens are never allowed."""
     tokens = [b""] + [character.encode() for character in _CHARACTERS]
     tokens += [b""] * (VOCAB_SIZE - len(tokens))
     return Vocabulary(tokens=tokens, eos_token_ids=[EOS_ID], add_prefix_space=False)
@@ -38,10 +38,10 @@ def text_of(ids: Sequence[int]) -> str:
 
 @dataclass
 class HandBackend(GrammarBackend):
-    """Compiles where it is called, at once or when told to."""
+    """Compiles in the calling thread, at once or on `release`."""
 
     hold: bool = False
-    """While set, new tickets stay as they are until `release`."""
+    """Whether new tickets wait for `release`."""
     limits: GrammarLimits = field(default_factory=GrammarLimits)
     held: list[GrammarTicket] = field(default_factory=list)
     num_asked: int = 0
@@ -60,7 +60,7 @@ class HandBackend(GrammarBackend):
         return ticket
 
     def release(self) -> None:
-        """Compile what is held."""
+        """Compile the held tickets."""
         for ticket in self.held:
             try:
                 compiled = compile_constraint(

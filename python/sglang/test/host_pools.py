@@ -59,7 +59,7 @@ def page_slots(pages: list[int], page_size: int = PAGE) -> torch.Tensor:
 
 
 def device_bytes(pool: MHATokenToKVPool, slots: torch.Tensor) -> bytes:
-    """All layers' K and V bytes of `slots`: what a round trip must give back."""
+    """The K and V bytes of `slots` in all layers, which a round trip must restore."""
     parts = [buffer[slots].contiguous() for buffer in (*pool.k_buffer, *pool.v_buffer)]
     return b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
@@ -67,7 +67,7 @@ def device_bytes(pool: MHATokenToKVPool, slots: torch.Tensor) -> bytes:
 def copy_to_host(
     pool: MHATokenToKVPool, host: MHATokenToKVPoolHost, pages: list[int]
 ) -> torch.Tensor:
-    """Back device pages up into newly allocated host pages; returns their slots."""
+    """Back up device pages to newly allocated host pages, and return their slots."""
     slots = host.alloc(len(pages) * pool.page_size)
     assert slots is not None
     host.backup_from_device_all_layer(pool, slots, page_slots(pages, pool.page_size), "direct")
@@ -105,7 +105,7 @@ def storage_config(
 
 
 def page_keys(count: int, namespace: str = "ns") -> list[str]:
-    """Keys of `count` pages, as the cache controller hands them to a backend."""
+    """Keys of `count` pages, as the cache controller passes them to a backend."""
     return [f"{namespace}/{index:064x}" for index in range(count)]
 
 
@@ -117,10 +117,10 @@ def round_trip(
     *,
     allocator_type: str = "default",
 ) -> None:
-    """Device to host to `storage` to host to another device pool; asserts equal bytes.
+    """Copy device to host to `storage` to host to another device pool; assert equal bytes.
 
-    The bytes depend on the pages alone, so that a store written from one layout can be read
-    into another of the same byte order: what is there already is not written again.
+    The bytes depend only on the pages. So a page written from one layout can be read into another
+    of the same byte order; existing pages are not written again.
     """
     device = make_device_pool()
     writer = make_host_pool(device, layout, allocator_type=allocator_type)

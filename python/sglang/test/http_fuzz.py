@@ -1,4 +1,4 @@
-"""Request bodies that are nearly right: for asking a server a thousand wrong things (row F1)."""
+"""Nearly valid request bodies, for fuzzing a server (row F1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALID: Final[dict[str, dict[str, Any]]] = {
     "/v1/detokenize": {"tokens": [[300, 301], [302]]},
     "/abort_request": {"rid": "nobody"},
 }
-"""By path, a body that is answered with 200 at the cost of one token at most."""
+"""Path to a valid body, whose answer takes at most one token."""
 
 _FIELDS: Final = (
     "rid", "stream", "n", "seed", "sampling_seed", "logit_bias", "stop", "stop_token_ids",
@@ -39,10 +39,10 @@ _FIELDS: Final = (
     "bootstrap_room", "echo", "best_of", "logprob_start_len", "session_params", "nonsense",
 )  # fmt: skip
 
-# Keys that look like token ids: of `logit_bias`, and too many, too large, oddly written.
+# Keys of `logit_bias` that look like token ids: valid, too large, oddly written.
 _NUMERALS: Final = ("0", "5", "05", "-1", "+1", "1_0", "²", "٣", "9" * 30, "0" * 20 + "99999")
 
-# Numbers at the edges alone: one between them might be a wish for thousands of tokens.
+# Only extreme numbers: others might request thousands of tokens.
 _LEAVES: Final = st.one_of(
     st.none(),
     st.booleans(),
@@ -64,7 +64,7 @@ VALUES: Final = st.recursive(
 
 @dataclass(frozen=True)
 class FuzzedRequest:
-    """One body and where it goes."""
+    """One body and its path."""
 
     path: str
     body: bytes
@@ -72,7 +72,7 @@ class FuzzedRequest:
 
 @st.composite
 def fuzzed_requests(draw: st.DrawFn) -> FuzzedRequest:
-    """A valid body with some values replaced, added or left out, and perhaps torn bytes."""
+    """A valid body with some values replaced, added or removed, and perhaps torn bytes."""
     path = draw(st.sampled_from(sorted(VALID)))
     body = json.loads(json.dumps(VALID[path]))
     for _ in range(draw(st.integers(0, 3))):
@@ -85,7 +85,7 @@ def fuzzed_requests(draw: st.DrawFn) -> FuzzedRequest:
 
 
 def _change(draw: st.DrawFn, body: dict[str, Any]) -> None:
-    """Replace, add or remove one field, at the top or one level below it."""
+    """Replace, add or remove one field, at the top level or one level below."""
     inner = [value for value in body.values() if isinstance(value, dict)]
     target = draw(st.sampled_from([body, *inner]))
     name = draw(st.sampled_from([*target, *_FIELDS]))
@@ -96,7 +96,7 @@ def _change(draw: st.DrawFn, body: dict[str, Any]) -> None:
 
 
 def judge(client: httpx.Client, url: str, request: FuzzedRequest) -> None:
-    """Ask the server at `url`, as its operator: an answer, or a refusal in the one shape."""
+    """Send `request` to the server at `url` and assert a valid answer or a well-formed refusal."""
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     response = client.post(url + request.path, content=request.body, headers=headers)
     assert response.status_code in (200, 400), (request, response.text[:300])
@@ -104,7 +104,7 @@ def judge(client: httpx.Client, url: str, request: FuzzedRequest) -> None:
         error = response.json()["error"]
         assert error["message"], request
         assert error["type"] == "invalid_request_error"
-        # What is wrong with JSON as such has no field; all else has one.
+        # Errors of the JSON itself have no field; all others have one.
         assert error["param"] or error["message"].startswith("the body"), (request, error)
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert "server_error" not in response.text, (request, response.text[:300])

@@ -1,4 +1,4 @@
-"""A server with both keys and a real store, for tests of what strangers and clients do to it."""
+"""A server with both keys and a real store, for tests of hostile and careless clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADMIN: Final = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 class KeyedServer(EngineServer):
-    """A server with both keys, asked with the right ones."""
+    """A server with both keys; its methods send the right ones."""
 
     def __init__(self, *args: str, **options: Any) -> None:
         super().__init__("--api-key", USER_KEY, *args, **options)
@@ -28,13 +28,13 @@ class KeyedServer(EngineServer):
         return self
 
     def ask(self, prompt: list[int] | None = None, **fields: Any) -> httpx.Response:
-        """Two tokens after `prompt`, as a user."""
+        """Generate two tokens after `prompt`, as a user."""
         params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
         body = {"input_ids": prompt or [300, 301], "sampling_params": params, **fields}
         return httpx.post(f"{self.url}/generate", json=body, headers=HEADERS, timeout=60)
 
     def call(self, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
-        """Any endpoint, as an operator unless `headers` say otherwise."""
+        """Call any endpoint, as an operator unless `headers` has another key."""
         return httpx.request(method, self.url + path, headers=headers or ADMIN, timeout=60)
 
     @property
@@ -42,18 +42,18 @@ class KeyedServer(EngineServer):
         return int(self.url.rsplit(":", 1)[1])
 
     def log(self) -> str:
-        """What all of its processes wrote so far."""
+        """The log of all processes so far."""
         return self.process.log_path.read_text(errors="replace")
 
     def members(self) -> list[psutil.Process]:
-        """Its processes, the one that was started first."""
+        """The server's processes, its main process first."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
 
 
 @contextmanager
 def keyed_server() -> Iterator[KeyedServer]:
-    """A server with metrics, on a Mooncake Store of its own."""
+    """A server with metrics and its own Mooncake Store."""
     flags = ("--hicache-storage-backend", "mooncake", "--enable-metrics")
     with (
         MooncakeCluster(segment_size="64mb") as cluster,

@@ -1,4 +1,4 @@
-"""What prompts of ever new lengths leave behind in `malloc`, printed in MB; a process of its own,
+"""Memory that prompts of ever new lengths leave allocated, printed in MB. A process of its own,
 because libraries read their limits once.
 
     python -m sglang.test.memory_by_length CHECKPOINT WARM_FROM FROM TO
@@ -25,7 +25,7 @@ class _MallInfo2(ctypes.Structure):
 
 
 def allocated_mb() -> float:
-    """MB (10^6 bytes) that this process has from `malloc` and has not given back."""
+    """MB (10^6 bytes) that this process has allocated with `malloc` and not freed."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _MallInfo2
     info = mallinfo2()
@@ -33,7 +33,7 @@ def allocated_mb() -> float:
 
 
 def grown_by(checkpoint: str, warm: range, lengths: range) -> float:
-    """MB that prompts of `lengths` leave behind after those of `warm`."""
+    """MB that prompts of `lengths` leave allocated, after prompts of `warm`."""
     driver = StepDriver(checkpoint, dtype="bfloat16", pool_tokens=2 * lengths[-1])
 
     def run(length: int) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.environ import parse_size
 
 
 class MooncakeCluster:
-    """Context manager: everything runs and serves inside it, and nothing is left after it.
+    """Context manager: all processes serve inside it, and end with it.
 
     `master` and `nodes[i]` have `kill`, `stop`, `suspend`, `resume`, `restart` and `log_tail`.
     """
@@ -32,7 +32,7 @@ class MooncakeCluster:
         """Describe the cluster.
 
         Args:
-            num_nodes: Store nodes; 0 where the engines lend the memory.
+            num_nodes: Store nodes; 0 if the engines lend the memory.
             segment_size: Memory of each node, e.g. `128mb`.
             master_flags: Further flags of `mooncake_master`.
         """
@@ -57,7 +57,7 @@ class MooncakeCluster:
             for process in (self.master, *self.nodes):
                 starting.callback(process.kill)
                 process.start()
-            # Started whole: hand the endings over to the exit.
+            # All processes have started; `__exit__` ends them.
             self._stack = starting.pop_all()
         return self
 
@@ -70,9 +70,9 @@ class MooncakeCluster:
         self._stack.close()
 
     def engine_env(self) -> dict[str, str]:
-        """Environment for an engine that uses this store and lends it no memory."""
+        """Environment for an engine that uses this store and lends no memory to it."""
         return self.master.engine_env()
 
     def capacity_bytes(self) -> int:
-        """Memory that the mounted segments give, as the master sees it."""
+        """Memory of the mounted segments, as the master reports it."""
         return int(self.master.metric("master_total_capacity_bytes"))

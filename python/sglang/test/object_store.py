@@ -1,4 +1,4 @@
-"""Objects of a store that misbehaves, and what befalls calls to it: see `chaotic_store.py`."""
+"""The objects of a misbehaving store, and the faults of calls to it; see `chaotic_store.py`."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ PLAIN: Final = "chaotic-plain"
 IN_PLACE: Final = "chaotic-in-place"
 _BACKENDS: Final = {PLAIN: "PlainStore", IN_PLACE: "InPlaceStore"}
 STORE_KEY: Final = "object_store"
-"""In the extra config: the name of the `ObjectStore`."""
+"""Key in the extra config for the name of the `ObjectStore`."""
 
 _SLOW_S: Final = 0.004
 _CRAWL_S: Final = 0.03
 _LIES: Final = 0.15
-"""Chance of a call, where the contract is broken: its answer is none that the interface allows."""
+"""Chance of an answer that the interface does not allow, if the store breaks its contract."""
 _HANG_LIMIT_S: Final = 10.0
-"""Nobody hangs longer, so that a test that has failed can end."""
+"""Longest hang, so that a failed test can end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mood:
-    """Chances, 0 to 1, of what befalls a call or a page."""
+    """Chances, from 0 to 1, of faults of a call or a page."""
 
     slow: float = 0.1
-    """Of a call: takes some milliseconds, and so again every few pages."""
+    """A call takes some milliseconds, and again every few pages."""
     crawl: float = 0.0
-    """Of a get or set: likewise, but tens of milliseconds."""
+    """A get or set takes tens of milliseconds, and again every few pages."""
     hang: float = 0.0
-    """Of a call: does not go on until it is released."""
+    """A call waits until it is released."""
     fail: float = 0.0
-    """Of a call: raises."""
+    """A call raises."""
     refuse: float = 0.0
-    """Of a page: fails though the object is there, or could be written."""
+    """A page fails, although the object exists or could be written."""
     damage: float = 0.0
-    """Of a page that is read: arrives with other bytes."""
+    """A page that is read arrives with other bytes."""
     lose: float = 0.0
-    """Of a page that is asked for: its object goes, for good."""
+    """The object of a requested page is removed for good."""
     is_full: bool = False
+    """Whether every write is refused."""
 
 
 MOODS: Final = {
@@ -64,11 +65,11 @@ MOODS: Final = {
     "full": Mood(is_full=True),
     "mad": Mood(slow=0.3, crawl=0.1, hang=0.05, fail=0.1, refuse=0.1, damage=0.1, lose=0.05),
 }
-"""By name."""
+"""Moods by name."""
 
 
 class StoreBroke(Exception):
-    """What a client library of its own raises."""
+    """An exception of a store's own client library."""
 
 
 _EXCEPTIONS: Final[tuple[Callable[[], Exception], ...]] = (
@@ -84,12 +85,12 @@ _EXCEPTIONS: Final[tuple[Callable[[], Exception], ...]] = (
 
 
 class ObjectStore:
-    """Objects by key, and what befalls those who ask for them. Any thread.
+    """Objects by key, and the faults of calls. Any thread.
 
     Args:
-        seed: What happens to the n-th call of a kind follows from it.
-        damages: Whether bytes may change; not where engines do not check them.
-        breaks_contract: Whether answers may be none that the interface allows.
+        seed: Determines the faults of the n-th call of each kind.
+        damages: Whether bytes may change; only for engines that check them.
+        breaks_contract: Whether to give answers that the interface does not allow.
     """
 
     _by_name: ClassVar[dict[str, ObjectStore]] = {}
@@ -98,17 +99,17 @@ class ObjectStore:
         self.name = f"chaos-{seed}-{id(self)}"
         self.mood = MOODS["quick"]
         self.happened: Counter[str] = Counter()
-        """What befell calls and pages."""
+        """Number of faults so far, by kind."""
         self._seed = seed
         self._damages = damages
         self._breaks_contract = breaks_contract
         self._objects: dict[str, bytes] = {}
         self._first: dict[str, bytes] = {}
-        """What was first written under each key: the KV of a page has one value only."""
+        """The first value of each key. The KV of a page has only one value."""
         self.contradictions: list[str] = []
-        """Keys under which something else was written later."""
+        """Keys with different values at different times."""
         self._lost_at: dict[str, float] = {}
-        """When an object that is not there was there last, `time.monotonic()` seconds."""
+        """Key to the time when its object was lost, in `time.monotonic()` seconds."""
         self._calls: Counter[str] = Counter()
         self._gate = threading.Event()
         self._lock = threading.Lock()
@@ -131,23 +132,23 @@ class ObjectStore:
     # ---- the test's side ---------------------------------------------------------------------
 
     def set_mood(self, name: str) -> None:
-        """How calls fare that begin from now on."""
+        """Set the mood of calls that begin from now on."""
         self.mood = MOODS[name]
 
     def release(self) -> None:
-        """Let the calls go on that hang now."""
+        """Continue the calls that hang now."""
         with self._lock:
             gate, self._gate = self._gate, threading.Event()
         gate.set()
 
     def restart(self) -> None:
-        """All objects are gone."""
+        """Lose all objects."""
         with self._lock:
             self._lose(list(self._objects))
         self.happened["restarts"] += 1
 
     def rot(self, rng: random.Random) -> None:
-        """Some objects change where they lie: a bit, their length, or each other's places."""
+        """Damage some stored objects: flip a bit, change the length, or swap them."""
         if not self._damages:
             return
         with self._lock:
@@ -161,16 +162,16 @@ class ObjectStore:
         return key in self._first
 
     def has_had_since(self, key: str, when: float) -> bool:
-        """Whether there was an object at any time after `when` (`time.monotonic()` seconds)."""
+        """Whether the object existed at any time after `when` (`time.monotonic()` seconds)."""
         with self._lock:
             return key in self._objects or self._lost_at.get(key, when - 1.0) >= when
 
     # ---- the backends' side ------------------------------------------------------------------
 
     def begin(self, kind: str, *, is_awaited: bool = False) -> Call:
-        """A call of `kind` begins: it may be slow or hang here, or raise.
+        """Begin a call of `kind`, which may be slow, hang or raise here.
 
-        One that is awaited does not hang, and within the contract raises StorageUnavailable alone.
+        An awaited call does not hang, and within the contract raises only StorageUnavailable.
         """
         with self._lock:
             number = self._calls[kind]
@@ -190,7 +191,7 @@ class ObjectStore:
         return call
 
     def wait_for_release(self) -> None:
-        """Hang, unless the store hangs no longer."""
+        """Hang until `release`, unless the mood no longer hangs."""
         with self._lock:
             gate = self._gate
         if self.mood.hang:
@@ -201,7 +202,7 @@ class ObjectStore:
             return self._objects.get(key)
 
     def any_object(self, rng: random.Random) -> bytes:
-        """One of those that there are; one at least."""
+        """Any of the objects; there must be one."""
         with self._lock:
             return self._objects[rng.choice(sorted(self._objects))]
 
@@ -235,7 +236,7 @@ class ObjectStore:
 
 
 class Call:
-    """What befalls one call to the store; drawn when it is asked for, in order."""
+    """The faults of one call to the store, drawn in order."""
 
     def __init__(self, store: ObjectStore, kind: str, mood: Mood, rng: random.Random) -> None:
         self.store = store
@@ -244,7 +245,7 @@ class Call:
         self._mood = mood
 
     def pause(self) -> None:
-        """A moment at which the call may be slow, hang or fail."""
+        """A point at which the call may be slow, hang or fail."""
         if self._draws(self._mood.slow, "slow"):
             time.sleep(self.rng.random() * _SLOW_S)
         if self._kind in ("get", "set") and self._draws(self._mood.crawl, "crawl"):
@@ -268,7 +269,7 @@ class Call:
         return value
 
     def keep(self, key: str, value: bytes) -> bool:
-        """Write the object; False: refused."""
+        """Write the object. False if refused."""
         if self._mood.is_full:
             self.store.happened[f"{self._kind} full"] += 1
             return False

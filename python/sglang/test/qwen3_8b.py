@@ -1,4 +1,4 @@
-"""Qwen3-8B's shape without its weights: what GPU tests and benchmarks take for a large model."""
+"""The shape of Qwen3-8B without its weights: the large model of GPU tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 VOCAB_SIZE: Final = 151936
 _LAYERS, _KV_HEADS, _HEAD_DIM = 36, 8, 128
 KV_BYTES: Final = _LAYERS * 2 * _KV_HEADS * _HEAD_DIM * 2
-"""Of one token, in bf16."""
+"""Bytes of KV of one token, in bf16."""
 
 _CONFIG: Final[dict[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -34,15 +34,15 @@ _CONFIG: Final[dict[str, Any]] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
 }
-"""Its config.json, but for what serving does not read."""
+"""The fields of its config.json that serving reads."""
 
 DUMMY_FLAGS: Final = ("--load-format", "dummy", "--tokenizer-path", str(BUILTIN_MODEL_DIR))
-"""For a server of `dummy_model`: random weights, and a tokenizer, which is not the model's."""
+"""Flags for a server of `dummy_model`: random weights, and the tokenizer of another model."""
 
 
 @contextmanager
 def dummy_model() -> Iterator[str]:
-    """A directory that holds the configuration and nothing else, for the time of the context."""
+    """A temporary directory with only the configuration."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
         yield directory

@@ -1,4 +1,4 @@
-"""Requests of the random driver, each with what it must give."""
+"""Requests of the random driver, each with its expected output."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _KEYS: Final = (None, None, None, None, "a", "b")
 
 @dataclass(slots=True)
 class Sent:
-    """A request on its way, and what it must give."""
+    """A request under way, and its expected output."""
 
     message: TokenizedGenerateReqInput
     prompt: list[int]
     words: list[int]
-    """All that may come, in order; the last ends it."""
+    """The expected output; its last token ends the request."""
     stops: bool
-    """Whether the last is a stop token."""
+    """Whether the last token is a stop token."""
     is_refused: bool
-    """Too long ever to run."""
+    """Whether the prompt is too long to run."""
     arrived: int = 0
-    """Forwards before it came."""
+    """Number of forwards before its arrival."""
     may_be_aborted: bool = False
 
 
@@ -39,8 +39,8 @@ class RandomRequests:
     """Draws requests whose prompts share prefixes in every way.
 
     Args:
-        rng: Where they come from.
-        page_size: Tokens; what happens at the ends of pages is tried most.
+        rng: Source of randomness.
+        page_size: Tokens of a page; lengths near multiples of it are the most frequent.
     """
 
     def __init__(self, rng: random.Random, page_size: int) -> None:
@@ -55,7 +55,7 @@ class RandomRequests:
         return f"r{self._num_drawn}"
 
     def remember(self, extra_key: str | None, conversation: list[int]) -> None:
-        """Something to ask again, or to go on from."""
+        """Store a conversation, to be repeated or continued."""
         self._conversations.insert(
             self._rng.randint(0, len(self._conversations)), (extra_key, conversation)
         )
@@ -66,7 +66,7 @@ class RandomRequests:
         return self._samples(*self._prompt(), limits)
 
     def draw_again(self, limits: BatchLimits) -> list[Sent]:
-        """Prompts that have been answered before, or go on from there."""
+        """Prompts that continue earlier conversations."""
         known = self._rng.sample(self._conversations, min(4, len(self._conversations)))
         return [one for key, said in known for one in self._samples(key, [*said, 1], limits)]
 
@@ -81,7 +81,7 @@ class RandomRequests:
         return samples
 
     def _pages(self, least: int, most: int) -> int:
-        """Tokens of so many pages, or a few more or less; of more where pages are short."""
+        """Tokens of `least` to `most` pages, give or take a few; more pages if pages are short."""
         scale = max(1, 4 // self._page_size)
         pages = self._rng.randint(least * scale, most * scale)
         return max(1, pages * self._page_size + self._rng.choice((-1, 0, 0, 1, 3)))
@@ -99,7 +99,7 @@ class RandomRequests:
             return key, said if again else said + self._tokens(rng.randint(1, 2 * page + 1))
         key = rng.choice(_KEYS)
         if kind < 0.65:
-            # A tree that branches at every page.
+            # Prompts that branch at every page.
             depth = rng.randint(1, 5)
             branches = [rng.randrange(2) * 500 + 7 * level for level in range(depth)]
             tokens = [start + i for start in branches for i in range(1, page + 1)]

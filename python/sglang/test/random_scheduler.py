@@ -1,16 +1,15 @@
-"""Random work on a whole scheduler over a model that can be checked and a store that misbehaves.
+"""Random work for a whole scheduler, over a checkable model and a misbehaving store.
 
     python -m sglang.test.random_scheduler --seed N      repeats one run
     python -m sglang.test.random_scheduler --seconds S   runs seed after seed
 
-A seed draws a configuration (page size, policies, sizes of the tiers, layout, overlap) and then,
-tick by tick, requests that share prefixes in every way, aborts, administration, and moods of the
-store. After each tick every word that came out is compared with what the prompt must give; every
-few ticks, and whenever all is at rest, the books are checked. Everything is real but the model's
-arithmetic, the store, and the engine's timers, which are too long for ticks of a millisecond.
+A seed determines a configuration (page size, policies, sizes of the tiers, layout, overlap), and
+for each tick requests that share prefixes in many ways, aborts, administration, and moods of the
+store. After each tick all outputs are compared with the expected ones. Every few ticks, and
+whenever the scheduler is idle, the books are checked. Only the model's arithmetic, the store and
+the engine's timers are not real; the timers are too long for ticks of a millisecond.
 
-A run follows from its seed as far as threads allow: how far a copy or a transfer has come at a
-tick is theirs.
+A run is a function of its seed, except for the progress of copies and transfers in other threads.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ from sglang.test.storage_rigs import counts as counter_values
 
 STEPS_PER_SEED: Final = 500
 _HANG_S: Final = 60.0
-"""A step takes a millisecond. Longer than any bound that the engine waits for in it."""
+"""Limit of a step, which takes about a millisecond; longer than any wait of the engine in it."""
 _REST_S: Final = 30.0
 _MOST_STEPS_TO_REST: Final = 4000
 _MOST_WORKING_STEPS: Final = 2500
-"""Forwards that others may get from a request's arrival to its end."""
+"""Most forwards between the arrival of a request and its end."""
 _MOODS: Final = (*MOODS, *("quick", "well", "crawling") * 3)
 _IDLE_S: Final = 0.0005
 
@@ -80,7 +79,7 @@ class CheckableRig(SchedulerRig):
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened in one run, to see that it was not idle."""
+    """Counts of events in one run, to check that it was not idle."""
 
     setup: Setup
     steps: int = 0
@@ -92,10 +91,10 @@ class RandomScheduler:
     """One run.
 
     Args:
-        seed: Decides everything but the threads. With an odd one stores also answer what
-            `HiCacheStorage` does not allow: too few results, wrong types, any exception from
-            attaching, clearing and closing.
-        setup: In place of the one that the seed draws.
+        seed: Determines everything except the timing of threads. With an odd seed the store also
+            breaks the contract of `HiCacheStorage`: too few results, wrong types, any exception
+            from attaching, clearing and closing.
+        setup: Replaces the configuration that the seed chooses.
     """
 
     def __init__(self, seed: int, setup: Setup | None = None) -> None:
@@ -108,7 +107,7 @@ class RandomScheduler:
         self._log: deque[str] = deque(maxlen=40)
         self._watchdog = Watchdog()
         self._sent: dict[str, Sent] = {}
-        """Not ended yet."""
+        """Requests that have not ended."""
         self._unanswered: set[str] = set()
         self._requests = RandomRequests(self.rng, self.setup.page_size)
         self._working_steps = 0
@@ -116,7 +115,7 @@ class RandomScheduler:
         self._is_draining = False
         self._epoch = -1
         self._epoch_began = 0.0
-        """Before the tick at which the tree took to it, `time.monotonic()` seconds."""
+        """Start of the tick in which the tree began the epoch, in `time.monotonic()` seconds."""
         self._rig: CheckableRig | None = None
 
     @property
@@ -125,7 +124,7 @@ class RandomScheduler:
         return self._rig
 
     def run(self, steps: int = STEPS_PER_SEED) -> Outcome:
-        """Do about `steps` ticks. Raises what is found wrong."""
+        """Run about `steps` ticks. Raises for any wrong result."""
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
@@ -167,7 +166,7 @@ class RandomScheduler:
         most = rng.choice((3, 12, 30))
         self.store.set_mood(rng.choice(_MOODS))
         if rng.random() < 0.7:
-            # Of what a flush has left to L3 alone.
+            # Prompts that only L3 has after a flush.
             self._step(*self._send(self._requests.draw_again(self.rig.scheduler.state.limits)))
         for _ in range(rng.choice((10, 30, 60, 150))):
             messages: list[ToScheduler] = []
@@ -182,7 +181,7 @@ class RandomScheduler:
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
-        """One tick, and all that must hold after it."""
+        """Run one tick, and check the invariants after it."""
         rig, state = self.rig, self.rig.scheduler.state
         before = state.counters.prefill_batches + state.counters.decode_steps
         began = time.monotonic()
@@ -205,7 +204,7 @@ class RandomScheduler:
             time.sleep(_IDLE_S)
 
     def _come_to_rest(self) -> None:
-        """Let everything end, then see that nothing is left over."""
+        """Run until idle, and check that nothing is left over."""
         rig = self.rig
         if self.rng.random() < 0.7:
             self.store.set_mood("quick")
@@ -224,11 +223,11 @@ class RandomScheduler:
         self._assert_unpinned()
         self._assert_stored()
         if self.rng.random() < 0.8:
-            # What comes next is read from L3.
+            # The next requests then read from L3.
             self._flush_at_rest()
 
     def _shut_down(self) -> None:
-        """In the middle of work: whoever waits is told, and the loop ends."""
+        """Shut down with requests under way: all of them end, and the loop ends."""
         for _ in range(self.rng.randint(0, 3)):
             self._step(*self._arrivals())
         timeout = self.rng.choice((0.0, 3.0, 1000.0))
@@ -250,8 +249,8 @@ class RandomScheduler:
             assert not node.lock_ref, f"{node} is locked though nothing runs"
 
     def _assert_stored(self) -> None:
-        """L3 has, or has lost since, what the tree takes for stored; it was given no page without
-        those before it."""
+        """Check that L3 has, or once had, all pages that the tree counts as stored, and that no
+        page was written before its ancestors."""
         tree = self.rig.tree
         if not isinstance(tree, HiRadixCache) or self.store.breaks_contract:
             return
@@ -286,7 +285,7 @@ class RandomScheduler:
 
     def _arrivals(self) -> list[ToScheduler]:
         if self._sent and self.rng.random() < 0.05:
-            # An id that is in use is dropped without a word.
+            # A request with an id in use is dropped silently.
             return [self._sent[self.rng.choice(sorted(self._sent))].message]
         return self._send(self._requests.draw(self.rig.scheduler.state.limits))
 
@@ -309,7 +308,7 @@ class RandomScheduler:
         return [AbortReq(rid=rid)]
 
     def _look_at(self, rid: str) -> None:
-        """What has come of a request so far."""
+        """Compare the output of a request so far with the expected one."""
         sent, got = self._sent[rid], self.rig.results.get(rid)
         waited = self._working_steps - sent.arrived
         assert waited < _MOST_WORKING_STEPS, f"{rid} waits while others got {waited} steps"
@@ -407,14 +406,14 @@ class RandomScheduler:
             case 1 | 2:
                 self.store.rot(rng)
             case 3 | 4:
-                self._lose_what_was_read()
+                self._restart_store_in_prefetch()
             case at if at < 11:
                 self.store.release()
             case _:
                 self.store.set_mood(rng.choice(_MOODS))
 
-    def _lose_what_was_read(self) -> None:
-        """The store restarts while requests wait that have read from it."""
+    def _restart_store_in_prefetch(self) -> None:
+        """Restart the store while requests that read from it wait."""
         tree = self.rig.tree
         if isinstance(tree, HiRadixCache) and tree.is_busy().get("prefetches"):
             self.store.restart()
@@ -462,7 +461,7 @@ class RandomScheduler:
 
 
 def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
-    """One run. What it raises has notes: the state, and the command that repeats the run."""
+    """Run one seed. Exceptions have notes: the state, and the command that repeats the run."""
     run = RandomScheduler(seed)
     try:
         return run.run(steps)
@@ -480,9 +479,12 @@ def run_for(
     steps: int = STEPS_PER_SEED,
     most_failures: int = 5,
 ) -> tuple[Counter[str], list[int]]:
-    """Seed after seed for `seconds`, one at least: what happened in all, and the seeds that failed.
+    """Run one seed after another for `seconds`, at least one.
 
-    Prints a line for each, and what failed with its cause.
+    Prints a line for each seed, and the cause of each failure.
+
+    Returns:
+        The counts of all runs, and the failed seeds.
     """
     counts: Counter[str] = Counter()
     failed: list[int] = []
@@ -490,11 +492,11 @@ def run_for(
     while seed == first_seed or (
         time.monotonic() - began < seconds and len(failed) < most_failures
     ):
-        # Said before: a copy that fails ends the process.
+        # Printed before the run, because a failing copy ends the process.
         print(f"seed {seed}:", end=" ", flush=True)
         try:
             outcome = run_seed(seed, steps)
-        except Exception:  # noqa: BLE001 - reported, and the next seed is worth a try
+        except Exception:  # noqa: BLE001 - reported; the next seed still runs
             failed.append(seed)
             print("FAILED", flush=True)
             traceback.print_exc(file=sys.stdout)
@@ -515,10 +517,10 @@ def run_for(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seed", type=int, help="this one, or the first [drawn]")
-    parser.add_argument("--seconds", type=float, default=0.0, help="seed after seed for so long")
-    parser.add_argument("--steps", type=int, default=STEPS_PER_SEED, help="of each seed")
-    parser.add_argument("--most-failures", type=int, default=5, help="then end [5]")
+    parser.add_argument("--seed", type=int, help="the only or first seed [random]")
+    parser.add_argument("--seconds", type=float, default=0.0, help="run seeds for this time")
+    parser.add_argument("--steps", type=int, default=STEPS_PER_SEED, help="steps of each seed")
+    parser.add_argument("--most-failures", type=int, default=5, help="failures to end at [5]")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     seed = secrets.randbits(31) if args.seed is None else args.seed

@@ -1,4 +1,4 @@
-"""Configurations of the random driver: drawn from a seed, and so tiny that all tiers are short."""
+"""Configurations of the random driver: chosen by a seed, with tiers too small for the work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAYOUTS: Final = (AUTO, *(layout.value for layout in HostLayout))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The configuration of one run. Lengths in pages unless they say tokens."""
+    """The configuration of one run. Lengths are pages, unless the name says tokens."""
 
     page_size: int
     l1_pages: int
@@ -53,13 +53,13 @@ class Setup:
     overlap: bool
     stream_interval: int
     target_inter_token_latency: float | None
-    """Seconds; the rig's clock moves on by one at each step."""
+    """Seconds; the rig's clock advances by one in each step."""
     backend: str
     pass_prefix_keys: bool
     verify_checksum: bool
     threshold_pages: int
     slow_copies: float
-    """Chance of a copy between L1 and L2 to take a while."""
+    """Chance that a copy between L1 and L2 is slow."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -154,13 +154,13 @@ def impatient() -> Iterator[None]:
             (fetch_choice, "_PROBE_EVERY", 4),
         ):
             stack.enter_context(patch.object(module, name, value))
-        # Pools of kilobytes, on a machine that may be busy with other tests.
+        # The pools have kilobytes, and other tests may use the machine's memory.
         stack.enter_context(envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(0))
         yield
 
 
 def _slow_down_copies(tree: HiRadixCache, rng: random.Random, chance: float) -> None:
-    """Let some copies between L1 and L2 take a while, before and between their layers."""
+    """Delay some copies between L1 and L2, before and between their layers."""
 
     def pause() -> None:
         if rng.random() < chance:

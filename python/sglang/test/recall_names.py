@@ -1,7 +1,7 @@
-"""The 1,500 names that the recall task gives codes to; each is one token of the built-in model.
+"""The 1,500 names of the recall task; each is one token of the built-in model.
 
-The order matters: only the first names have a capitalised form in the vocabulary as well (as many
-as fit into the model's size), so the likeliest ones stand first.
+The order matters: only the first names, as many as fit into the vocabulary, also have a capitalised
+form there. So the most likely names come first.
 """
 
 _NUM_CAPITALISED = 252

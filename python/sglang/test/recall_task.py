@@ -1,8 +1,8 @@
-"""The recall task: conversations that tell codes of names and ask for them later.
+"""The recall task: conversations that state codes of names and ask for them later.
 
-One generator for training, evaluation and `run_eval`. A conversation is a function of (split, seed,
-style, sizes) alone, on every platform and Python version, and the splits draw from separate
-streams: a held-out conversation is never a training one, whatever the seeds.
+One generator for training, evaluation and `run_eval`. A conversation is a function of split, seed,
+style and sizes, on every platform and Python version. The splits use separate random streams, so
+that a held-out conversation never equals a training one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CountTokens = Callable[[str], int]
 
 # Role lines and turn ends of one user turn and its answer in the chat template.
 TURN_OVERHEAD_TOKENS = 10
-# Names beyond this are left untold, so that there is always an unknown one to ask for.
+# A conversation states at most this many names, so that unknown ones remain to ask for.
 MAX_FACTS = len(NAMES) - 100
 _PIECE = re.compile(piece_pattern())
 _FACT_LIMIT_PER_TURN = 1_000_000
@@ -40,22 +40,22 @@ _FILLER_TURN_SHARE = 0.3  # of the filler rate
 
 @dataclass(frozen=True)
 class RecallStyle:
-    """How a conversation is worded and laid out; rates are probabilities in [0, 1].
+    """Wording and layout of a conversation. Rates are probabilities in [0, 1].
 
     Attributes:
-        facts_per_turn: Facts in a user turn at most.
-        question_rate: That a user turn with facts ends with a question (else: "ok").
-        filler_rate: That a sentence is filler instead of a fact; some user turns are filler alone.
-        noise_rate: That a filler sentence is of words outside the vocabulary.
-        unknown_rate: That a question asks for a name that was never told.
-        capital_rate: That a name with a capitalised form is written so, drawn anew each time.
-        opening_rate: That a sentence begins with a capital letter.
-        variety: That a sentence is not the plain form of its kind.
-        spelled_rate: That a fact's name is a word outside the vocabulary.
-        shouts: Whether everything that the user says is in capitals.
-        separator: Between sentences.
-        ending: Behind a fact or filler sentence.
-        bare_question_rate: That a question comes without its mark.
+        facts_per_turn: Most facts in a user turn.
+        question_rate: A user turn with facts ends with a question; otherwise the answer is "ok".
+        filler_rate: A sentence is filler instead of a fact. Some user turns are only filler.
+        noise_rate: A filler sentence has words outside the vocabulary.
+        unknown_rate: A question asks for a name without a code.
+        capital_rate: A name with a capitalised form is capitalised, decided at each use.
+        opening_rate: A sentence begins with a capital letter.
+        variety: A sentence is not the plain form of its kind.
+        spelled_rate: The name of a fact is a word outside the vocabulary.
+        shouts: Whether all user text is in capitals.
+        separator: Text between sentences.
+        ending: Text after a fact or filler sentence.
+        bare_question_rate: A question lacks its question mark.
         system: System message, if any.
     """
 
@@ -77,7 +77,7 @@ class RecallStyle:
 
 @dataclass(frozen=True)
 class RecallTurn:
-    """One user message, the answer it calls for, and whether it asks for a code."""
+    """One user message, its expected answer, and whether it asks for a code."""
 
     user: str
     answer: str
@@ -95,7 +95,7 @@ class RecallConversation:
     def messages_before(self, turn: int) -> list[dict[str, str]]:
         """Return the chat messages up to and including the user message of `turn`.
 
-        Earlier turns carry their expected answers.
+        Earlier turns have their expected answers.
         """
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for earlier in self.turns[:turn]:
@@ -106,7 +106,7 @@ class RecallConversation:
 
 
 def estimate_tokens(text: str) -> int:
-    """Return the pieces of `text`: the built-in tokenizer's tokens, but for spelled words."""
+    """Return the number of pieces of `text`: its built-in tokens, except for spelled words."""
     return sum(1 for _ in _PIECE.finditer(text))
 
 
@@ -116,11 +116,11 @@ def recall_rng(split: Split, seed: int) -> random.Random:
 
 
 def draw_style(rng: random.Random, layout: Layout, *, spelled: bool = False) -> RecallStyle:
-    """Draw how a conversation of `layout` is worded.
+    """Draw the style of a conversation of `layout`.
 
     Args:
-        layout: `block` tells all facts in the first user message, `spread` some in each of
-            several, `interleaved` a few at a time with questions between.
+        layout: `block` states all facts in the first user message, `spread` some in each of
+            several, `interleaved` a few at a time with questions between them.
         spelled: Whether names outside the vocabulary may occur; for short conversations only.
     """
     style = RecallStyle(
@@ -158,10 +158,10 @@ def make_conversation(
     """Write one conversation: a body of facts up to a size, then turns that only ask.
 
     Args:
-        body_tokens: Tokens of the rendered conversation up to the first tail question's end, met
-            within about one sentence from below (one fact is always told).
-        tail_questions: Questions behind the body; in layout `block` the first of them closes the
-            message that tells the facts.
+        body_tokens: Tokens of the rendered conversation up to the end of the first tail question.
+            The size is at most that, by about one sentence less; there is at least one fact.
+        tail_questions: Questions after the body. In layout `block`, the first one is part of the
+            message with the facts.
         count_tokens: Tokens of a text without special tokens.
     """
     if body_tokens < 1 or tail_questions < 0:
@@ -190,7 +190,7 @@ def heldout_conversation(
     num_questions: int = 1,
     count_tokens: CountTokens = estimate_tokens,
 ) -> RecallConversation:
-    """Return held-out conversation number `seed`; layouts take turns.
+    """Return held-out conversation number `seed`. The layouts alternate.
 
     Args:
         context_tokens: Prompt tokens of the first of the `num_questions` tail questions.
@@ -201,7 +201,7 @@ def heldout_conversation(
 
 
 class _Writer:
-    """The state of a conversation while it is written: what was told, and what was asked."""
+    """The state of a conversation while it is written: stated codes, and names not asked yet."""
 
     def __init__(self, rng: random.Random, style: RecallStyle) -> None:
         self._rng = rng
@@ -237,7 +237,7 @@ class _Writer:
         return RecallTurn(style.separator.join([*sentences, question]), answer, asks=True)
 
     def question(self) -> tuple[str, str]:
-        """Return a question and its answer, for names not asked yet while there are any."""
+        """Return a question and its answer, preferably for a name that was not asked yet."""
         rng, style = self._rng, self._style
         if rng.random() < style.unknown_rate:
             name, code = self._fresh_name(), UNKNOWN
@@ -276,7 +276,7 @@ class _Writer:
                 return name
 
     def _spelled_name(self) -> str:
-        """Make up a word; one that happens to be a name is only an easier case."""
+        """Invent a word. If it happens to be a known name, the case is only easier."""
         word = self._rng.choice((self._word(), self._rng.choice(NAMES)))
         return self._rng.choice((word, word.capitalize(), word.upper()))
 

@@ -1,8 +1,8 @@
-"""The sentences of the recall task, and how the built-in tokenizer cuts text into pieces.
+"""The sentences of the recall task, and the pieces into which the built-in tokenizer cuts text.
 
-One source for the generator of conversations (`recall_task`) and for the vocabulary of the
-built-in model (`scripts/builtin_model/make_tokenizer.py`): every word that a template uses is a
-token. `{n}` stands for a name, `{c}` for its code, `{d}` for a small number.
+The generator of conversations (`recall_task`) and the vocabulary of the built-in model
+(`scripts/builtin_model/make_tokenizer.py`) share these templates: every word of a template is a
+token. `{n}` means a name, `{c}` its code, `{d}` a small number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 ACKNOWLEDGEMENT = "ok"
 UNKNOWN = "unknown"
 
-# The first of each is the plain form; most conversations lean on it.
+# The first template of each kind is the plain form, the most frequent one.
 FACTS: tuple[str, ...] = (
     "the code of {n} is {c}",
     "the code for {n} is {c}",
@@ -95,16 +95,16 @@ def template_words() -> tuple[str, ...]:
 
 
 def opening_words() -> tuple[str, ...]:
-    """Return the words that open a template, which also occur capitalised."""
+    """Return the first words of the templates, which also occur capitalised."""
     firsts = (re.match(r"[A-Za-z]+", text) for text in (*FACTS, *QUESTIONS, *FILLERS, *SYSTEMS))
     return tuple(dict.fromkeys(match.group().lower() for match in firsts if match))
 
 
 def piece_pattern() -> str:
-    """Return the regex that cuts text into the tokenizer's pieces (no character is left out).
+    """Return the regex that cuts text into the tokenizer's pieces, without losing a character.
 
-    A template word takes the space before it along. Any other word stands alone, so that a name is
-    the same token wherever it stands; digits and all other characters are single pieces.
+    The piece of a template word includes the space before it. The piece of any other word does not,
+    so that a name is the same token everywhere. Digits and other characters are single pieces.
     """
     words = "|".join(sorted(template_words(), key=lambda word: (-len(word), word)))
     return rf" (?:{words})(?![A-Za-z])|[A-Za-z]+|[0-9]|[^A-Za-z0-9]"

@@ -1,10 +1,10 @@
-"""Ask a running server the recall task: python -m sglang.test.run_eval --eval-name recall
+"""Evaluates a running server: python -m sglang.test.run_eval --eval-name recall
 
-Sends held-out conversations to `/v1/chat/completions` at temperature 0 and counts the codes that
-come back right. With `--num-questions` above 1 each conversation goes on, the server's own answers
-included, so that every further question finds its prefix in the cache. `--order round` asks all
-conversations their first question before any gets its second: with tiers smaller than the working
-set, every prefix is evicted between its uses.
+Sends held-out conversations to `/v1/chat/completions` at temperature 0 and counts the right codes.
+With `--num-questions` above 1 each conversation continues with the server's own answers, so that
+the prefix of every further question is cached. `--order round` asks the first question of all
+conversations before any second one. With tiers smaller than the working set, every prefix is then
+evicted between its uses.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ _MAX_WRONG_SHOWN = 5
 
 @dataclass(frozen=True)
 class EvalArgs:
-    """What to ask whom; the names are those of the command line.
+    """The arguments of an evaluation, named as on the command line.
 
     Attributes:
-        base_url: Of the server; absent, it is made of `host` and `port`.
-        model: Absent: the first that `/v1/models` names.
+        base_url: URL of the server; None: `host` and `port`.
+        model: Model name; None: the first of `/v1/models`.
         num_examples: Conversations, numbered from `seed`.
         num_threads: Requests in flight.
         context_tokens: Prompt tokens of a conversation's first question.
         num_questions: Questions in each conversation.
-        order: `conversation` finishes one before its thread takes the next; `round` asks all
-            conversations question r before any question r + 1.
-        max_tokens: Of an answer.
-        tokenizer_path: Whose tokens `context_tokens` are; absent: the built-in model's, estimated.
-        cached_tokens_details: Ask for the tiers' shares (SGLang servers only).
+        order: `conversation` finishes a conversation before its thread starts the next. `round`
+            asks question r of all conversations before any question r + 1.
+        max_tokens: Most tokens of an answer.
+        tokenizer_path: Tokenizer that counts `context_tokens`; None: an estimate for the built-in
+            model.
+        cached_tokens_details: Whether to request cached tokens by tier (SGLang servers only).
         timeout: Seconds for one request.
-        min_score: Exit code 1 below this score.
+        min_score: Score below which the exit code is 1.
     """
 
     eval_name: str = "recall"
@@ -77,7 +78,7 @@ class EvalArgs:
 
     @classmethod
     def of(cls, args: Any) -> EvalArgs:
-        """Take the known attributes that `args` (any object) has and that are not None."""
+        """Use the known attributes of `args`, any object, that are not None."""
         if isinstance(args, cls):
             return args
         given = {f.name: getattr(args, f.name, None) for f in fields(cls)}
@@ -86,7 +87,7 @@ class EvalArgs:
 
 @dataclass
 class _Dialogue:
-    """One conversation with the server, as far as it has gone; used by one thread at a time."""
+    """One conversation with the server. At most one thread uses it at a time."""
 
     seed: int
     conversation: RecallConversation
@@ -116,11 +117,11 @@ class _Dialogue:
 
 
 def run_eval(args: Any) -> dict[str, Any]:
-    """Run the evaluation that `args` (an `EvalArgs`, or any object with some of its fields) names.
+    """Run the evaluation of `args`, an `EvalArgs` or any object with some of its fields.
 
     Returns:
         `score` (share of right answers), `num_questions`, `latency` (seconds), token totals
-        `prompt_tokens`, `completion_tokens`, `cached_tokens` (None where the server reports none)
+        `prompt_tokens`, `completion_tokens`, `cached_tokens` (None if the server reports none)
         and `cached_tokens_details`, `wrong` (the first wrong answers) and `args`.
 
     Raises:

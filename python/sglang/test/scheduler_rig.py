@@ -38,11 +38,11 @@ from sglang.test.tiny_models import save_tiny_checkpoint
 
 MAX_STEPS = 5000
 RIG_DEVICE = detect_device()
-"""A GPU where there is one; without graphs, for each rig would capture them anew."""
+"""A GPU if there is one. Without CUDA graphs, because each rig would capture them again."""
 
 
 def greedy(max_new_tokens: int = 8, **params: Any) -> SamplingParams:
-    """Normalised parameters of a greedy request that runs to its length unless told otherwise."""
+    """Normalized parameters of a greedy request, which by default ignores end tokens."""
     params.setdefault("ignore_eos", True)
     made = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **params)
     made.normalize()
@@ -51,11 +51,11 @@ def greedy(max_new_tokens: int = 8, **params: Any) -> SamplingParams:
 
 @dataclass(slots=True)
 class Collected:
-    """Everything that came out about one request."""
+    """All outputs of one request."""
 
     output_ids: list[int] = field(default_factory=list)
     pieces: list[int] = field(default_factory=list)
-    """New tokens of each message."""
+    """Number of new tokens in each message."""
     last: RequestOutput | None = None
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)
@@ -67,22 +67,22 @@ class Collected:
 
 
 class SchedulerRig:
-    """Sends requests into `Scheduler.step` and collects what comes out.
+    """Sends requests to `Scheduler.step` and collects the outputs.
 
     Args:
-        model_path: An empty directory gets a tiny random model; or that of another rig.
-        pool_tokens: Slots of L1; None: slots and rows are those of a server with `args`.
-        max_requests: Rows.
-        tokenizer: For stop strings and patterns.
-        grammar_backend: For constraints.
-        overlap: Prepare a step while the one before it runs; None: as the class says.
+        model_path: The directory of another rig, or an empty one, which gets a tiny random model.
+        pool_tokens: Slots of L1; None: slots and rows of a server with `args`.
+        max_requests: Rows of the request table.
+        tokenizer: Tokenizer for stop strings and patterns.
+        grammar_backend: Factory of the backend for constraints.
+        overlap: Whether to prepare a step while the last one runs; None: the class attribute.
         group: The ranks, each with a rig of its own; None: this one alone.
         args: Fields of `ServerArgs`.
     """
 
     device: ClassVar[str] = RIG_DEVICE
     overlap: ClassVar[bool] = False
-    """Of schedulers made from now on."""
+    """Default of `overlap` for new rigs."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class SchedulerRig:
     def make_worker(
         self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
     ) -> ModelWorker:
-        """The model, with its pools; arguments as of the rig."""
+        """Create the model with its pools. Arguments as in the constructor."""
         if not (model_path / "config.json").exists():
             save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
         runner = ModelRunner(
@@ -162,14 +162,14 @@ class SchedulerRig:
     def request(
         self, rid: str, input_ids: list[int], params: SamplingParams | None = None, **fields: Any
     ) -> TokenizedGenerateReqInput:
-        """A message, not sent yet."""
+        """A request message, not sent yet."""
         fields.setdefault("seed", 7)
         return TokenizedGenerateReqInput(
             rid=rid, input_ids=token_array(input_ids), sampling_params=params or greedy(), **fields
         )
 
     def step(self, *messages: ToScheduler) -> None:
-        """One tick, one second later; asserts that no slot is lost or has two owners."""
+        """Run one tick, one second after the last one."""
         self.now += 1.0
         for output in self.scheduler.step(self.scheduler.make_tick(self.now, messages)):
             if isinstance(output, ControlReqOutput):
@@ -179,7 +179,7 @@ class SchedulerRig:
                 self._collect(of_request)
 
     def check(self) -> None:
-        """Every slot has one owner."""
+        """Assert that every slot has exactly one owner."""
         state = self.scheduler.state
         pool = state.pools.req_to_token_pool
         self.tree.check_integrity([req.own_slots(pool) for req in state.running()])
@@ -197,7 +197,7 @@ class SchedulerRig:
         raise AssertionError(f"not idle after {MAX_STEPS} steps: {self.scheduler.state.counters}")
 
     def generate(self, prompts: Iterable[list[int]], max_new_tokens: int = 8) -> list[list[int]]:
-        """Greedy outputs, the prompts running together."""
+        """Greedy outputs of `prompts`, which run together."""
         rids = []
         messages = []
         for number, prompt in enumerate(prompts):
@@ -207,7 +207,7 @@ class SchedulerRig:
         return [self.results[rid].output_ids for rid in rids]
 
     def assert_clean(self) -> None:
-        """Idle: no slot and no row is held, and the books agree."""
+        """Assert that the scheduler holds no slot and no row, and that the books agree."""
         state = self.scheduler.state
         pools = state.pools
         assert pools.req_to_token_pool.available_size() == pools.req_to_token_pool.size
@@ -216,11 +216,11 @@ class SchedulerRig:
         self.tree.check_integrity()
 
     def abort(self, rid: str) -> AbortReq:
-        """The message that ends `rid`."""
+        """The message that aborts `rid`."""
         return AbortReq(rid=rid)
 
     def close(self) -> None:
-        """End the cache's threads."""
+        """End the threads of the cache."""
         self.scheduler.close()
 
     def _collect(self, output: RequestOutput) -> None:

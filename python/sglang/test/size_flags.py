@@ -1,4 +1,4 @@
-"""Servers of every size: flags from corner to corner, and prompts of every length for them."""
+"""Servers of all sizes: extreme values of flags, and prompts of all critical lengths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang.srt.managers.messages.io_struct import ToScheduler
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 _NEVER_ENDING: Final = 10**6
-"""Tokens of an output that ends where nothing more fits."""
+"""Tokens of an output that only a full pool or context ends."""
 
 
 @st.composite
 def size_flags(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes from the smallest to more than enough, and those around a page."""
+    """Sizes from the smallest to more than enough, and sizes near a page."""
 
     def one(*choices: Any) -> Any:
         return draw(st.sampled_from(choices))
@@ -51,7 +51,7 @@ def size_flags(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def start_with(model_path: Path, flags: dict[str, Any]) -> SchedulerRig | None:
-    """A scheduler as a server with these flags has it; None where that refuses to start."""
+    """The scheduler of a server with these flags; None if the server refuses to start."""
     try:
         return SchedulerRig(model_path, pool_tokens=None, **flags)
     except ValueError as refusal:
@@ -61,21 +61,21 @@ def start_with(model_path: Path, flags: dict[str, Any]) -> SchedulerRig | None:
 
 
 def _lengths_of_prompts(rig: SchedulerRig) -> list[int]:
-    """The shortest and the longest, and those around each size."""
+    """The shortest and the longest prompts, and lengths near each size."""
     limits = rig.scheduler.state.limits
     sizes = (limits.page_size, limits.chunk_tokens or 0, limits.max_prefill_tokens)
     around = {size + more for size in sizes for more in (-1, 0, 1)}
     most = limits.max_input_tokens
-    assert most >= 1, "a server that can answer nothing"
+    assert most >= 1, "the server cannot answer any prompt"
     return sorted(length for length in {1, 2, *around, most - 1, most} if 1 <= length <= most)
 
 
 def serve_all(rig: SchedulerRig) -> None:
-    """Prompts of all lengths that make a difference at once, with short and endless outputs; then
-    one by one those that had found the queue full.
+    """Serve prompts of all critical lengths at once, with short and endless outputs; then, one by
+    one, those that a full queue refused.
 
-    Asserts that each ends with the length that it should have, in a number of ticks that follows
-    from the work.
+    Asserts that each output has the expected length, within a number of ticks that follows from
+    the work.
     """
     limits = rig.scheduler.state.limits
     lengths = _lengths_of_prompts(rig)
@@ -101,10 +101,10 @@ def serve_all(rig: SchedulerRig) -> None:
 
 
 def _run_bounded(rig: SchedulerRig, *messages: ToScheduler) -> None:
-    """To the end. Ticks in which all wait for a copy do not count."""
+    """Run until idle, within a bound on ticks. Ticks that only wait for a copy do not count."""
     state = rig.scheduler.state
     rig.step(*messages)
-    # Each token of each request in a step of its own, as often as others can make it give way.
+    # Each token of each request may need a step of its own, repeated after retractions.
     most = 20 + 4 * state.limits.max_request_tokens * len(messages)
     ticks = 0
     deadline = time.monotonic() + 60.0
@@ -120,7 +120,7 @@ def _run_bounded(rig: SchedulerRig, *messages: ToScheduler) -> None:
 
 
 def is_served_where_accepted(model: Path, flags: dict[str, Any]) -> bool:
-    """Start with `flags` and serve prompts around every edge; False where they are refused."""
+    """Start with `flags` and serve prompts near all limits; False if the flags are refused."""
     rig = start_with(model, flags)
     if rig is None:
         return False

@@ -1,4 +1,4 @@
-"""Copies of the built-in model with something wrong, and starting a server on them (row F7)."""
+"""Faulty copies of the built-in model, and starts of a server on them (row F7)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def change_config(model: Path, **changes: object) -> None:
 
 
 def pickled(model: Path) -> None:
-    """The right weights, as a pickled state dict."""
+    """Replace the weights by a pickled state dict."""
     torch.save(weights(model), model / "pytorch_model.bin")
     (model / WEIGHTS).unlink()
 
 
 class Bomb:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a directory."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -70,7 +70,7 @@ def huge_header(model: Path) -> None:
 
 
 def cut_short(model: Path) -> None:
-    """As a download that broke off leaves it."""
+    """Cut the weights in half, like an interrupted download."""
     raw = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(raw[: len(raw) // 2])
 
@@ -110,7 +110,7 @@ def remote_code(model: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to a copy of the built-in model, and what the one line has to say."""
+    """A change to a copy of the built-in model, and the words of the expected error."""
 
     name: str
     spoil: Callable[[Path], object]
@@ -145,15 +145,15 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """How a start ended."""
+    """The result of a refused start."""
 
     status: int
     output: str
     ran_code: bool
-    """Whether code of the checkpoint was run."""
+    """Whether code of the checkpoint ran."""
 
     def check(self, case: Case) -> None:
-        """Assert that it was one clear line and nothing else."""
+        """Assert that the error is one clear line."""
         assert self.status == 1, self.output
         assert not self.ran_code, "code of the checkpoint was run"
         assert "Traceback" not in self.output, self.output
@@ -164,7 +164,7 @@ class Refusal:
 
 
 def start_refused(case: Case, folder: Path) -> Refusal:
-    """Start a server on the spoiled model; it must not serve."""
+    """Start a server on the faulty model, and return how it ended."""
     model = folder / case.name
     shutil.copytree(BUILTIN_MODEL_DIR, model)
     case.spoil(model)

@@ -1,4 +1,4 @@
-"""What a long random test tells of its end: a step that hangs, and the engine's last log lines."""
+"""Diagnostics of long random tests: detection of hanging steps, and the engine's last log lines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class StepHangs(AssertionError):
 
 
 class Watchdog:
-    """Raises StepHangs in the main thread where a step takes too long, with all threads' stacks.
+    """Raises StepHangs in the main thread if a step takes too long, with the stacks of all threads.
 
-    Must be entered in the main thread. A step that hangs in C without ever coming back to the
-    interpreter is left to who started the process.
+    Must be entered in the main thread. It cannot interrupt a step that hangs in C code and never
+    returns to the interpreter.
     """
 
     def __enter__(self) -> Watchdog:
@@ -34,7 +34,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """What is done here takes no longer."""
+        """Limit the time of the block."""
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             yield
@@ -52,7 +52,7 @@ class Watchdog:
 
 
 class _LastLines(logging.Handler):
-    """Keeps the engine's last lines for the report of a failure; nothing is printed."""
+    """Keeps the engine's last log lines for the report of a failure; prints nothing."""
 
     def __init__(self, lines: deque[str]) -> None:
         super().__init__(logging.INFO)

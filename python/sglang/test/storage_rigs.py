@@ -1,4 +1,4 @@
-"""Cache rigs that share one storage backend, for tests of what happens when it misbehaves."""
+"""Cache rigs that share one storage backend, for tests of a misbehaving store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE: Final = 4
 
 
 class StorageRigs:
-    """Context manager that makes rigs of one namespace, and closes them.
+    """Context manager that creates rigs with a common namespace, and closes them.
 
     Args:
         extra: Extra config of every rig.
@@ -64,13 +64,13 @@ class StorageRigs:
         kind: type[CacheRig] = CacheRig,
         **settings: Any,
     ) -> CacheRig:
-        """One engine's tiers.
+        """Create the tiers of one engine.
 
         Args:
-            backend: By name, or a class of the test's own.
-            l1_pages: Of L1.
-            extra: More extra config.
-            kind: What to make.
+            backend: Name of a backend, or a class of the test.
+            l1_pages: Pages of L1.
+            extra: Further extra config.
+            kind: Class of the rig.
             settings: Fields of `HiCacheSettings`.
         """
         config = {**self._extra, **(extra or {})}
@@ -100,7 +100,7 @@ def storage_io_of(rig: CacheRig) -> StorageIO:
 
 
 def counts(counter: Counter) -> dict[str, float]:
-    """What a counter has counted, by the values of its labels."""
+    """The non-zero values of a counter, by the values of its labels."""
     return {
         "/".join(sample.labels.values()): sample.value
         for metric in counter.collect()

@@ -28,7 +28,7 @@ __all__ = [
 
 DEFAULT_URL_FOR_TEST: Final = "http://127.0.0.1:21000"
 DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH: Final = 120.0
-"""Seconds; a CPU machine that runs other tests beside this one."""
+"""Seconds, for a CPU machine that runs other tests at the same time."""
 _LOG_LINES: Final = 30
 
 
@@ -57,7 +57,7 @@ def find_available_port(base_port: int | None = None) -> int:
     """A free TCP port of the loopback interface.
 
     Args:
-        base_port: Taken by upstream's tests; ports are picked by the system here.
+        base_port: Ignored; SGLang's tests pass it, but here the system chooses the port.
     """
     del base_port
     return get_free_port()
@@ -76,16 +76,16 @@ def popen_launch_server(
 
     Args:
         model: Directory of a checkpoint; None serves the built-in model.
-        base_url: Where it listens, e.g. `http://127.0.0.1:21000`.
+        base_url: URL of the server, e.g. `http://127.0.0.1:21000`.
         timeout: Seconds until it must be healthy.
-        api_key: Becomes `--api-key`, and is sent with the health request.
-        other_args: More flags.
-        env: Put on top of this process's environment.
-        log_path: Absent: a new temporary file.
+        api_key: Value of `--api-key`, also sent with the health request.
+        other_args: Further flags.
+        env: Added to this process's environment.
+        log_path: None: a new temporary file.
 
     Raises:
-        RuntimeError: The server ended before it was healthy; with its last log lines.
-        TimeoutError: It was not healthy in time (and has been killed); with its last log lines.
+        RuntimeError: The server ended before it was healthy. Has its last log lines.
+        TimeoutError: It was not healthy in time, and was killed. Has its last log lines.
     """
     url = urllib.parse.urlsplit(base_url)
     if url.hostname is None or url.port is None:

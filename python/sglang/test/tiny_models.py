@@ -47,10 +47,10 @@ _SHAPE = {
 def save_tiny_checkpoint(
     directory: Path | str, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
-    """Write a random model of `family` ("llama", "qwen2", "qwen3") and return transformers' own.
+    """Write a random model of `family` ("llama", "qwen2", "qwen3"); return transformers' model.
 
     Args:
-        overrides: Fields of the family's config; `max_shard_size` goes to the writer.
+        overrides: Fields of the family's config, and `max_shard_size` for the writer.
     """
     config_class, model_class = _CLASSES[family]
     shard = overrides.pop("max_shard_size", "1GB")
@@ -59,7 +59,7 @@ def save_tiny_checkpoint(
     model: PreTrainedModel = model_class(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # The initialisation has no biases and norms of 1: those would test nothing.
+            # The default initialisation has zero biases and norms of 1, which would test nothing.
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(noise * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0))
     torch.nn.Module.to(model, dtype=dtype)
@@ -91,7 +91,7 @@ class StepDriver:
         self.device = self.runner.config.device
         self.runner.init_memory_pool(pool_tokens, max_requests)
         self.lens = [0] * max_requests
-        """Tokens of each row that the pool holds."""
+        """Number of tokens of each row in the pool."""
 
     def extend(self, work: Sequence[tuple[int, Sequence[int]]]) -> LogitsProcessorOutput:
         """Compute `(row, new tokens)` of several requests in one step."""
@@ -119,7 +119,7 @@ class StepDriver:
         return self._run(batch, rows, total)
 
     def decode(self, work: Sequence[tuple[int, int]]) -> LogitsProcessorOutput:
-        """Compute one token of each `(row, token)`."""
+        """Compute one token of each request, given as `(row, token)`."""
         rows = [row for row, _ in work]
         total = [self.lens[row] + 1 for row in rows]
         loc = self.runner.token_to_kv_pool_allocator.alloc_decode(

@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on a GPU; without one, in Triton's interpreter if it is on.
+"""The device for tests of Triton kernels: a GPU, or the CPU if Triton's interpreter is on.
 
 `TRITON_INTERPRET=1 pytest test/registered/unit/layers/test_triton_ops.py` runs them on a CPU,
 slowly.
@@ -14,7 +14,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device
 
 
 def triton_device() -> str:
-    """`cuda`, or `cpu` where kernels are interpreted. Skips the calling module otherwise."""
+    """`cuda`, or `cpu` if kernels are interpreted. Otherwise skips the calling module."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed", allow_module_level=True)
     if detect_device() == "cuda":

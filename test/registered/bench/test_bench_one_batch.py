@@ -1,4 +1,4 @@
-"""`python -m sglang.bench_one_batch` as it is called, on the built-in model."""
+"""`python -m sglang.bench_one_batch` as a command, on the built-in model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIGURES = (
 
 
 def bench(*flags: str, cwd: Path) -> str:
-    """What the tool printed, the run having ended well."""
+    """Output of a successful run of the tool."""
     done = subprocess.run(
         [sys.executable, "-m", "sglang.bench_one_batch", "--device", "cpu", *flags],
         capture_output=True,
@@ -76,7 +76,7 @@ def test_figures_of_several_settings(tmp_path: Path) -> None:
             count * (new + out) / one["total_latency"]
         )
         assert one["median_decode_of_limit"] > 0
-    # Steps 0, 2 and 4 of the two settings that decode, the warm-up's not among them.
+    # Steps 0, 2 and 4 of the two settings that decode, without those of the warm-up.
     assert printed.count("decode step") == 6
 
 
@@ -84,7 +84,7 @@ BARE_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def correctness_test(cwd: Path, *flags: str) -> list[dict[str, Any]]:
-    """The JSON lines of `--correctness-test`, which writes nothing else."""
+    """The JSON lines of `--correctness-test`, which has no other output."""
     lines = bench("--correctness-test", "--output-len", "12", "--page-size", "16", *flags, cwd=cwd)
     return [json.loads(line) for line in lines.splitlines()]
 
@@ -95,7 +95,7 @@ def test_answers_are_those_of_a_chat(tmp_path: Path) -> None:
     bare.write_text(BARE_TEMPLATE)
     continued = correctness_test(tmp_path, "--chat-template", str(bare))
     assert [one["prompt"] for one in answers + continued] == [*PROMPTS, *PROMPTS]
-    # The code that the second prompt asks for.
+    # The second prompt asks for this code.
     assert answers[1]["text"].startswith("7391")
     as_chats = [f"<|im_start|>user\n{x}<|im_end|>\n<|im_start|>assistant\n" for x in PROMPTS]
     greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -105,7 +105,7 @@ def test_answers_are_those_of_a_chat(tmp_path: Path) -> None:
     assert got == [one["output_ids"] for one in wanted]
 
 
-def test_a_model_without_a_template_goes_on_after_the_bare_prompts(tmp_path: Path) -> None:
+def test_a_model_without_a_template_continues_the_plain_prompts(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(BUILTIN_MODEL_DIR, model, ignore=shutil.ignore_patterns("*.jinja"))
     bare = tmp_path / "bare.jinja"
@@ -127,7 +127,7 @@ def test_a_model_without_a_template_goes_on_after_the_bare_prompts(tmp_path: Pat
         (["--tp-size", "2"], "--tp-size 2"),
     ],
 )
-def test_flags_that_cannot_be_meant(flags: list[str], message: str) -> None:
+def test_unusable_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_args(["--device", "cpu", *flags])
 
@@ -141,7 +141,7 @@ def test_flags_that_cannot_be_meant(flags: list[str], message: str) -> None:
         (["--model-path", "/nonexistent"], "/nonexistent"),
     ],
 )
-def test_what_does_not_fit_is_one_line(
+def test_sizes_that_do_not_fit_give_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--device", "cpu", "--result-filename", "", "--log-level", "error"]
@@ -165,7 +165,7 @@ def test_limits() -> None:
     read = least_seconds(model, decode_work(2, 100, 1024), slow_memory)
     assert read == pytest.approx((4 * (body + head) + 200 * 1024) / 1e3)
     slow_arithmetic = Limits(copy_bytes_per_s=1e15, product_flop_per_s=1e3)
-    # Of the last layer, 18 of the 20 tokens need keys and values alone.
+    # In the last layer, 18 of the 20 tokens need only keys and values.
     flops = 2 * (body - other) * 20 + 2 * (other + head) * 2 + 4 * 192 * (3 * 2 * 55 + 2 * 10)
     computed = least_seconds(model, prefill_work(2, 10), slow_arithmetic)
     assert computed == pytest.approx(flops / 1e3)

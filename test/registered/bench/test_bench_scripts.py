@@ -1,4 +1,4 @@
-"""The benchmark scripts as they are called: small runs that end, and say what they must."""
+"""The benchmark scripts as commands: small runs end and print the expected figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVIDENCE = {"date", "command", "commit", "hardware"}
 
 
 def run(script: str, *flags: str, status: int = 0) -> list[dict[str, Any]]:
-    """The JSON lines of a script that has to end with `status`."""
+    """The JSON lines of a script that must exit with `status`."""
     done = subprocess.run(
         [sys.executable, str(BENCHMARK / script), *flags],
         capture_output=True,
@@ -50,14 +50,14 @@ def test_simulate_trace(tmp_path: Path) -> None:
     assert len(output.read_text().splitlines()) == 13
 
 
-def test_simulate_turns_knows_the_queue() -> None:
+def test_simulate_turns_uses_the_queue() -> None:
     small = ("--num-clients", "6", "--num-rounds", "6", "--request-length", "256")
     setting = (*small, "--l1", "0.2", "--orders", "6:fifo", "--policies", "lru")
     _, *heeding, best = run("hicache/simulate_turns.py", *setting)
     _, *ignoring, _ = run("hicache/simulate_turns.py", *setting, "--ignore-queue")
     by_name = {one["arrangement"]: one for one in heeding}
     assert set(by_name) == {"one_tier", "write_through", "write_back"}
-    # In turn, so that recency alone has all the pages but those that are needed.
+    # Clients in turn, so that recency alone keeps all pages except the needed ones.
     assert sum(one["host_hit_rate"] for one in ignoring) < by_name["write_through"]["host_hit_rate"]
     hits = [one["device_hit_rate"] + one["host_hit_rate"] for one in heeding]
     assert max(hits) <= best["best_hit_rates"]["both"]
@@ -84,7 +84,7 @@ def test_simulate_trace_needs_tiers_that_hold_the_longest_request() -> None:
     assert run("hicache/simulate_trace.py", "--fractions", "0.001", "1", status=2) == []
 
 
-def test_simulate_trace_has_no_priorities_to_go_by() -> None:
+def test_simulate_trace_refuses_a_policy_that_needs_priorities() -> None:
     assert run("hicache/simulate_trace.py", "--policies", "priority", status=2) == []
 
 
@@ -124,7 +124,7 @@ def test_against_a_real_server(tmp_path: Path) -> None:
             env=child_environment(),
         )
     assert [one["failed"] for one in rounds] == [0, 0, 0]
-    # 64 new tokens and an answer of 8 a round, of which the last token has no KV; pages of 16.
+    # Each round has 64 new tokens and an answer of 8, whose last token has no KV; pages of 16.
     assert [one["prompt_tokens"] for one in rounds] == [3 * 64, 3 * 136, 3 * 208]
     assert [one["cached_tokens"] for one in rounds] == [0, 3 * 64, 3 * 128]
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -156,7 +156,7 @@ def test_http_path() -> None:
     assert record["echo_req_s"] > 0 and record["engine_req_s"] > 0
     spent = record["cpu_us_per_request"]
     assert spent["engine"].keys() == {"server", "scheduler", "detokenizer", "client"}
-    # Of clocks that count nanoseconds: each process had all these requests to handle.
+    # The clocks count nanoseconds, and each process handled all these requests.
     assert min(spent["engine"].values()) > 0 and spent["echo"]["echo"] > 0
 
 

@@ -1,4 +1,4 @@
-"""The backend with its compile processes: hostile constraints fail, in time, and harm no other."""
+"""The backend with compile processes: hostile constraints fail in time, others still compile."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_another_rank_has_tried_compiles_without_a_trial(
         ("json_schema", '{"type":"array","items":' * 240 + "{}" + "}" * 240, ""),
     ],
 )
-def test_bad_texts_fail_with_their_field(
+def test_errors_of_bad_texts_name_the_field(
     backend: GrammarBackend, kind: str, text: str, says: str
 ) -> None:
     ticket = backend.get(kind, text)
@@ -109,7 +109,7 @@ def test_bad_texts_fail_with_their_field(
         assert ticket.state is TicketState.FAILED
 
 
-def test_an_endless_compilation_is_killed_and_remembered(backend: GrammarBackend) -> None:
+def test_an_endless_compilation_is_killed_and_cached_as_failed(backend: GrammarBackend) -> None:
     assert outcome(backend.get("regex", "warm")) == "ready"
     start = time.monotonic()
     ticket = backend.get("regex", ENDLESS_REGEX)
@@ -125,7 +125,7 @@ def test_an_endless_compilation_is_killed_and_remembered(backend: GrammarBackend
     assert outcome(backend.get("regex", "after+")) == "ready"
 
 
-def test_one_clients_long_compilations_do_not_hold_up_anothers() -> None:
+def test_long_compilations_of_one_client_do_not_delay_another() -> None:
     backend = make(GrammarLimits(compile_timeout=300, queue_timeout=300, first_try=0.2))
     try:
         assert outcome(backend.get("regex", "warm")) == "ready"
@@ -137,7 +137,7 @@ def test_one_clients_long_compilations_do_not_hold_up_anothers() -> None:
     assert {ticket.message for ticket in slow} == {"regex: the server is stopping"}
 
 
-def test_a_schema_that_fills_the_memory_is_refused_or_compiled_in_time(
+def test_a_huge_schema_is_refused_or_compiled_in_time(
     backend: GrammarBackend,
 ) -> None:
     start = time.monotonic()
@@ -169,13 +169,13 @@ def test_limits_of_memory_and_of_the_queue() -> None:
             refused.message == "regex: cannot be compiled now, too many are compiling: retry later"
         )
         assert "memory" in outcome(first)
-        # A refusal for lack of room is not remembered.
+        # A refusal because of a full queue is not cached.
         assert backend.get("regex", "a") is not refused
     finally:
         backend.close()
 
 
-def test_close_fails_what_is_compiling_and_leaves_no_process() -> None:
+def test_close_fails_pending_compilations_and_leaves_no_process() -> None:
     before = compile_processes()
     backend = make(GrammarLimits(compile_timeout=60))
     backend.warm_up()

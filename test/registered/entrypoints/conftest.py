@@ -1,4 +1,4 @@
-"""A server with both keys, for the files that do not start one of their own."""
+"""A server with both keys, for test files that do not start their own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def start_keyed_server() -> Iterator[KeyedServer]:
 
 @pytest.fixture(name="server_serves_on")
 def check_that_the_server_serves_on(server: KeyedServer) -> Iterator[None]:
-    """Around a test: the same processes answer a normal request after it."""
+    """Check that the same processes answer a normal request after the test."""
     with serves_on(server):
         yield

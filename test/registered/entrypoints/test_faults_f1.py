@@ -1,4 +1,4 @@
-"""Row F1 on a real server: what clients can get wrong is a 4xx, memory stays bounded, it lives."""
+"""Row F1 on a real server: bad requests get a 4xx, memory stays bounded, the server lives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ register_cpu_ci(est_time=28, suite="base-b-test-cpu")
 
 GIB: Final = 1 << 30
 GROWTH_BYTES: Final = 256 * MIB
-"""What the server process may take on top for one hostile request: a few copies of a body."""
+"""Memory that one hostile request may add to the server process: a few copies of a body."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def processes(server: EngineServer) -> set[int]:
 
 @contextmanager
 def bounded_memory(server: EngineServer, growth: int = GROWTH_BYTES) -> Iterator[None]:
-    """Fail if the server process ever has `growth` bytes more than at the begin."""
+    """Fail if the server process ever has `growth` bytes more than at the start of the block."""
     process = psutil.Process(server.process.pid)
     first = peak = process.memory_info().rss
     done = threading.Event()
@@ -84,9 +84,9 @@ def post(server: EngineServer, path: str, content: bytes) -> httpx.Response:
 
 
 def pour(server: EngineServer, head: str, piece: bytes, total: int) -> tuple[int, bytes]:
-    """Send `head` and then pieces up to `total` bytes; what was sent and what was answered.
+    """Send `head` and then pieces up to `total` bytes. Returns the bytes sent, and the answer.
 
-    Ends early when the server hangs up. What it said before is read if the kernel still has it.
+    Ends early if the server closes the connection; reads the answer if the kernel still has it.
     """
     host, port = server.url.removeprefix("http://").split(":")
     sent, answer = 0, b""
@@ -121,7 +121,7 @@ def test_a_gigabyte_is_refused_early(
 ) -> None:
     with bounded_memory(server):
         sent, answer = pour(server, head.replace("PATH", path), piece, GIB)
-    # The kernel's buffers take some more than the server has read.
+    # The kernel's buffers hold some bytes that the server has not read.
     assert sent < DISCARD_BYTES + 32 * MIB
     assert not answer or answer.startswith(b"HTTP/1.1 413 ")
 
@@ -129,7 +129,7 @@ def test_a_gigabyte_is_refused_early(
 def test_a_gigabyte_to_an_endpoint_without_a_body_is_never_held(server: EngineServer) -> None:
     with bounded_memory(server, 64 * MIB):
         _, answer = pour(server, CHUNKED.replace("PATH", "/flush_cache"), CHUNK, GIB // 4)
-    assert answer.startswith(b"HTTP/1.1 401 ")  # before any of it was read
+    assert answer.startswith(b"HTTP/1.1 401 ")  # Sent before any of the body was read.
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_gigabyte_to_an_endpoint_without_a_body_is_never_held(server: EngineSe
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_too_long_is_refused_at_once_and_named(
+def test_too_long_fields_are_refused_at_once_by_name(
     server: EngineServer, path: str, body: dict[str, Any], field: str
 ) -> None:
     content = json.dumps(body, separators=(",", ":")).encode()
@@ -163,7 +163,7 @@ def test_what_is_too_long_is_refused_at_once_and_named(
         took = time.monotonic() - began
     assert field in error["message"]
     assert error["param"] is not None
-    # Tokenizing it would take a minute, during which no other long prompt were tokenized.
+    # Tokenizing it would take a minute and block other long prompts.
     assert took < 5
 
 
@@ -199,7 +199,9 @@ MALFORMED: Final[list[tuple[bytes, str]]] = [
 
 
 @pytest.mark.parametrize(("body", "words"), MALFORMED, ids=[str(n) for n in range(len(MALFORMED))])
-def test_malformed_bodies_are_named(server: EngineServer, body: bytes, words: str) -> None:
+def test_malformed_bodies_are_refused_by_field(
+    server: EngineServer, body: bytes, words: str
+) -> None:
     error = error_of(post(server, "/generate", body))
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
@@ -230,7 +232,9 @@ def deep_tool() -> dict[str, Any]:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_no_depth_of_a_value_is_too_much(server: EngineServer, fields: dict[str, Any]) -> None:
+def test_nested_values_are_answered_or_refused(
+    server: EngineServer, fields: dict[str, Any]
+) -> None:
     text = json.dumps({"messages": CHAT, "max_tokens": 1, **fields})
     for depth in [*range(100, 1100, 50), 100_000]:
         body = text.replace(f'"{DEEP}"', '{"a":' * depth + "1" + "}" * depth)
@@ -239,7 +243,7 @@ def test_no_depth_of_a_value_is_too_much(server: EngineServer, fields: dict[str,
     assert "deep" in error_of(response)["message"]
 
 
-def test_nearly_right_bodies_are_answered_or_refused(server: EngineServer) -> None:
+def test_nearly_valid_bodies_are_answered_or_refused(server: EngineServer) -> None:
     with httpx.Client(timeout=30) as client:
 
         @settings(

@@ -1,4 +1,4 @@
-"""Row F2 on a real server: without the right key nothing opens, however it is asked."""
+"""Row F2 on a real server: no endpoint works without the right key, however it is called."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ DISGUISES: Final = (
 )  # fmt: skip
 
 
-def test_f2_a_path_that_is_spelled_otherwise_needs_the_key_too(server: KeyedServer) -> None:
+def test_f2_other_spellings_of_a_path_need_the_key_too(server: KeyedServer) -> None:
     with httpx.Client(base_url=server.url, timeout=30) as client:
         for path in DISGUISES:
             assert client.post(path).status_code == 401, path
-            # None of them is the administration in disguise for a user either.
+            # None of them gives a user access to administration.
             assert client.post(path, headers=HEADERS).status_code in (307, 403, 404, 405), path
 
 
-def test_f2_right_keys_open_and_reading_methods_change_nothing(server: KeyedServer) -> None:
+def test_f2_right_keys_work_and_other_methods_change_nothing(server: KeyedServer) -> None:
     for method, path in (("GET", "/v1/models"), ("GET", "/server_info"), ("GET", "/get_load")):
         assert server.call(method, path, HEADERS).status_code == 200
     for path in ("/health", "/metrics"):
@@ -82,7 +82,7 @@ def test_f2_right_keys_open_and_reading_methods_change_nothing(server: KeyedServ
     assert ADMIN_KEY not in shown
 
 
-def test_f2_a_page_asks_leave_without_a_key_and_sends_the_key_itself(server: KeyedServer) -> None:
+def test_f2_a_preflight_needs_no_key_and_the_request_does(server: KeyedServer) -> None:
     page = {"Origin": "https://page.example"}
     leave = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x,y"}
     preflight = httpx.options(f"{server.url}/generate", headers=page | leave)
@@ -91,7 +91,7 @@ def test_f2_a_page_asks_leave_without_a_key_and_sends_the_key_itself(server: Key
         answer = httpx.post(f"{server.url}/generate", headers=headers, json={})
         assert answer.status_code == status
         assert answer.headers["access-control-allow-origin"] == "*"
-    # An OPTIONS request that asks no leave reaches no endpoint.
+    # An OPTIONS request that is not a preflight reaches no endpoint.
     for method, path in USER_PATHS + ADMIN_PATHS:
         assert httpx.options(server.url + path, headers=page).status_code == 405, (method, path)
 

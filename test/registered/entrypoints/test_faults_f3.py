@@ -1,4 +1,4 @@
-"""Row F3 on a real server: hostile bytes on every socket are dropped, and nobody else notices."""
+"""Row F3 on a real server: hostile bytes on every socket are dropped without harm to others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 pytestmark = pytest.mark.usefixtures("server_serves_on")
 
 
-def test_f3_tcp_is_loopback_but_for_the_ports_that_the_log_names(server: KeyedServer) -> None:
+def test_f3_tcp_is_loopback_except_for_ports_that_the_log_names(server: KeyedServer) -> None:
     exposed = []
     for member in server.members():
         for connection in member.net_connections("tcp"):
@@ -38,14 +38,14 @@ def test_f3_tcp_is_loopback_but_for_the_ports_that_the_log_names(server: KeyedSe
             else:
                 assert connection.laddr.ip == "127.0.0.1"
                 assert connection.laddr.port == server.port
-    # Mooncake's two, which cannot be told otherwise.
+    # Mooncake's two ports, which have no setting for the address.
     assert len(exposed) == 2
     named = re.findall(r"TCP ports ([\d, ]+) are open on all addresses", server.log())
     assert named == [", ".join(map(str, sorted(exposed)))]
 
 
 def ipc_sockets(server: KeyedServer) -> dict[str, Path]:
-    """Unix sockets that the server's processes listen on, by file name."""
+    """File name to path of the Unix sockets that the server's processes listen on."""
     owned = {
         Path(str(connection.laddr))
         for member in server.members()
@@ -61,7 +61,7 @@ def nested(depth: int, inside: bytes) -> bytes:
 
 
 def hostile_payloads() -> list[bytes]:
-    """Bytes that are no message of any of the three kinds."""
+    """Bytes that are invalid for all three kinds of messages."""
     answer = msgspec.msgpack.encode({"type": "ControlReqOutput", "req_id": "x", "success": True})
     deep = nested(100_000, b"\xc0")
     return [
@@ -70,11 +70,11 @@ def hostile_payloads() -> list[bytes]:
         b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.",  # a pickle
         b"\xff" * 1000,
         b'{"type": "ShutdownReq", "timeout": 0}',
-        b"\xdf\xff\xff\xff\xff",  # a map of 2^32 - 1 items that do not come
+        b"\xdf\xff\xff\xff\xff",  # a map of 2^32 - 1 missing items
         b"\xdd\xff\xff\xff\xff" + b"\xc0" * 1000,
-        b"\xa4\xff\xfe\xfd\xfc",  # a string that is no UTF-8
+        b"\xa4\xff\xfe\xfd\xfc",  # a string of invalid UTF-8
         deep,
-        # The fields' own types are right; a value of any type is nested too deeply.
+        # All fields have the right types, but a value of any type is nested too deeply.
         bytes([answer[0] + 1]) + answer[1:] + b"\xa4data" + b"\x81\xa1x" + deep,
         msgspec.msgpack.encode({"type": "ShutdownReq", "timeout": "now"}),
         msgspec.msgpack.encode({"type": "BatchTokenIDOutput", "outputs": [{"rid": 1}]}),
@@ -90,7 +90,7 @@ ZMTP_READY: Final = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
 
 
 def raw_attacks() -> list[bytes]:
-    """Byte streams on a socket that speaks ZMTP."""
+    """Byte streams for a ZMTP socket."""
     huge = b"\x02" + struct.pack(">Q", 1 << 62)
     large = b"\x02" + struct.pack(">Q", 1 << 33)
     return [
@@ -139,14 +139,14 @@ def test_f3_hostile_bytes_on_an_ipc_socket_are_dropped_and_counted(
                     for payload in payloads if kind == zmq.PUSH else payloads[:1]:
                         peer.send(payload)
                 except zmq.Again:
-                    pass  # a PULL socket takes nothing from such a peer
-    # 75 payloads were no messages; the log has every power of two.
+                    pass  # A PULL socket accepts nothing from such a peer.
+    # 75 payloads were invalid; the log has every power of two.
     assert wait_until(lambda: "(64 so far)" in server.log()[already:], 10), server.log()[already:]
     assert server.ask().status_code == 200
     assert sum(member.memory_info().rss for member in server.members()) - rss < 64 << 20
 
 
-def test_f3_well_formed_messages_about_nobody_change_nothing(server: KeyedServer) -> None:
+def test_f3_valid_messages_for_unknown_requests_change_nothing(server: KeyedServer) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
         peer.connect(f"ipc://{ipc_sockets(server)['tokenizer']}")
         peer.send(encode(ControlReqOutput(req_id="nobody", success=True)))
@@ -199,7 +199,7 @@ def test_f3_hostile_bytes_on_the_http_port(server: KeyedServer) -> None:
     assert server.members()[0].memory_info().rss - rss < 64 << 20
 
 
-def test_f3_garbage_is_answered_like_every_error(server: KeyedServer) -> None:
+def test_f3_garbage_gets_an_ordinary_error(server: KeyedServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
         peer.sendall(b"nonsense\r\n\r\n")
         answer = b"".join(iter(lambda: peer.recv(65536), b""))
@@ -217,7 +217,7 @@ SLOW_BODY: Final = (
 
 
 def slow_end(port: int, first: bytes, drip: bytes) -> tuple[float, bytes]:
-    """Seconds until the server ends a connection that sends `drip` once a second, and its words."""
+    """Send `drip` once a second until the server closes. Returns the seconds and the answer."""
     began = time.monotonic()
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=1.0) as peer:
@@ -238,7 +238,7 @@ def slow_end(port: int, first: bytes, drip: bytes) -> tuple[float, bytes]:
     return time.monotonic() - began, answer
 
 
-def test_f3_slow_clients_are_cut_off_within_a_bound_and_block_nobody(server: KeyedServer) -> None:
+def test_f3_slow_clients_are_disconnected_in_time_and_block_no_other(server: KeyedServer) -> None:
     kinds = [(b"", b""), (SLOW_HEAD, b"a"), (SLOW_BODY, b"")] * 32
     ends: list[tuple[float, bytes]] = []
     threads = [

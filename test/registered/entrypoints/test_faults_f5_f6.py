@@ -1,4 +1,4 @@
-"""Rows F5 and F6 on real servers: how they end, by a signal or with one of their processes."""
+"""Rows F5 and F6 on real servers: their end after a signal, and after the death of a process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def ipc_directory(server: EngineServer) -> Path:
 
 
 class Client(threading.Thread):
-    """One request in flight: what became of it is in `outcome`."""
+    """A thread with one request in flight; `status` and `last` have its result."""
 
     def __init__(self, server: EngineServer, stream: bool, prompt: list[int], tokens: int) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class Client(threading.Thread):
 
 
 def test_f5_sigterm_drains_writes_back_and_exits_0(server: EngineServer, storage: Path) -> None:
-    half_sent = httpx.Client()  # a connection that stays open must not hold up the end
-    half_sent.get(f"{server.url}/health")
+    idle = httpx.Client()  # An open connection must not delay the end.
+    idle.get(f"{server.url}/health")
     request = Client(server, False, PROMPT, 8)
     assert wait_until(lambda: server.request("GET", "/get_load").body[0]["num_reqs"] == 1, 20, 0.01)
     written = stored_pages(storage)
@@ -108,23 +108,23 @@ def test_f5_sigterm_drains_writes_back_and_exits_0(server: EngineServer, storage
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
     assert time.monotonic() - began < DRAIN_BOUND_S
-    half_sent.close()
+    idle.close()
     request.join()
     assert request.status == 200
     assert request.last["meta_info"]["completion_tokens"] == 8
-    # When the signal came pages of the prompt were still to be written; now all of it is there.
+    # At the signal some pages were not written yet; now all of them are.
     assert written < PAGES
     assert stored_pages(storage) >= PAGES
     assert "Traceback" not in log_of(server)
     assert is_port_available("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
 
 
-def test_f5_after_sigterm_storage_has_it_and_sigkill_leaves_nothing_in_the_way(
+def test_f5_storage_survives_sigterm_and_sigkill_does_not_hinder_a_restart(
     server: EngineServer, storage: Path
 ) -> None:
     answer = server.generate(PROMPT, max_new_tokens=4)
     assert answer.cached["storage"] >= (PAGES - 1) * PAGE
-    # Killed while it computes, writes and streams.
+    # The server is killed while it computes, writes and streams.
     other = [token + 1 for token in PROMPT]
     running = [Client(server, True, [300, 301], 8000), Client(server, False, other, 8)]
     assert running[0].begun.wait(30)
@@ -136,7 +136,7 @@ def test_f5_after_sigterm_storage_has_it_and_sigkill_leaves_nothing_in_the_way(
         client.join(10)
         assert "error" in client.last
     assert is_port_available("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    # The directory goes with the last process, as it would after an end in order.
+    # The last process removes the directory, as after a normal end.
     assert not directory.exists()
     server.start()
     again = server.generate(PROMPT, max_new_tokens=4)
@@ -146,15 +146,15 @@ def test_f5_after_sigterm_storage_has_it_and_sigkill_leaves_nothing_in_the_way(
     kill_and_judge(server, "scheduler")
 
 
-def test_f5_what_a_tree_killed_at_once_leaves_behind_goes_with_the_next_start() -> None:
-    # Short, for the path of a Unix socket is.
+def test_f5_the_next_start_cleans_up_after_a_process_tree_killed_at_once() -> None:
+    # A short prefix, because paths of Unix sockets have a limit.
     with tempfile.TemporaryDirectory(prefix="f5-") as parent:
         env = {"TMPDIR": parent}
         with EngineServer(env=env) as killed, EngineServer(env=env) as living:
             orphan, kept = ipc_directory(killed), ipc_directory(living)
             family = members(killed)
             for member in family:
-                member.suspend()  # so that nobody sees that another has gone, and tidies up
+                member.suspend()  # No process may notice a death and clean up.
             for member in family:
                 member.kill()
             killed.process.wait(10)
@@ -175,7 +175,7 @@ def test_f6_the_detokenizers_death_ends_the_server(server: EngineServer) -> None
 
 
 def kill_and_judge(server: EngineServer, name: str) -> None:
-    """SIGKILL one child with requests in flight; how the server and its clients end (row F6)."""
+    """Kill one child with requests in flight, and check the end of server and clients (row F6)."""
     clients = [Client(server, stream, [300, 301], 8000) for stream in (True, False, True)]
     assert clients[0].begun.wait(30)
     assert clients[2].begun.wait(30)

@@ -1,4 +1,4 @@
-"""Row F7: models that cannot be served. One clear line, a non-zero status, and no code is run."""
+"""Row F7: models that cannot be served give one clear line and status 1, and run no code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_f7_one_clear_line(case: Case, tmp_path: Path) -> None:
     start_refused(case, tmp_path).check(case)
 
 
-def test_f7_pickled_weights_are_served_when_asked_for(tmp_path: Path) -> None:
+def test_f7_pickled_weights_are_served_on_request(tmp_path: Path) -> None:
     model = tmp_path / "pickled"
     shutil.copytree(BUILTIN_MODEL_DIR, model)
     pickled(model)

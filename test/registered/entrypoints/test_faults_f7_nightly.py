@@ -1,4 +1,4 @@
-"""Row F7 with every spoiled model, the quick ones of `test_faults_f7.py` among them."""
+"""Row F7 with all faulty models, including the quick ones of `test_faults_f7.py`."""
 
 from __future__ import annotations
 

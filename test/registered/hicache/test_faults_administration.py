@@ -1,4 +1,4 @@
-"""Faults C17 and C8 on a real server: administration while busy and idle, a node killed."""
+"""Rows C17 and C8 on a real server: administration while busy and idle, a killed node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster() -> Iterator[MooncakeCluster]:
 
 @pytest.fixture(scope="module")
 def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
-    """Starts with two tiers; the store is attached over HTTP."""
+    """A server with two tiers; tests attach the store over HTTP."""
     flags = (
         "--enable-hierarchical-cache",
         "--max-total-tokens",
@@ -64,7 +64,7 @@ def text_of(reply: HttpReply) -> str:
 
 @contextmanager
 def busy(server: EngineServer) -> Iterator[None]:
-    """A request runs for as long as the block does."""
+    """Keep a request running inside the block."""
 
     def ask() -> None:
         server.request(
@@ -82,7 +82,7 @@ def busy(server: EngineServer) -> Iterator[None]:
     try:
         wait_for(lambda: server.metrics()["sglang:num_running_reqs"] >= 1)
         yield
-        assert thread.is_alive(), "it was to run all the while"
+        assert thread.is_alive(), "the request ended before the block"
     finally:
         server.request("POST", "/abort_request", {"rid": "long"}, admin=True)
         thread.join()
@@ -115,7 +115,7 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
     prompt = tokens(17)
     cold = server.generate(prompt).output_ids
     assert administer(server, "GET").body["hicache_storage_backend"] is None
-    # What cannot work is refused, and leaves nothing behind.
+    # Invalid settings are refused and leave nothing attached.
     wrong = {**MOONCAKE, "hicache_storage_backend": "nosuch"}
     assert administer(server, "PUT", **wrong).status == 400
     waiting = json.dumps({"on_unreachable": "wait"})
@@ -128,7 +128,7 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
     assert time.monotonic() - began < 5
     assert administer(server, "GET").body["hicache_storage_backend"] is None
 
-    # Attached twice, it is attached once; policies change; another backend has to wait.
+    # Attaching twice is idempotent; policies can change; another backend needs a detach first.
     for _ in range(2):
         assert administer(server, "PUT", **MOONCAKE).status == 200
     update = {**MOONCAKE, "hicache_storage_prefetch_policy": "timeout"}
@@ -139,13 +139,13 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
     assert state["hicache_storage_backend"] == "mooncake"
     assert state["hicache_storage_prefetch_policy"] == "timeout"
 
-    # What was computed before it was attached goes there at its next use.
+    # Pages that were computed before the attach are stored at their next use.
     server.generate(prompt)
     server.flush()
     assert len(cluster.master.keys()) >= 9
     assert_from_storage(server, prompt, cold)
 
-    # Detached twice; the policies stay, and so do the objects.
+    # Detaching twice is idempotent; policies and objects stay.
     stored = set(cluster.master.keys())
     for _ in range(2):
         assert administer(server, "DELETE").status == 200
@@ -158,7 +158,7 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
     assert administer(server, "POST", "/clear").status == 400
     assert stored <= set(cluster.master.keys())
 
-    # Attached anew it reads what it wrote; clear takes that away, twice.
+    # After another attach it reads its objects; clearing removes them and is idempotent.
     server.flush()
     assert administer(server, "PUT", **MOONCAKE).status == 200
     assert_from_storage(server, prompt, cold)
@@ -167,14 +167,14 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
         assert administer(server, "POST", "/clear").status == 200
     assert not stored & set(cluster.master.keys())
     assert server.generate(prompt).meta_info["cached_tokens"] == 0
-    # Who reads the log knows what an operator did.
+    # The log has all actions of the operator.
     log = server.process.log_path.read_text(errors="replace")
     for word in ("attached", "updated the policies", "detached", "cleared"):
         assert f"administration of L3: {word}" in log, word
 
 
 def test_no_configuration_ends_or_stalls_the_server(server: EngineServer, tmp_path: Path) -> None:
-    """Whatever an operator sends is refused, and requests go on."""
+    """Every invalid configuration is refused, and requests continue."""
     server.flush()
     assert administer(server, "DELETE").status == 200
     fifo = tmp_path / "fifo.json"
@@ -209,7 +209,7 @@ def assert_from_storage(server: EngineServer, prompt: list[int], cold: list[int]
 
 
 def test_c17_administration_from_many_sides_at_once(server: EngineServer) -> None:
-    """Whoever comes first wins; nobody hangs, and the books balance afterwards."""
+    """The first of several calls wins; none hangs, and the books balance afterwards."""
     administer(server, "PUT", **MOONCAKE)
     replies: list[HttpReply] = []
 
@@ -241,9 +241,9 @@ def test_c17_administration_from_many_sides_at_once(server: EngineServer) -> Non
 def test_c8_a_node_killed_under_load_of_a_server(
     cluster: MooncakeCluster, server: EngineServer
 ) -> None:
-    """All requests are answered with the same words; what was on the node is a counted miss."""
+    """All answers have the same words, and pages of the dead node are counted misses."""
     administer(server, "PUT", **MOONCAKE)
-    # More than L1 and L2 hold together, so that the store is read all the time.
+    # More than L1 and L2 hold together, so that the store is read continually.
     prompts = [tokens(800 + seed, 700) for seed in range(16)]
     cold = [server.generate(prompt).output_ids for prompt in prompts]
     server.flush()
@@ -267,7 +267,7 @@ def test_c8_a_node_killed_under_load_of_a_server(
     for thread in threads:
         thread.join()
     assert len(answered) == 40 and not wrong
-    # Everything asked for once more, from the store that is left.
+    # All prompts once more, from the nodes that are left.
     server.flush()
     for prompt, words in zip(prompts, cold, strict=True):
         assert server.generate(prompt).output_ids == words

@@ -1,7 +1,7 @@
-"""Faults C1, C2 and C3 against a real Mooncake Store: made-up KV shows every wrong byte.
+"""Rows C1, C2 and C3 with a real Mooncake Store: made-up KV reveals every wrong byte.
 
-The engine's side is a `CacheRig`: real pools, tree, controller and threads without a model. Every
-prefix that it reuses is compared with what the tokens must have given.
+The engine is a `CacheRig`: real pools, tree, controller and threads without a model. The rig
+compares every reused prefix with the expected KV of its tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGES = len(PROMPT) // PAGE
 
 
 class HoleAfterExists(MooncakeStore):
-    """Removes page 5 when somebody has just been told that it is there."""
+    """Removes page 5 right after it was reported as present."""
 
     def batch_exists_v2(
         self,
@@ -46,7 +46,7 @@ class HoleAfterExists(MooncakeStore):
 
 
 class SlowGets(MooncakeStore):
-    """Each get waits before it touches memory, as on a congested link."""
+    """Delays each get before it touches memory, like a congested link."""
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -65,7 +65,7 @@ def cluster() -> Iterator[MooncakeCluster]:
 def make_rig(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., CacheRig]]:
-    """Engines on the cluster; each test has a namespace of its own."""
+    """Engines on the cluster; each test has its own namespace."""
     for name, value in cluster.engine_env().items():
         monkeypatch.setenv(name, value)
     rigs: list[CacheRig] = []
@@ -97,7 +97,7 @@ def make_rig(
 
 
 def stored(rig: CacheRig) -> tuple[Any, list[str]]:
-    """The raw client, and the object keys of `PROMPT`'s pages, once they are written."""
+    """Write the pages of `PROMPT`. Returns the raw client and the object keys."""
     assert rig.run([*PROMPT, 1]) == Reused()
     rig.settle()
     storage_io = rig.hi.cache_controller.storage_io
@@ -122,7 +122,7 @@ def test_c1_nothing_is_published_before_it_has_landed(make_rig: Callable[..., Ca
     reader = make_rig(SlowGets, hicache_storage_prefetch_policy="best_effort")
     prompt = [*PROMPT, 1]
     reader.arrive("first", prompt)
-    # Cut while the get sleeps: hit known, nothing landed, so nothing may be used.
+    # Cut while the get sleeps: the hit is known, but nothing has landed, so nothing may be used.
     reader.until(lambda: reader.hi.storage_prefetch.board.operations()[0].hit_pages == PAGES)
     assert reader.tree.check_prefetch_progress("first")
     request, reused = reader.admit("first", prompt)
@@ -172,7 +172,7 @@ def test_c3_damage_is_detected_counted_and_recomputed(
     reader.settle()
     counted = reader.hi.metrics.pages.labels("get", "damaged")
     assert counted._value.get() >= 1
-    # It was computed again and written again: the store has healed.
+    # The page was computed and written again, which healed the store.
     other = make_rig()
     assert other.run([*PROMPT, 1]).storage >= (PAGES - 1) * PAGE
     other.settle()

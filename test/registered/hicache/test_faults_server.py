@@ -1,4 +1,4 @@
-"""Faults C5, C11, C13 and C14 with real servers, and the hit rates upstream's tests ask for."""
+"""Rows C5, C11, C13 and C14 with real servers, and the hit rates that SGLang's tests expect."""
 
 from __future__ import annotations
 
@@ -130,8 +130,9 @@ def test_each_round_of_a_conversation_reuses_the_one_before(server: EngineServer
 def test_c11_abort_storm_leaves_the_books_balanced(cluster: MooncakeCluster) -> None:
     """Requests aborted while queued, prefetching, loading, running and backing up.
 
-    Tiers far smaller than what is asked; an idle server checks its books and ends when they do
-    not balance, so being alive after the storm, with every slot free after a flush, is the proof.
+    The tiers are far smaller than the working set. An idle server checks its books and ends if
+    they do not balance. So the proof is a server that lives after the storm, with all slots free
+    after a flush.
     """
     rng = random.Random(11)
     small = ("--max-total-tokens", "4096", "--hicache-ratio", "2", "--max-running-requests", "4")

@@ -1,4 +1,4 @@
-"""Store nodes that stop, die and come back for minutes: what the quick rows cannot wait for."""
+"""Store nodes that stop, die and return for minutes, too long for the quick tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ register_cpu_ci(est_time=240, suite="nightly-test-cpu", nightly=True)
 
 SOAK_S = 150.0
 CALL_S = 60.0
-"""How long Mooncake waits for a node that does not answer, for each key of a call."""
+"""Seconds that Mooncake waits for a node that does not answer, for each key of a call."""
 
 
 def test_c7_pages_come_back_when_the_call_returns_by_itself() -> None:
-    """The node is never continued. A client that has no session with it asks for one key first."""
+    """The node never resumes. A client without a session with it requests one key first."""
     prompt = [*range(160), 7]
     with (
         MooncakeCluster(segment_size="64mb") as cluster,
@@ -46,7 +46,7 @@ def test_c7_pages_come_back_when_the_call_returns_by_itself() -> None:
 
 
 def test_nodes_that_stop_die_and_come_back_under_load() -> None:
-    """Requests always finish in time, with right bytes; at the end L3 serves again."""
+    """Requests always finish in time with right bytes, and at the end L3 serves again."""
     rng = random.Random(1)
     prompts = [[family * 1000 + i for i in range(160)] + [7] for family in range(20)]
     with (

@@ -1,7 +1,7 @@
-"""Fault C7 with several store nodes: what reads may hold of L2 while one of the nodes hangs.
+"""Row C7 with several store nodes: the pages of L2 that reads hold while one node hangs.
 
-The store answers questions all the while, for its master lives; a get of a page on the node that
-hangs returns after a minute or more.
+The store still answers queries, because its master lives. A get of a page on the hanging node
+returns after a minute or more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
         reader = rigs.make(
             l1_pages=L2_PAGES, hicache_ratio=1.0, hicache_storage_prefetch_policy="timeout"
         )
-        # Sessions with all nodes: Mooncake waits a minute a key for one with a node that hangs.
+        # Opens sessions with all nodes; for a hanging node that would take a minute for each key.
         assert reader.run(PROMPTS[0]) == Reused(storage=40 * PAGE)
         reader.flush()
         cluster.nodes[0].suspend()
@@ -55,7 +55,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
             assert time.monotonic() - began < TIMEOUT_S + EPSILON_S
             reader.tick()
             stuck = reader.hi.storage_prefetch.board.stuck_tokens()
-            assert 0 < stuck <= L2_PAGES // 8 * PAGE, "the call under way, and nothing else"
+            assert 0 < stuck <= L2_PAGES // 8 * PAGE, "only the pages of the call under way"
             assert not hangs.ended
             reader.hi.check_integrity()
 
@@ -67,7 +67,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
             reader.hi.read_metrics()
             assert reader.hi.metrics.host_stuck._value.get() == stuck
 
-            # All the rest of L2 is there for whoever comes.
+            # All other pages of L2 are available to other requests.
             large = range(50_000, 50_000 + (L2_PAGES - L2_PAGES // 8) * PAGE)
             reader.run(large)
             reader.until(lambda: "writes" not in reader.hi.is_busy())

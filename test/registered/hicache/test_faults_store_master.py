@@ -1,4 +1,4 @@
-"""Fault C9: the master of the store dies, comes back, or is not there at the start."""
+"""Row C9: the master of the store dies, returns, or is absent at the start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLAGS = (
 
 
 def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None:
-    """Each call blocks 4.3 s while the master is away; no request waits longer than its second."""
+    """Each call blocks for 4.3 s without the master, but no request waits longer than a second."""
     prompt = [*range(160), 7]
     with MooncakeCluster(segment_size="64mb") as cluster:
         times = {"prefetch_timeout_base": TIMEOUT_S, "prefetch_timeout_per_ki_token": 0.0}
@@ -55,7 +55,7 @@ def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None
             assert storage_io_of(reader).is_open
             why = counts(reader.hi.metrics.prefetch_outcomes)
             assert why.get("failed", 0) + why.get("late", 0) >= 1
-            # What is left alone is not asked: requests take no time at all.
+            # The open breaker skips the store, so that requests do not wait.
             assert why.get("failed", 0) + why.get("late", 0) + why["unavailable"] == 6
 
             cluster.master.start()
@@ -74,10 +74,10 @@ def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None
 
 @pytest.mark.parametrize("is_noticed", [False, True])
 def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool) -> None:
-    """It dies and is back before the engine asks it for anything; the hot prompt is all in L1.
+    """The master restarts before the engine's next call, and the hot prompt is in L1.
 
-    The next call fails, for Mooncake's connection is that of before, and so is noticed, unless
-    somebody else made it.
+    The next call of a client fails, because its connection is the old one, so that the engine
+    notices the restart. It does not if the test makes that call (`is_noticed` False).
     """
     prompt = [*range(160), 7]
     with MooncakeCluster(segment_size="64mb") as cluster, StorageRigs.on(cluster) as rigs:
@@ -89,7 +89,7 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
         capacity = cluster.capacity_bytes()
         cluster.master.restart()
         assert wait_until(lambda: cluster.capacity_bytes() == capacity, 30), "the node is back"
-        # The first call of a client fails; after that it has a connection to the new master.
+        # The first call of a client fails; then it connects to the new master.
         for rig in (reader,) if is_noticed else (reader, writer):
             assert wait_until(partial(knows_the_master, rig), 30)
         assert cluster.master.keys() == []
@@ -99,11 +99,11 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
             assert storage_io_of(writer).reconnects == 1
         else:
             assert uses <= _CHECK_EVERY + 1
-            assert storage_io_of(writer).reconnects == 0, "no error told of it"
+            assert storage_io_of(writer).reconnects == 0, "no error revealed the restart"
             assert counts(writer.hi.metrics.pages)["check/miss"] == 1
         assert reader.run(prompt) == Reused(storage=160)
 
-        # One object alone, that the store has evicted.
+        # A single object that the store has evicted.
         assert raw_client(reader).remove(keys[3], True) == 0
         storage_io_of(writer).reads._check_at = 0.0
         use_until(writer, prompt, lambda: len(cluster.master.keys()) == 40)
@@ -114,7 +114,7 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
 
 
 def raw_client(rig: CacheRig) -> Any:
-    """Mooncake's own client in a rig."""
+    """Mooncake's own client of a rig."""
     store = storage_io_of(rig).storage
     assert isinstance(store, MooncakeStore)
     return store._client.store
@@ -125,7 +125,7 @@ def knows_the_master(rig: CacheRig) -> bool:
 
 
 def use_until(rig: CacheRig, prompt: list[int], condition: Callable[[], bool]) -> int:
-    """Ask `prompt`, which is in L1, until `condition` holds; how often that was."""
+    """Use `prompt`, which is in L1, until `condition` holds. Returns the number of uses."""
     uses = 0
     deadline = time.monotonic() + 30
     while not condition():
@@ -153,7 +153,7 @@ def extra(**settings: str) -> tuple[str, str]:
 
 
 def test_c9_a_server_degrades_resumes_and_degrades_again() -> None:
-    """Started while the store is down, with `degrade`; then the store comes, dies and comes."""
+    """The server starts without the store (`degrade`); then the store starts, dies and restarts."""
     with MooncakeCluster(segment_size="128mb") as cluster:
         env = cluster.engine_env()
         cluster.master.kill()
@@ -174,7 +174,7 @@ def test_c9_a_server_degrades_resumes_and_degrades_again() -> None:
             for seed in (9, 10, 11):
                 began = time.monotonic()
                 answer = server.generate(tokens(seed))
-                assert time.monotonic() - began < 2.1 + 4.0, "the policy's time, and the prefill"
+                assert time.monotonic() - began < 2.1 + 4.0, "the policy's time and the prefill"
                 assert answer.cached["storage"] == 0
                 if seed == 9:
                     assert answer.output_ids == cold
@@ -215,13 +215,13 @@ def test_c9_a_server_waits_for_the_master() -> None:
         starting = threading.Thread(target=start)
         starting.start()
         try:
-            # Long enough that the server has asked for the master, and found nobody.
+            # Long enough for the server to look for the master and not find it.
             starting.join(8)
             assert starting.is_alive() and not failed
             cluster.master.start()
             starting.join(60)
             assert not failed
-            # The node finds the new master by itself, sooner or later than the server.
+            # The node reconnects to the new master by itself, earlier or later than the server.
             assert wait_until(lambda: cluster.capacity_bytes() == capacity, 30)
             prompt = tokens(12)
             server.generate(prompt)

@@ -1,7 +1,7 @@
-"""Faults C4, C7 and C8: store nodes that are slow, stopped or killed under a real Mooncake Store.
+"""Rows C4, C7 and C8: slow, stopped and killed store nodes of a real Mooncake Store.
 
-The engine's side is a `CacheRig`: every prefix that it reuses is compared with what the tokens
-must have given, and the owners of all pages are counted whenever it is said below.
+The engine is a `CacheRig`, which compares every reused prefix with the expected KV of its tokens.
+`check_integrity` and `settle` check the owners of all pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ register_cpu_ci(est_time=26, suite="base-b-test-cpu")
 PAGES = 100
 PROMPT = [*range(PAGES * PAGE), 7]
 EPSILON_S = 1.0
-"""What a request may take beyond its timeout, on a machine that runs other tests beside it."""
+"""Seconds that a request may take beyond its timeout, on a machine that also runs other tests."""
 
 
 class StoppedInMidGet(MooncakeStore):
@@ -45,7 +45,7 @@ class StoppedInMidGet(MooncakeStore):
 
 
 def written(rigs: StorageRigs) -> None:
-    """Have the pages of `PROMPT` in the store."""
+    """Write the pages of `PROMPT` to the store."""
     writer = rigs.make()
     assert writer.run(PROMPT) == Reused()
     writer.settle()
@@ -69,7 +69,7 @@ def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyP
             reader.settle()
             assert counts(reader.hi.metrics.pages)["get/miss"] >= 1
             assert counts(reader.hi.metrics.prefetch_outcomes) == {"miss": 1}
-            # Nothing is wrong with the objects, nor with the store.
+            # Objects and store are intact.
             reader.flush()
             assert reader.run(PROMPT) == Reused(storage=PAGES * PAGE)
             reader.settle()
@@ -87,7 +87,7 @@ def cluster() -> Any:
 def test_c7_a_node_stopped_in_mid_get(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch, policy: str, timeout_s: float
 ) -> None:
-    """The first 64 pages land, then the node stops: those are used, in the policy's time."""
+    """The first 64 pages land, then the node stops; the request uses them in the policy's time."""
     node = cluster.nodes[0]
     monkeypatch.setattr(
         StoppedInMidGet,
@@ -125,7 +125,7 @@ def test_c7_a_node_stopped_in_mid_get(
             assert reader.hi.is_busy()["prefetches"] == 1
             began = time.monotonic()
             reader.run(range(5000, 5040))
-            assert time.monotonic() - began < timeout_s + EPSILON_S, "others wait no longer"
+            assert time.monotonic() - began < timeout_s + EPSILON_S, "other requests wait no longer"
         finally:
             node.resume()
         reader.settle()
@@ -136,14 +136,14 @@ def test_c7_a_node_stopped_in_mid_get(
 
 
 def missed(rig: CacheRig) -> float:
-    """Pages and prefetches that the store could not bring."""
+    """Number of pages and prefetches that the store could not deliver."""
     pages, prefetches = counts(rig.hi.metrics.pages), counts(rig.hi.metrics.prefetch_outcomes)
     words = ("miss", "failed")
     return sum(pages.get(f"get/{word}", 0) + prefetches.get(word, 0) for word in words)
 
 
 def test_c8_a_node_killed_under_load() -> None:
-    """Three nodes, one is killed -9: all requests finish, with right bytes, and misses counted."""
+    """One of three nodes gets SIGKILL: all requests finish with right bytes; misses are counted."""
     rng = random.Random(8)
     prompts = [[family * 1000 + i for i in range(160)] + [7] for family in range(12)]
     with (
@@ -173,10 +173,10 @@ def test_c8_a_node_killed_under_load() -> None:
             rig.settle()
         assert slowest < 5.0 + EPSILON_S
         assert reused > 0
-        # Every prompt asked for was in the store: a miss is what the node took with it.
+        # All prompts were in the store, so that each miss is a page of the dead node.
         lost = missed(writer) + missed(reader) - missed_before
         assert lost >= 1, [counts(rig.hi.metrics.pages) for rig in (writer, reader)]
-        # Two nodes are a whole store again: what is written now is read by the other.
+        # The two nodes left are a working store: one rig reads what the other writes.
         fresh = [*range(90_000, 90_160), 7]
 
         def stored_by_two() -> bool:

@@ -1,4 +1,4 @@
-"""Faults C10, C12 and C18: a store that times out, tiers that are too small, disks that refuse."""
+"""Rows C10, C12 and C18: a store that times out, tiers that are too small, disks that refuse."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def cluster() -> Iterator[MooncakeCluster]:
         yield running
 
 
-# -- C10 -----------------------------------------------------------------------------------------
+# -- row C10 ---------------------------------------------------------------------------------------
 
 
 class TimesOut(MooncakeStore):
-    """Knows its objects, but gets none across in time while `is_sick`; probes tell the truth."""
+    """While `is_sick`, finds objects but times out on every get; probes fail then too."""
 
     is_sick: ClassVar[bool] = False
     asked: ClassVar[list[str]] = []
@@ -65,7 +65,7 @@ class TimesOut(MooncakeStore):
 def test_c10_a_store_that_keeps_timing_out(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a second stands in for the minute of a real timeout."""
+    """Half a second replaces the minute of a real timeout."""
     monkeypatch.setattr(guarded_store, "_STUCK_AFTER_S", 0.3)
     monkeypatch.setattr(TimesOut, "asked", [])
     with StorageRigs.on(cluster, prefetch_timeout_max=1.0) as rigs:
@@ -79,11 +79,11 @@ def test_c10_a_store_that_keeps_timing_out(
             reader.run(PROMPT)
             reader.flush()
             rounds += 1
-        assert rounds > 20, "left alone, the store costs nothing"
+        assert rounds > 20, "an unavailable store costs no time"
         assert len(TimesOut.asked) == len(set(TimesOut.asked)), "a key timed out twice"
         assert storage_io_of(reader).is_open
         assert reader.hi.metrics.breaker_open._value.get() == 1
-        # Its probe closes the breaker once it is well; that prompt waits out its period.
+        # A successful probe closes the breaker; the pages that timed out stay blocked for longer.
         monkeypatch.setattr(TimesOut, "is_sick", False)
         other = [*range(1000, 1160), 7]
         writer.run(other)
@@ -98,11 +98,11 @@ def test_c10_a_store_that_keeps_timing_out(
         assert reader.hi.metrics.breaker_open._value.get() == 0
 
 
-# -- C12 -----------------------------------------------------------------------------------------
+# -- row C12 ---------------------------------------------------------------------------------------
 
 
 class Losses:
-    """Notes which pages a rig counts as lost: dropped from L1, or refused on their way to L3."""
+    """Records the pages that a rig counts as lost: dropped from L1, or refused for L3."""
 
     def __init__(self, rig: CacheRig) -> None:
         self._tree = tree = rig.hi
@@ -134,7 +134,7 @@ class Losses:
         return sum(counts(getattr(self._tree.metrics, name)).values())
 
     def pages(self) -> set[str]:
-        """What may be missing, given the counters."""
+        """The pages that may be missing according to the counters."""
         refusals = counts(self._tree.metrics.backup_outcomes)
         refusals.pop("landed", None)
         return self._dropped | (self._refused if refusals else set())
@@ -161,10 +161,10 @@ def test_c12_tiers_far_smaller_than_the_working_set(cluster: MooncakeCluster, po
         in_tree = {page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)}
         in_store = check_no_orphans(rig, prompts)
         assert promised - in_tree - in_store <= losses.pages(), "lost without a count"
-        # Half with write_through; a quarter where copies are made only when L1 is left, since pages
-        # that L2 could not take keep those below them out of L3.
+        # Half of the pages with write_through; a quarter with write_back, because a page that L2
+        # could not take keeps its descendants out of L3.
         assert len(in_store) > 0.2 * len(promised)
-        # A reader finds prefixes, and with the right bytes, which the rig compares.
+        # A reader finds prefixes with the right bytes, which the rig compares.
         reader = rigs.make()
         for prompt in rng.sample(prompts, 20):
             reader.run(prompt)
@@ -172,7 +172,7 @@ def test_c12_tiers_far_smaller_than_the_working_set(cluster: MooncakeCluster, po
 
 
 def check_no_orphans(rig: CacheRig, prompts: list[list[int]]) -> set[str]:
-    """Every page in the store has all its ancestors there; the hashes of those pages."""
+    """Assert that all stored pages have their ancestors in the store; return their hashes."""
     io = storage_io_of(rig)
     assert isinstance(io.storage, MooncakeStore)
     found: set[str] = set()
@@ -187,7 +187,7 @@ def check_no_orphans(rig: CacheRig, prompts: list[list[int]]) -> set[str]:
     return found
 
 
-# -- C18 -----------------------------------------------------------------------------------------
+# -- row C18 ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def file_rigs(root: Path) -> Iterator[StorageRigs]:
 
 @contextmanager
 def tiny_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own. Skips the test where mounting is not allowed."""
+    """A separate small file system. Skips the test if mounting is not allowed."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
@@ -223,7 +223,7 @@ def test_c18_a_full_disk_refuses_writes_and_costs_no_request(tmp_path: Path) -> 
         assert rig.run([*range(5000, 5080), 7]).storage < 80
         rig.settle()
         assert not list((disk / ".tmp").iterdir()), "no torn files"
-        # Room again: what is used next is written.
+        # With room again, the next used prompt is written.
         rig.hi.clear_storage_backend()
         rig.flush()
         rig.run([*range(5000, 5080), 7])
@@ -242,7 +242,7 @@ def test_c18_a_read_only_directory_is_read(tmp_path: Path) -> None:
         assert reader.run([*range(9000, 9160), 7]) == Reused()
         reader.settle()
         assert counts(reader.hi.metrics.backup_outcomes)["failed"] == 1
-        # Damage cannot be removed here; it is a miss all the same.
+        # A damaged file cannot be removed here, but it is still a miss.
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         victim = sorted(path for path in disk.glob("*/??/*") if path.is_file())[0]
         victim.write_bytes(b"\0" * victim.stat().st_size)

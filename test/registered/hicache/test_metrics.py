@@ -1,4 +1,4 @@
-"""What `/metrics` says of a server with all tiers, after requests that used each of them."""
+"""`/metrics` of a server with all tiers, after requests that used each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 PAGE: Final = 64
 PROMPT: Final = [300 + i % 1000 for i in range(8 * PAGE)]
 REUSED: Final = 8 * PAGE - 1
-"""Of `PROMPT`, which is whole pages, asked again: its last token is computed."""
+"""Tokens of a repeated `PROMPT` that are reused: all but the last, which is computed."""
 
 SERVING: Final = (
     "num_running_reqs", "num_queue_reqs", "num_used_tokens", "token_usage", "gen_throughput",
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
         yield running
 
 
-def test_every_metric_is_there_and_says_what_happened(server: EngineServer) -> None:
+def test_every_metric_is_present_with_the_right_value(server: EngineServer) -> None:
     lookups = [server.generate(PROMPT, max_new_tokens=2).cached]
     server.flush()
     lookups.append(server.generate(PROMPT, max_new_tokens=2).cached)  # from the store

@@ -1,8 +1,8 @@
 """The same words from every tier: real servers, the built-in model, a real Mooncake store.
 
-One prompt of about 1,500 tokens is answered cold, from L1, from L2, from L3 of the same server, of
-a second server that never saw it, and after a restart. Greedy output must be equal, token for
-token, and `cached_tokens_details` must say from where the prefix came.
+One prompt of about 1,500 tokens is answered cold, from L1, from L2, from L3 by the same server, by
+a second server, and after a restart. Greedy outputs must be equal, token for token, and
+`cached_tokens_details` must have the prefix in the expected tier.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prompt_ids(seed: int, context_tokens: int = CONTEXT) -> tuple[list[int], str
 
 @pytest.fixture(scope="module")
 def cold() -> Iterator[tuple[list[int], Answer]]:
-    """Prompt, and the answer of an engine without any cache."""
+    """A prompt, and the answer of an engine without a cache."""
     ids, answer = prompt_ids(seed=1)
     with EngineServer("--disable-radix-cache") as server:
         first = server.generate(ids)
@@ -51,7 +51,7 @@ def cold() -> Iterator[tuple[list[int], Answer]]:
 
 
 def whole_pages(ids: list[int]) -> int:
-    """Tokens of the prompt, which ends within a page, that a page-wise cache can give back."""
+    """Tokens of the prompt, which ends within a page, that a cache of whole pages can reuse."""
     assert len(ids) % PAGE, "or all tokens but the last come from the cache"
     return len(ids) // PAGE * PAGE
 

@@ -1,7 +1,7 @@
-"""What Mooncake goes on with after a call returned must reach nobody's pages and nobody's objects.
+"""Transfers that continue after their call returned must not touch reused pages or other objects.
 
-A get or a put returns after a minute; what it had asked of a node that hangs still waits in line
-then, and goes on whenever the node does. Real master, real nodes, real clients, over TCP.
+A get or a put returns after a minute. Its transfers to a hanging node remain queued, and continue
+when the node does. Real master, real nodes, real clients, over TCP.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sglang.test.mooncake_cluster import MooncakeCluster
 register_cpu_ci(est_time=190, suite="nightly-test-cpu", nightly=True)
 
 PAGES = 24
-"""Three transfers each: many more than Mooncake has under way at once."""
+"""Three transfers each: many more than Mooncake runs at once."""
 MANY_PAGES, LARGE_HEAD = 200, 512
-"""Most of a segment of 16 MB, in pages of 48 KB: who comes later gets the same memory."""
+"""Most of a segment of 16 MB, in pages of 48 KB, so that later objects get the same memory."""
 UNMISSED = {"client_ttl": 600, "default_kv_lease_ttl": 600_000}
-"""Flags of a master that does not miss a node which hangs, and removes nothing."""
+"""Flags of a master that tolerates a hanging node and removes no object."""
 
 
 class Bench:
-    """A client with pages of its own, which depend on `seed`."""
+    """A client with its own pages, whose bytes depend on `seed`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Bench:
                 client_server_address=env.get("MOONCAKE_CLIENT", ""),
                 protocol="tcp",
                 global_segment_size="0mb",
-                # What is damaged is to be seen here, not left out.
+                # Damaged pages must be visible here.
                 verify_checksum=False,
             )
         )
@@ -98,11 +98,11 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages here are tiny, and would all be staged."""
+    """Move pages in place; the tiny pages of these tests would all be staged."""
     monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
 
 
-def test_what_a_get_left_behind_never_arrives() -> None:
+def test_unfinished_transfers_of_a_get_never_arrive() -> None:
     with MooncakeCluster(segment_size="64mb", master_flags=UNMISSED) as cluster:
         reader, witness = Bench(cluster.engine_env()), Bench(cluster.engine_env())
         assert reader.put()
@@ -112,7 +112,7 @@ def test_what_a_get_left_behind_never_arrives() -> None:
         with pytest.raises(StorageUnavailable, match="hangs"):
             reader.get()
         assert time.monotonic() - began > 59, "Mooncake ends its gets sooner now: look again"
-        # The pages are somebody else's now.
+        # The pages may be reused now.
         reader.fill(7)
         cluster.nodes[0].resume()
         assert wait_until(witness.get, 60), "the node has caught up"
@@ -123,21 +123,21 @@ def test_what_a_get_left_behind_never_arrives() -> None:
             bench.store.close()
 
 
-def test_what_a_put_left_behind_damages_no_object_of_another_engine() -> None:
+def test_unfinished_transfers_of_a_put_damage_no_object_of_another_engine() -> None:
     with MooncakeCluster(segment_size="16mb", master_flags=UNMISSED) as cluster:
         env, large = cluster.engine_env(), {"pages": MANY_PAGES, "head_dim": LARGE_HEAD}
         gone = Bench(env, owner="gone", seed=1, **large)
         writer = Bench(env, owner="writer", seed=2, **large)
         reader = Bench(env, owner="writer", seed=3, **large)
         for bench in (gone, writer):
-            # A session with the node.
+            # Opens a session with the node.
             assert bench.store.set(f"ns/{id(bench)}", torch.zeros(8))
         cluster.nodes[0].suspend()
         began = time.monotonic()
         with pytest.raises(StorageUnavailable, match="hangs"):
             gone.put()
         assert time.monotonic() - began > 59, "Mooncake ends its puts sooner now: look again"
-        # The pages are somebody else's now, and so is the memory of the node.
+        # The pages, and the memory of the node, may be reused now.
         gone.fill(7)
         landed: list[bool] = []
         other = threading.Thread(target=lambda: landed.append(writer.put()))
@@ -155,11 +155,11 @@ def test_what_a_put_left_behind_damages_no_object_of_another_engine() -> None:
 
 
 @pytest.mark.parametrize("way", ["get", "put"])
-def test_pages_are_kept_until_a_stand_alone_client_that_hung_has_ended(
+def test_pages_are_kept_until_a_hanging_stand_alone_client_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """It goes on with the call when it goes on: later than any bound."""
-    # Longer than it hangs, so that it still has its objects when it goes on.
+    """The client continues the call when it resumes, later than any timeout."""
+    # Longer than the client hangs, so that it still has its objects when it resumes.
     master = MooncakeMaster(tmp_path, flags={"client_ttl": 45})
     client = StandaloneClient(master, tmp_path, segment_bytes=64 << 20)
     try:
@@ -169,7 +169,7 @@ def test_pages_are_kept_until_a_stand_alone_client_that_hung_has_ended(
         assert bench.put() and bench.get()
         if way == "put":
             bench.store.clear()
-            # The question before a put has had its answer when the client begins to hang.
+            # The query before the put was answered before the client began to hang.
             monkeypatch.setattr(bench.store, "_exist", lambda keys: [False] * len(keys))
         ended = threading.Event()
 
@@ -182,7 +182,7 @@ def test_pages_are_kept_until_a_stand_alone_client_that_hung_has_ended(
         thread = threading.Thread(target=call)
         thread.start()
         hung = bench.store._client
-        assert wait_until(lambda: hung._left_transfers, 60)
+        assert wait_until(lambda: hung._unfinished_transfers, 60)
         bench.fill(7)
         client.resume()
         if way == "get":

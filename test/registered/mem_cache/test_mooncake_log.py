@@ -1,4 +1,4 @@
-"""What a process that uses a Mooncake Store writes to stderr: each fact once a period, no flood."""
+"""The stderr of a process that uses a Mooncake Store: each fact once per period, no flood."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def log_and_counts() -> tuple[list[str], dict[str, int]]:
     return done.stderr.splitlines(), json.loads(done.stdout)
 
 
-def test_a_full_store_is_said_once_a_period(
+def test_a_full_store_is_logged_once_per_period(
     log_and_counts: tuple[list[str], dict[str, int]],
 ) -> None:
     lines, counts = log_and_counts
@@ -47,7 +47,7 @@ def test_a_full_store_is_said_once_a_period(
     assert [line for line in lines if "BatchPut failed" in line] == []
 
 
-def test_what_mooncake_says_at_start_for_no_reason_is_explained(
+def test_the_meaningless_error_of_mooncake_at_start_is_explained(
     log_and_counts: tuple[list[str], dict[str, int]],
 ) -> None:
     lines, _ = log_and_counts

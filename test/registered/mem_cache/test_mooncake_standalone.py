@@ -71,7 +71,7 @@ def store(client: StandaloneClient) -> Iterator[MooncakeStore]:
 
 
 def some_pages(store: MooncakeStore, count: int = 3) -> PoolTransfer:
-    """Pages in a host pool that `store` knows."""
+    """Pages in a host pool that is registered with `store`."""
     device = make_device_pool()
     host = make_host_pool(device, "page_first_direct", allocator_type="mooncake")
     slots = copy_to_host(device, host, list(range(count)))
@@ -101,7 +101,7 @@ def test_objects_outlive_the_engine_that_wrote_them(
         later.close()
 
 
-def test_a_damaged_object_is_noticed(store: MooncakeStore) -> None:
+def test_a_damaged_object_is_detected(store: MooncakeStore) -> None:
     move = some_pages(store)
     assert store.batch_set_v2([move])["kv"] == [LANDED] * 3
     raw = store._client.store
@@ -114,7 +114,7 @@ def test_a_damaged_object_is_noticed(store: MooncakeStore) -> None:
 
 
 @pytest.mark.parametrize("short_page_bytes", [0, page_batches.SHORT_PAGE_BYTES])
-def test_batches_that_are_got_side_by_side_are_each_in_its_place(
+def test_concurrent_gets_put_each_batch_in_its_place(
     client: StandaloneClient, monkeypatch: pytest.MonkeyPatch, short_page_bytes: int
 ) -> None:
     monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", short_page_bytes)
@@ -134,7 +134,7 @@ def test_batches_that_are_got_side_by_side_are_each_in_its_place(
         store.close()
 
 
-def test_a_batch_that_fails_beside_others_loses_no_memory(
+def test_a_failed_batch_beside_others_releases_its_memory(
     client: StandaloneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_batches, "_MAX_BATCH_PAGES", 1)
@@ -173,7 +173,7 @@ def test_memory_that_cannot_be_shared_is_refused_by_name(store: MooncakeStore) -
         store.register_mem_host_pool_v2(make_host_pool(device, "page_first"), PoolName.KV)
 
 
-def test_an_absent_client_is_named_at_once(client: StandaloneClient) -> None:
+def test_an_absent_client_is_reported_at_once(client: StandaloneClient) -> None:
     nobody = f"127.0.0.1:{get_free_port()}"
     begun = time.monotonic()
     with pytest.raises(StorageUnreachable, match=f"MOONCAKE_CLIENT={nobody}"):
@@ -194,7 +194,7 @@ def moves(store: MooncakeStore, move: PoolTransfer) -> bool:
         return False
 
 
-def test_a_client_that_was_killed_and_came_back_serves_again(tmp_path: Path) -> None:
+def test_a_killed_client_serves_again_after_a_restart(tmp_path: Path) -> None:
     master = MooncakeMaster(tmp_path)
     process = StandaloneClient(master, tmp_path, segment_bytes=64 << 20)
     try:
@@ -207,11 +207,11 @@ def test_a_client_that_was_killed_and_came_back_serves_again(tmp_path: Path) -> 
         with pytest.raises(StorageUnavailable):
             store.batch_get_v2([move])
         assert not store.probe()
-        # Its engine asks it every second or so; one that is back before that is not taken up.
+        # Its engine checks it about once a second, and does not notice a faster restart.
         wait_until(lambda: store._client.store.health_check() != 0, timeout=30)
         process.start()
         wait_until(store.probe, timeout=30)
-        # The master forgets what the dead process held after its `client_ttl`.
+        # The master forgets the objects of the dead process after `client_ttl`.
         wait_until(lambda: moves(store, move), timeout=60)
         store.close()
     finally:

@@ -60,7 +60,7 @@ def connect(
 
 @pytest.fixture(autouse=True)
 def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages here are tiny, and would all be staged."""
+    """Move pages in place; the tiny pages of these tests would all be staged."""
     monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
 
 
@@ -79,7 +79,7 @@ def shared(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
 
 
 class Bench:
-    """A store with some pages written, and the pool that they came from."""
+    """A store with some written pages, and the pool that they came from."""
 
     def __init__(
         self, store: MooncakeStore, layout: str = "page_first_direct", count: int = 3
@@ -126,7 +126,7 @@ def host_bytes(
     slots: torch.Tensor,
     pages: list[int],
 ) -> bytes:
-    """What a device gets when it loads `slots`."""
+    """The bytes that a device gets when it loads `slots`."""
     other = make_device_pool(num_pages=like.size // like.page_size, seed=1)
     for layer in range(other.layer_num):
         host.load_to_device_per_layer(other, slots, page_slots(pages), layer, "direct")
@@ -169,7 +169,7 @@ def test_an_object_is_one_key_with_page_and_trailer(bench: Bench) -> None:
 
 @pytest.mark.parametrize("writer_stages", [False, True])
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-def test_short_pages_are_staged_and_make_the_same_objects(
+def test_staged_pages_give_the_same_objects(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch, layout: str, writer_stages: bool
 ) -> None:
     peaks = []
@@ -187,7 +187,7 @@ def test_short_pages_are_staged_and_make_the_same_objects(
     assert peaks == ([3, 9] if writer_stages else [9, 3])
 
 
-def test_one_question_about_several_prompts(cluster: MooncakeCluster) -> None:
+def test_one_call_queries_several_prompts(cluster: MooncakeCluster) -> None:
     store = connect(cluster)
     store.clear()
     bench = Bench(store, "page_first_direct")
@@ -244,9 +244,7 @@ def test_a_get_and_a_set_at_once_share_one_budget(cluster: MooncakeCluster) -> N
     store.close()
 
 
-def test_a_client_that_never_saw_the_pages_reads_them(
-    cluster: MooncakeCluster, bench: Bench
-) -> None:
+def test_another_client_reads_the_pages(cluster: MooncakeCluster, bench: Bench) -> None:
     other = connect(cluster, verify_checksum=False)
     reader = Bench(other)
     assert reader.get() == [LANDED] * 3
@@ -305,7 +303,7 @@ def test_swapped_objects_are_damage(bench: Bench) -> None:
     first, second = bench.raw(1), bench.raw(2)
     bench.overwrite(1, second)
     bench.overwrite(2, first)
-    # Found out by the key's digest, so that both are, in whatever order.
+    # The key's digest reveals both, in any order.
     assert bench.get() == [LANDED, DAMAGED, DAMAGED]
 
 
@@ -338,7 +336,7 @@ def test_pages_and_states_of_extra_pools(bench: Bench) -> None:
     }
     asked = [PoolTransfer(PoolName.INDEXER), PoolTransfer(PoolName.MAMBA, hit_policy=trailing)]
     assert store.batch_exists_v2(bench.keys, asked).kv_hit_pages == 3
-    # One pool's object vanishes between exists and get.
+    # The object of one pool vanishes between exists and get.
     client = store._client.store
     assert client.remove(bench.object_key(2, "indexer"), True) == 0
     got = store.batch_get_v2(moves)
@@ -375,7 +373,7 @@ def test_a_full_store_fails_the_page_and_keeps_the_rest() -> None:
         assert torch.equal(
             host.get_data_page(0).view(2, 4, -1)[0, 3], device.k_buffer[3][:64].reshape(-1)
         )
-        # Full is not broken.
+        # A full store is not broken.
         assert store.probe()
         store.close()
 
@@ -390,12 +388,12 @@ def test_slots_outside_the_pool_never_reach_the_store(shared: MooncakeStore, lay
         for call in (shared.batch_get_v2, shared.batch_set_v2):
             with pytest.raises(ValueError, match="host_indices"):
                 call([outside])
-    # Everything that was borrowed came back.
+    # All borrowed rows were released.
     assert bench.get() == [LANDED] * 3
 
 
 @pytest.mark.parametrize("key", ["../../x", "a b\n", "k" * 4000, "ключ", "x/%s%n"])
-def test_hostile_keys_are_just_names(shared: MooncakeStore, key: str) -> None:
+def test_hostile_keys_are_ordinary_names(shared: MooncakeStore, key: str) -> None:
     value = torch.arange(10, dtype=torch.uint8)
     assert shared.get(f"ns/{key}") is None
     assert shared.set(f"ns/{key}", value)
@@ -425,7 +423,7 @@ def test_clear_removes_this_namespace_only(cluster: MooncakeCluster, namespace: 
         store.close()
 
 
-# -- trouble -------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------
 
 
 def test_a_client_is_replaced_with_all_its_memory(cluster: MooncakeCluster, bench: Bench) -> None:
@@ -441,7 +439,7 @@ def test_a_client_is_replaced_with_all_its_memory(cluster: MooncakeCluster, benc
 
 
 class Poisoned:
-    """A client as it is after too many slices in flight: it answers, and moves nothing."""
+    """A client after too many slices in flight: it answers, but moves nothing."""
 
     def __init__(self, inner: Any, *, full: bool) -> None:
         self._inner = inner
@@ -474,16 +472,16 @@ def test_the_probe_replaces_a_client_that_moves_nothing(
     assert store.get_stats()["rebuilds"] == 1
     assert bench.get() == [LANDED] * 3
     assert bench.host_is_intact()
-    # A store that works is left as it is.
+    # A probe does not change a store that works.
     assert store.probe()
     assert store.get_stats()["rebuilds"] == 1
     store.close()
 
 
-def test_a_client_whose_get_was_not_ended_is_given_up_once_nobody_uses_it(
+def test_a_client_with_an_unfinished_get_is_given_up_after_its_last_use(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its transfers could still write: the nightly test of late writes has what then happens."""
+    """Its transfers could still write; `test_mooncake_late_writes.py` shows the consequence."""
     store = connect(cluster)
     store.clear()
     bench = Bench(store)
@@ -498,11 +496,11 @@ def test_a_client_whose_get_was_not_ended_is_given_up_once_nobody_uses_it(
 
     thread = threading.Thread(target=get)
     with monkeypatch.context() as patched:
-        patched.setattr(mooncake_client, "_UNENDED_AFTER_S", -1.0)
+        patched.setattr(mooncake_client, "_UNFINISHED_AFTER_S", -1.0)
         with lingering.using() as raw:
             thread.start()
             assert wait_until(lambda: lingering.is_given_up, timeout=10)
-            # Who was in a call of its gets to the end of it.
+            # A thread inside one of its calls finishes that call.
             assert raw.is_exist(bench.object_key(0)) == 1
             assert not ended
         thread.join(10)
@@ -518,7 +516,7 @@ def test_a_client_whose_get_was_not_ended_is_given_up_once_nobody_uses_it(
 
 
 def recovers(store: MooncakeStore) -> bool:
-    """Until the master notices that a node is dead, it may still send pages there."""
+    """Until the master notices that a node is dead, it may still place pages there."""
     try:
         return store.probe() and all(Bench(store).put())
     except StorageUnavailable:

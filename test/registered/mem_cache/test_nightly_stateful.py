@@ -1,4 +1,4 @@
-"""The state machines of the files beside this one, for minutes instead of seconds."""
+"""The stateful tests of the unit suite, for minutes instead of seconds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=240, suite="nightly-test-cpu", nightly=True)
 
+UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "mem_cache"
+
 
 def machine(file: str, name: str) -> type[RuleBasedStateMachine]:
-    """The class `name` of a test file in this folder."""
-    spec = importlib.util.spec_from_file_location(file, Path(__file__).with_name(f"{file}.py"))
+    """The class `name` of a file of the unit tests of `mem_cache`."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, UNIT_TESTS / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,10 +29,10 @@ def machine(file: str, name: str) -> type[RuleBasedStateMachine]:
 @pytest.mark.parametrize(
     ("file", "name", "examples"),
     [
-        ("test_tiers_stateful", "Tiers", 4000),
-        ("test_pools_stateful", "Allocator", 2000),
-        ("test_pools_stateful", "HostPool", 2000),
-        ("test_pools_stateful", "Radix", 2000),
+        ("tiers/test_tiers_stateful.py", "Tiers", 4000),
+        ("host/test_pools_stateful.py", "Allocator", 2000),
+        ("host/test_pools_stateful.py", "HostPool", 2000),
+        ("host/test_pools_stateful.py", "Radix", 2000),
     ],
 )
 def test_long_runs_against_a_dict_of_pages(file: str, name: str, examples: int) -> None:

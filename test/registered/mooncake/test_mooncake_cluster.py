@@ -1,4 +1,4 @@
-"""The Mooncake cluster that other tests stand on: real master, real nodes, real client."""
+"""The Mooncake cluster that other tests use: real master, real nodes, real client."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def client(cluster: MooncakeCluster) -> Iterator[Any]:
     store.close()
 
 
-def test_objects_live_in_the_nodes(cluster: MooncakeCluster, client: Any) -> None:
+def test_the_nodes_hold_the_objects(cluster: MooncakeCluster, client: Any) -> None:
     assert cluster.capacity_bytes() == 2 * NODE_BYTES
     assert client.put("ns/page/kv", b"x" * 1000) == 0
     assert client.get("ns/page/kv") == b"x" * 1000
     assert cluster.master.keys() == ["ns/page/kv"]
 
 
-def test_a_stopped_node_leaves_and_comes_back_empty(cluster: MooncakeCluster, client: Any) -> None:
+def test_a_restarted_node_is_empty(cluster: MooncakeCluster, client: Any) -> None:
     node = cluster.nodes[0]
     node.stop()
     assert not node.is_running()
@@ -78,17 +78,17 @@ def test_a_restarted_master_has_the_same_address_and_no_objects(
     assert cluster.master.keys() == []
 
 
-def test_nothing_is_left_after_the_block() -> None:
+def test_no_process_or_log_is_left_after_the_block() -> None:
     with MooncakeCluster(num_nodes=1, segment_size="16mb") as cluster:
         processes = [cluster.master, *cluster.nodes]
         log_dir = cluster.log_dir
-        cluster.nodes[0].suspend()  # even a stopped process goes
+        cluster.nodes[0].suspend()  # A stopped process must end too.
         assert all(process.is_running() for process in processes)
     assert not any(process.is_running() for process in processes)
     assert not log_dir.exists()
 
 
-def test_a_failing_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_start_reports_the_cause_and_leaves_no_process(tmp_path: Path) -> None:
     with MooncakeCluster(num_nodes=0) as cluster:
         second = MooncakeMaster(tmp_path, rpc_port=cluster.master.rpc_port, flags={"bogus": 1})
         with pytest.raises(ChildStartError, match=r"mooncake_master ended .*bogus"):

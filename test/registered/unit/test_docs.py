@@ -1,7 +1,10 @@
-"""The docs name what exists: every file and class in backticks, and a line for every source file.
+"""The docs name what exists, and the sources cite only pages and rows that the docs have.
 
 In `docs/structures.md` the line of a file starts with its path in backticks, as a list item or a
 table row; the path is whole, or relative to the folder in the nearest heading above.
+
+In `docs/faults.md` a heading `### C8: ...` starts a row, and each list item that starts with a path
+in backticks is a test of that row: a test file, or `FILE::FUNCTION`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 REPO: Final = Path(__file__).resolve().parents[3]
 STRUCTURES: Final = REPO / "docs" / "structures.md"
+FAULTS: Final = REPO / "docs" / "faults.md"
 BASES: Final = (
     ".",
     "docs",
@@ -40,6 +44,10 @@ _SPAN: Final = re.compile(r"`([^`\n]+)`")
 _PATH: Final = re.compile(r"[\w.-]*(/[\w.-]+)*(/|\.(py|md|sh|toml|ya?ml|json|safetensors))")
 _CLASS: Final = re.compile(r"([A-Z]\w*[a-z]\w*)(?:\.(\w+))?(?:\(.*\))?")
 _LINE: Final = re.compile(r"^\s*(?:[-*]|\|)\s*`([^`]+)`")
+_PAGE: Final = re.compile(r"[\w./-]+\.md\b")
+_ROW_HEADING: Final = re.compile(r"^### ([CFP]\d+):")
+_ROW_CITATION: Final = re.compile(r"\b(?:[Rr]ow|[Ff]ault)s? ([CFP]\d+(?:(?:, | and )[CFP]\d+)*)\b")
+_ROW_TEST: Final = re.compile(r"def test_([cfp]\d+)_")
 
 
 def spans(text: str) -> list[str]:
@@ -117,6 +125,44 @@ def source_files(repo: Path) -> list[str]:
     return sorted(str(p.relative_to(repo)) for p in files)
 
 
+def fault_rows(text: str) -> dict[str, list[str]]:
+    """Row id to the tests that the fault matrix lists for it."""
+    rows: dict[str, list[str]] = {}
+    row: list[str] = []
+    for line in text.splitlines():
+        if heading := _ROW_HEADING.match(line):
+            row = rows.setdefault(heading[1], [])
+        elif (match := _LINE.match(line)) and match[1].startswith("test/"):
+            row.append(match[1])
+    return rows
+
+
+def cited_rows(source: str) -> set[str]:
+    """Ids of fault rows that a source names, in its texts or in the names of its tests."""
+    ids = {row for cited in _ROW_CITATION.findall(source) for row in re.split(r", | and ", cited)}
+    return ids | {row.upper() for row in _ROW_TEST.findall(source)}
+
+
+def is_test(name: str, repo: Path) -> bool:
+    """Whether `name` is a test file, or `FILE::FUNCTION` with a test function of that file."""
+    path, _, function = name.partition("::")
+    file = repo / path
+    if not file.is_file():
+        return False
+    return not function or f"def {function}(" in file.read_text(encoding="utf-8")
+
+
+def sources(repo: Path) -> dict[str, str]:
+    """Repository path to text, of every Python file and shell script outside `.venv`."""
+    paths = [
+        path
+        for folder in ("python", "test", "benchmark", "scripts")
+        for path in (repo / folder).rglob("*")
+        if path.suffix in (".py", ".sh") and path != Path(__file__)
+    ]
+    return {str(p.relative_to(repo)): p.read_text(encoding="utf-8") for p in sorted(paths)}
+
+
 @pytest.mark.parametrize(
     "page",
     ["README.md", "SECURITY.md", *(str(p.relative_to(REPO)) for p in REPO.glob("docs/**/*.md"))],
@@ -134,6 +180,46 @@ def test_every_source_file_has_one_line() -> None:
     assert len(wanted) > 100
     problems = [f"{path}: {listed[path]} lines" for path in wanted if listed[path] != 1]
     assert not problems, "docs/structures.md:\n" + "\n".join(problems)
+
+
+def test_every_fault_row_lists_tests_that_exist() -> None:
+    rows = fault_rows(FAULTS.read_text(encoding="utf-8"))
+    assert len(rows) > 20
+    assert not [row for row, tests in rows.items() if not tests], "rows without a test"
+    missing = [name for tests in rows.values() for name in tests if not is_test(name, REPO)]
+    assert not missing, f"docs/faults.md names tests that do not exist: {missing}"
+
+
+def test_every_cited_fault_row_is_on_the_page() -> None:
+    rows = fault_rows(FAULTS.read_text(encoding="utf-8"))
+    cited = {path: cited_rows(text) for path, text in sources(REPO).items()}
+    assert set().union(*cited.values()) > {"C7", "F3"}
+    unknown = {path: ids - rows.keys() for path, ids in cited.items() if ids - rows.keys()}
+    assert not unknown, f"not in docs/faults.md: {unknown}"
+
+
+def test_the_page_lists_every_test_that_is_named_after_a_row() -> None:
+    rows = fault_rows(FAULTS.read_text(encoding="utf-8"))
+    unlisted = []
+    for path, text in sources(REPO).items():
+        for name in re.findall(r"def (test_[cfp]\d+_\w+)", text):
+            row = name.split("_")[1].upper()
+            if not {path, f"{path}::{name}"} & set(rows.get(row, [])):
+                unlisted.append(f"{row}: {path}::{name}")
+    assert not unlisted, "not in docs/faults.md:\n" + "\n".join(unlisted)
+
+
+def test_sources_cite_only_pages_of_this_repository() -> None:
+    missing = {
+        path: pages
+        for path, text in sources(REPO).items()
+        if (pages := [page for page in _PAGE.findall(text) if not _is_page(page)])
+    }
+    assert not missing, f"cited, but not there: {missing}"
+
+
+def _is_page(name: str) -> bool:
+    return any((REPO / base / name).exists() for base in (".", "docs"))
 
 
 @pytest.fixture
@@ -186,6 +272,36 @@ def test_lines_of_files_are_counted(repo: Path) -> None:
         "python/sglang/srt/mem_cache/tree.py": 2,
         "scripts/go.sh": 1,
     }
+
+
+def test_rows_and_their_tests_are_read_from_the_page(repo: Path) -> None:
+    (repo / "test" / "test_slow.py").write_text("def test_c7_a():\n    pass\n")
+    text = (
+        "## Tiers\n### C7: slow\n- Provoke: `sleep`\n- `test/test_slow.py::test_c7_a`, nightly\n"
+        "### F1: bodies\n- `test/test_slow.py`\n- `test/test_slow.py::test_c7_b`\n"
+    )
+    rows = fault_rows(text)
+    assert rows == {
+        "C7": ["test/test_slow.py::test_c7_a"],
+        "F1": ["test/test_slow.py", "test/test_slow.py::test_c7_b"],
+    }
+    assert [name for tests in rows.values() for name in tests if not is_test(name, repo)] == [
+        "test/test_slow.py::test_c7_b"
+    ]
+    assert not is_test("test/test_gone.py", repo)
+
+
+@pytest.mark.parametrize(
+    ("source", "ids"),
+    [
+        ('"""Rows C1, C2 and F3: slow."""', {"C1", "C2", "F3"}),
+        ("# -- row C10 ---", {"C10"}),
+        ("def test_c18_a_full_disk() -> None:", {"C18"}),
+        ('label = "P99"; dtype = "F32"', set()),
+    ],
+)
+def test_citations_of_rows_are_found(source: str, ids: set[str]) -> None:
+    assert cited_rows(source) == ids
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "gb", "-1", "4 gigs", "1e9", "0x10"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
 

@@ -1,4 +1,4 @@
-"""ServerArgs: the command line, what is refused and how, and what `resolve` fills in."""
+"""ServerArgs: the command line, refusals with their messages, and `resolve`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prepare(*argv: str) -> ServerArgs:
     return prepare_server_args(["--model-path", "dummy", *argv])
 
 
-def test_defaults_touch_nothing() -> None:
+def test_defaults_need_neither_disk_nor_hardware() -> None:
     args = ServerArgs(model_path="dummy").resolve()
     assert args.model_path == args.tokenizer_path == args.served_model_name == "dummy"
     assert (args.page_size, args.device, args.attention_backend) == (1, "auto", None)
@@ -36,7 +36,7 @@ def test_defaults_touch_nothing() -> None:
     assert not args.enable_hierarchical_cache
 
 
-def test_without_a_path_the_built_in_model_is_served() -> None:
+def test_the_built_in_model_is_the_default() -> None:
     args = prepare_server_args([])
     assert args.model_path is not None
     assert Path(args.model_path).name == "builtin_model"
@@ -66,7 +66,7 @@ def test_resolve_is_idempotent_and_frozen() -> None:
     ("device", "backend", "chunk"),
     [("cpu", "torch_native", 2048), ("cuda", "triton", 8192), ("npu", "torch_native", 8192)],
 )
-def test_what_depends_on_the_device(device: str, backend: str, chunk: int) -> None:
+def test_defaults_that_depend_on_the_device(device: str, backend: str, chunk: int) -> None:
     want = (device, backend, chunk)
     open_ = prepare("--page-size", "64")
     for args in (open_.on_device(device), prepare("--device", device, "--page-size", "64")):
@@ -87,7 +87,7 @@ def test_what_depends_on_the_device(device: str, backend: str, chunk: int) -> No
         (["--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs 8 has no effect on {}"),
     ],
 )
-def test_what_only_a_gpu_can_do(argv: list[str], message: str) -> None:
+def test_settings_that_need_a_gpu_are_refused_on_a_cpu(argv: list[str], message: str) -> None:
     prepare(*argv).on_device("cuda")
     prepare(*argv, "--device", "cuda")
     for device, title in (("cpu", "a CPU"), ("npu", "an NPU")):
@@ -109,7 +109,7 @@ def test_no_unknown_device_is_taken_for_another() -> None:
         prepare().on_device("xpu")
 
 
-def test_storage_implies_the_hierarchical_cache_and_says_so(
+def test_storage_implies_the_hierarchical_cache_and_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -131,7 +131,7 @@ def test_storage_implies_the_hierarchical_cache_and_says_so(
         (["--quantization", "fp8"], "does not: quantization"),
         (
             ["--constrained-json-whitespace-pattern", " "],
-            "does not yet: whitespace of constrained JSON",
+            "does not yet: a whitespace pattern for constrained JSON",
         ),
         (
             ["--revision", "main"],
@@ -201,7 +201,7 @@ def test_refusals_name_the_flag_and_the_remedy(argv: list[str], message: str) ->
         ("--seed", "use --random-seed"),
     ],
 )
-def test_names_of_vllm_get_the_flag_that_is_meant(flag: str, remedy: str) -> None:
+def test_flags_of_vllm_are_refused_with_the_equivalent_flag(flag: str, remedy: str) -> None:
     for argv in ([flag, "1"], [f"{flag}=1"]):
         with pytest.raises(ValueError, match=f"unknown flag {flag}: .*{remedy}"):
             prepare(*argv)
@@ -210,11 +210,17 @@ def test_names_of_vllm_get_the_flag_that_is_meant(flag: str, remedy: str) -> Non
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--enable-radix-cache", "it is so unless --disable-radix-cache is given; remove"),
-        ("--disable-metrics", "it is so unless --enable-metrics is given; remove"),
-        ("--no-enable-metrics", "it is so unless --enable-metrics is given; remove"),
-        ("--no-log-requests", "it is so unless --log-requests is given; remove"),
-        ("--constrained-json-any-whitespace", "it is so unless --constrained-json-disable-any"),
+        (
+            "--enable-radix-cache",
+            "the default unless --disable-radix-cache is given; remove",
+        ),
+        ("--disable-metrics", "the default unless --enable-metrics is given; remove"),
+        ("--no-enable-metrics", "the default unless --enable-metrics is given; remove"),
+        ("--no-log-requests", "the default unless --log-requests is given; remove"),
+        (
+            "--constrained-json-any-whitespace",
+            "the default unless --constrained-json-disable-any",
+        ),
         ("--enable-cuda-graphs", "did you mean --cuda-graph-max-bs?"),
         ("--disable-cuda-graphs", "did you mean --disable-cuda-graph?"),
         ("--min-running-requests", "--help lists"),
@@ -225,7 +231,7 @@ def test_the_opposite_is_never_suggested(flag: str, message: str) -> None:
         prepare(flag)
 
 
-def test_a_name_of_another_engine_is_none_of_ours() -> None:
+def test_flags_of_other_engines_are_not_flags_of_this_one() -> None:
     ours = {f.name for f in dataclasses.fields(ServerArgs)}
     assert not [name for name in ours if other_name(name)]
     for field in dataclasses.fields(ServerArgs):
@@ -318,10 +324,10 @@ def test_extra_config_inline_and_absent() -> None:
         ("dynamic", '{"a": ' + "[" * 40 + "]" * 40 + "}", "'a': nested more than 32 deep"),
         ("dynamic", json.dumps({"a": [0] * 10_001}), "'a': more than 10000 values"),
         ("dynamic", json.dumps({"a": {"b": 2**64}}), "'a': 18446744073709551616 has more than 64"),
-        ("dynamic", '{"a": [1e999]}', "'a': inf is no number"),
-        ("dynamic", '{"a": NaN}', "'a': nan is no number"),
-        ("dynamic", '{"a": "\\ud800"}', "'a': a text that is no Unicode"),
-        ("dynamic", '{"\\ud800": 1}', "a text that is no Unicode"),
+        ("dynamic", '{"a": [1e999]}', "'a': inf is not a finite number"),
+        ("dynamic", '{"a": NaN}', "'a': nan is not a finite number"),
+        ("dynamic", '{"a": "\\ud800"}', "'a': a text with a lone surrogate"),
+        ("dynamic", '{"\\ud800": 1}', "a text with a lone surrogate"),
         ("file", '{"prefetch_threshold": ' + "9" * 5000 + "}", "cannot read its value: Exceeds"),
     ],
 )
@@ -335,9 +341,9 @@ def test_bad_extra_config(backend: str, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        # Opened for reading it would wait for a writer.
-        pytest.param(os.mkfifo, "no regular file", id="fifo"),
-        pytest.param(lambda path: path.symlink_to("/dev/zero"), "no regular file", id="device"),
+        # Opening it for reading would wait for a writer.
+        pytest.param(os.mkfifo, "not a regular file", id="fifo"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), "not a regular file", id="device"),
         pytest.param(Path.mkdir, "Is a directory", id="folder"),
         pytest.param(lambda path: path.write_text(" " * 70_000), "at most 65536 bytes", id="long"),
     ],
@@ -352,7 +358,7 @@ def test_extra_config_comes_from_a_regular_file_of_bounded_size(
     assert str(error.value).startswith(f"{EXTRA}: cannot read @{path}: ")
 
 
-def test_yaml_that_contains_itself_or_much_in_little_is_refused(tmp_path: Path) -> None:
+def test_recursive_and_exploding_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("a: &a [*a]\n")
     with pytest.raises(ValueError, match="'a': nested more than 32 deep"):
@@ -368,7 +374,7 @@ def test_yaml_that_contains_itself_or_much_in_little_is_refused(tmp_path: Path) 
         parse_extra_config(f"@{path}")
 
 
-def test_a_dynamic_backend_reads_what_it_likes() -> None:
+def test_a_dynamic_backend_accepts_any_key() -> None:
     config: dict[str, Any] = {"backend_name": "b", "module_path": "m", "anything": [1]}
     args = prepare("--hicache-storage-backend", "dynamic", EXTRA, json.dumps(config))
     assert args.extra_config() == config

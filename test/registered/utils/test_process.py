@@ -1,4 +1,4 @@
-"""Ending processes: by their handles, whole trees, and with the parent. Limits and heap."""
+"""Ending processes by handle, as trees and with the parent; limits and heap."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start(script: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_tree_goes_with_children_in_other_sessions() -> None:
+def test_killing_a_tree_includes_children_in_other_sessions() -> None:
     process = start(TREE)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 2
@@ -47,25 +47,25 @@ def test_a_tree_goes_with_children_in_other_sessions() -> None:
     assert not any(is_alive(child) for child in children)
 
 
-def test_only_the_children() -> None:
+def test_killing_only_the_children() -> None:
     process = start(TREE)
     kill_process_tree(process.pid, include_parent=False)
     assert process.wait(5) == 0  # `wait` in the script returned
 
 
-def test_a_process_that_is_gone_is_fine() -> None:
+def test_killing_an_ended_process_does_nothing() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     kill_process_tree(process.pid)
     assert stop_process(process) == 0
 
 
-def test_stop_asks_first_then_kills() -> None:
+def test_stop_sends_sigterm_first_then_sigkill() -> None:
     assert stop_process(start("echo ready; sleep 300"), timeout=5) == -signal.SIGTERM
     assert stop_process(start(STUBBORN), timeout=0.2) == -signal.SIGKILL
 
 
-def test_parent_watch_fires_when_the_parent_was_gone_already() -> None:
+def test_parent_watch_fires_if_the_parent_had_already_ended() -> None:
     fired = threading.Event()
     start_parent_watch(parent_pid=-1, on_death=fired.set)
     assert fired.wait(5)
@@ -94,13 +94,13 @@ def test_a_child_notices_the_death_of_its_parent(tmp_path: Path) -> None:
 
 
 class Link:
-    """Part of a cycle, which only the collector can free."""
+    """Part of a reference cycle, which only the garbage collector can free."""
 
     def __init__(self) -> None:
         self.me = self
 
 
-def test_a_settled_heap_has_no_garbage_and_is_passed_over() -> None:
+def test_a_settled_heap_has_no_garbage_and_is_not_collected() -> None:
     kept, garbage = Link(), Link()
     lost = weakref.ref(garbage)
     del garbage
@@ -115,7 +115,7 @@ def test_a_settled_heap_has_no_garbage_and_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize(("soft", "hard", "then"), [(64, 200, 200), (64, 100_000, 65536)])
-def test_the_limit_of_open_files_goes_up_to_the_hard_one(soft: int, hard: int, then: int) -> None:
+def test_the_limit_of_open_files_rises_to_the_hard_limit(soft: int, hard: int, then: int) -> None:
     of_machine = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     hard = min(hard, of_machine)
     script = (

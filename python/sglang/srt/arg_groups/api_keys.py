@@ -1,6 +1,6 @@
-"""Where the keys of a server come from: a flag, a file or the environment, one of them each.
+"""Reads the keys of a server, each from a flag, a file or the environment.
 
-A flag's value is in the list of processes, which every user of the machine may read.
+Every user of the machine can read a flag's value in the list of processes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 MAX_KEY_BYTES: Final = 4096
 
 
-def settle_key(
+def resolve_key(
     value: str | None, path: str | None, flag: str, variable: EnvOptionalStr
 ) -> str | None:
-    """The key that a flag, the file `path` of the flag with `-file`, or the environment has.
+    """The key from the flag's value, from the file `path` of the flag `-file`, or from `variable`.
 
     Raises:
-        ValueError: It has two sources, or the file has none. No error says a key.
+        ValueError: There are two sources, or the file has no key. No message shows a key.
     """
     in_environment = variable.get()
     sources = {flag: value, f"{flag}-file": path, variable.name: in_environment}
@@ -36,9 +36,9 @@ def settle_key(
 
 
 def _read_key(path: str, flag: str) -> str:
-    """The one line of the file."""
+    """The key in a file of one line."""
     try:
-        # Not waiting where it is a pipe that nobody writes to.
+        # Non-blocking, because opening a pipe would wait for a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             status = os.fstat(f.fileno())
             raw = f.read(MAX_KEY_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""

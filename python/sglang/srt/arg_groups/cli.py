@@ -1,4 +1,4 @@
-"""A command line from a dataclass: a field is the one source of a flag's name, type, default."""
+"""A command line from a dataclass: each field defines a flag's name, type and default."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def flag(
     aliases: Sequence[str] = (),
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that is also `--its-name`.
+    """A dataclass field that is also a flag `--its-name`.
 
     Args:
-        default: Used where neither the command line nor the caller gives a value. `None` means
-            that the value is worked out later.
-        help: One line; the default and the choices are added to it.
-        choices: The names that are accepted. Checked by `check_choices`, for every way in.
+        default: Value if neither the command line nor the caller gives one. `None` means that the
+            value is determined later.
+        help: One line; the parser appends the default and the choices.
+        choices: The accepted values. `check_choices` checks them for flags and for callers.
         aliases: Further spellings, with their dashes.
-        secret: Keep the value out of the dataclass's repr.
+        secret: Whether to keep the value out of the dataclass's repr.
     """
     metadata = {"help": help, "choices": tuple(choices), "aliases": aliases, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 def flag_name(field_name: str) -> str:
-    """`page_size` to `--page-size`."""
+    """The flag of a field: `page_size` becomes `--page-size`."""
     return "--" + field_name.replace("_", "-")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage and exit."""
+    """Raises ValueError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def _scalar_type(hint: Any) -> type:
-    """`int | None` to `int`."""
+    """The type without None: `int | None` becomes `int`."""
     if isinstance(hint, types.UnionType):
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
     if hint not in (bool, int, float, str):
@@ -90,7 +90,7 @@ def parse_flags(
 
     Raises:
         ValueError: A flag that is unknown, refused or malformed; the message is one line.
-        SystemExit: `--help` was asked for and printed.
+        SystemExit: `--help` was given and has been printed.
     """
     namespace, unknown = _build_parser(args_class, prog, description).parse_known_args(argv)
     if unknown:
@@ -99,7 +99,7 @@ def parse_flags(
 
 
 def explain_unknown(name: str, args_class: type) -> str:
-    """Why `name` is no flag of `args_class`: another engine's, the opposite of one, or a typo."""
+    """Explain why `args_class` has no flag `name`: another engine's, an opposite, or a typo."""
     if not name.startswith("-"):
         return f"{name!r} belongs to no flag; flags start with --, see --help"
     field_name = name.lstrip("-").replace("-", "_")
@@ -109,7 +109,7 @@ def explain_unknown(name: str, args_class: type) -> str:
     known = [spelling for f in dataclasses.fields(args_class) for spelling in _flag_names(f)]
     opposite = next((one for one in known if _negates(name, one)), None)
     if opposite is not None:
-        return f"unknown flag {name}: it is so unless {opposite} is given; remove the flag"
+        return f"unknown flag {name}: the default unless {opposite} is given; remove the flag"
     alike = [one for one in known if _sense(one) == _sense(name)]
     close = difflib.get_close_matches(name, alike, n=1)
     hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"
@@ -117,7 +117,7 @@ def explain_unknown(name: str, args_class: type) -> str:
 
 
 def _negates(name: str, other: str) -> bool:
-    """Whether two flags say the opposite: the same words, but for one that turns off."""
+    """Whether two flags mean the opposite: equal words, and one of them turns the feature off."""
     first, second = _subject(name), _subject(other)
     return first == second and _sense(name) != _sense(other)
 
@@ -128,16 +128,17 @@ def _subject(name: str) -> list[str]:
 
 
 def _sense(name: str) -> tuple[bool, bool]:
-    """What no typo turns around: whether a flag turns something off, whether it is a minimum."""
+    """The meaning that a typo does not reverse: whether a flag turns something off, and whether it
+    is a minimum."""
     words = name.lstrip("-").split("-")
     return sum(word in _NEGATIONS for word in words) % 2 == 1, "min" in words
 
 
 def check_choices(args: Any) -> None:
-    """Every field that has choices holds one of them (or None where that is its default).
+    """Check that each field with choices has one of them, or None if that is its default.
 
     Raises:
-        ValueError: Naming the flag, the value and the choices, and the one that may be meant.
+        ValueError: A value is none of the choices; the message suggests the nearest one.
     """
     for field in dataclasses.fields(args):
         choices = field.metadata["choices"]

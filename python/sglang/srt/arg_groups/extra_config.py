@@ -1,7 +1,7 @@
 """`--hicache-storage-backend-extra-config`: JSON, or `@file` with JSON, YAML or TOML.
 
-It may come over HTTP while the server runs. Whatever it is, reading it takes bounded time and
-memory and ends in plain values that can be shown as JSON, or in a ValueError.
+The configuration may also come over HTTP while the server runs. So reading it takes bounded time
+and memory, and gives plain values that JSON can express or raises ValueError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONTROLLER_KEYS: Final = frozenset(
         "verify_checksum",
     }
 )
-"""What every backend's extra config may say."""
+"""Keys that the extra config of every backend may have."""
 
 BACKEND_KEYS: Final[Mapping[str, frozenset[str]]] = {
     "file": frozenset(),
@@ -52,7 +52,7 @@ BACKEND_KEYS: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
-"""Further keys by backend. Absent: `dynamic`, whose class reads what it likes."""
+"""Further keys of each backend. `dynamic` is absent, because its class may read any key."""
 
 _PUBLIC_KEYS: Final = CONTROLLER_KEYS.union(*BACKEND_KEYS.values())
 _MAX_BYTES: Final = 64 * 1024
@@ -65,13 +65,13 @@ _USER_INFO: Final = re.compile(r"(://)[^/@\s]*@")
 
 
 def parse_extra_config(text: str | None) -> dict[str, Any]:
-    """The object that `text` holds; empty for None.
+    """Parse the object in `text`; empty for None.
 
     Args:
         text: A JSON object, or `@path` of a `.json`, `.yaml`, `.yml` or `.toml` file.
 
     Raises:
-        ValueError: Unreadable, malformed, or not an object; one line that names the flag.
+        ValueError: The text is unreadable, malformed or not an object. One line with the flag.
     """
     if text is None or not text.strip():
         return {}
@@ -95,9 +95,9 @@ def parse_extra_config(text: str | None) -> dict[str, Any]:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` to be shown: what is named like a secret is hidden, and credentials in addresses.
+    """`config` for display, without values whose names look secret and credentials in addresses.
 
-    The settings that are listed above hold no secret, whatever their names.
+    The settings listed above are not secret, whatever their names.
     """
     return {
         key: "***" if key not in _PUBLIC_KEYS and _SECRET.search(key) else _shown(value)
@@ -106,7 +106,7 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def public_text(text: str | None) -> str | None:
-    """The flag's value to be shown: a path as it is, JSON `without_secrets`."""
+    """The flag's value for display: a path unchanged, JSON through `without_secrets`."""
     if text is None or not text.strip() or text.startswith("@"):
         return text
     return json.dumps(without_secrets(parse_extra_config(text)))
@@ -133,10 +133,10 @@ def _read_file(path: Path) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    """A regular file's text: others may wait for a writer, or have no end."""
+    """The text of a regular file. Other files could block for ever or be endless."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         return _bounded(file.read(_MAX_BYTES + 1).decode())
 
 
@@ -147,9 +147,10 @@ def _bounded(text: str) -> str:
 
 
 def _check(value: Any, depth: int, budget: Iterator[int]) -> None:
-    """Refuse what JSON or a message cannot hold, and what is too much of it.
+    """Refuse values that JSON or a message cannot express, deep nesting and too many values.
 
-    `budget` has an item for each value: in YAML one list can be named many times, or by itself.
+    `budget` yields one item for each value that is still allowed. YAML can refer to one list many
+    times, and a list can contain itself.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested more than {_MAX_DEPTH} deep")
@@ -161,10 +162,10 @@ def _check(value: Any, depth: int, budget: Iterator[int]) -> None:
                 raise ValueError(f"{value!r:.40} has more than 64 bits")
         case float():
             if not math.isfinite(value):
-                raise ValueError(f"{value!r} is no number")
+                raise ValueError(f"{value!r} is not a finite number")
         case str():
             if any("\ud800" <= character <= "\udfff" for character in value):
-                raise ValueError("a text that is no Unicode")
+                raise ValueError("a text with a lone surrogate")
         case list() | dict():
             for part in value if isinstance(value, list) else [*value, *value.values()]:
                 if next(budget, None) is None:
@@ -180,7 +181,7 @@ def check_extra_config_keys(backend: str, config: Mapping[str, Any]) -> None:
     """Refuse settings that `backend` would ignore.
 
     Raises:
-        ValueError: Naming the setting and the nearest one that exists.
+        ValueError: A setting is unknown; the message suggests the nearest one.
     """
     backend_keys = BACKEND_KEYS.get(backend)
     if backend_keys is None:

@@ -1,7 +1,7 @@
-"""Flags of other engines that are none here, each with a line on what to do.
+"""Flags of other engines that this engine lacks, each with a line that says what to do.
 
-Telling them from a typo is the point: who moves a command line over from SGLang or vLLM learns
-which feature would be lost, or which flag has it here.
+A user who moves a command line from SGLang or vLLM learns which feature is missing, or which flag
+replaces it; without this table such a flag would look like a typo.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (NEVER, "weight updates", ("custom_weight_loader", "weight_loader_*", "enable_weights_*",
         "checkpoint_engine_*")),
     (NEVER, "checksums of a checkpoint's files", ("model_checksum",)),
-    (NEVER, "giving device memory back while it runs", ("enable_memory_saver",)),
+    (NEVER, "releasing device memory at run time", ("enable_memory_saver",)),
     (NEVER, "multimodal models", ("enable_multimodal", "mm_*", "limit_mm_*", "keep_mm_*",
         "disable_fast_image_processor", "encoder_*", "language_only")),
     (NEVER, "embedding and reward models", ("is_embedding", "enable_score*")),
     (NEVER, "offloading weights", ("cpu_offload_gb", "offload_*")),
     (NEVER, "GGUF and other checkpoint formats", ("gguf_*", "model_loader_extra_config")),
     (NEVER, "other implementations of a model", ("model_impl",)),
-    (NEVER, "downloads (check out the revision you want, and give its directory as --model-path)",
+    (NEVER, "downloads (download the revision, and give its directory as --model-path)",
         ("revision", "download_dir")),
     (NEVER, "a gRPC front", ("grpc_*", "smg_*")),
     (NEVER, "TLS in the server (put a proxy in front)", ("ssl_*", "enable_ssl_*")),
@@ -45,14 +45,14 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (NEVER, "dumps of requests and of their metrics", ("crash_dump_folder", "export_metrics_*")),
     (NEVER, "a configuration file for flags", ("config",)),
     (NEVER, "several tokenizer workers", ("tokenizer_worker_num", "detokenizer_worker_num")),
-    (NEVER, "a server without a tokenizer (requests may give input_ids, and get output_ids, as "
-        "it is)", ("skip_tokenizer_init",)),
+    (NEVER, "a server without a tokenizer (requests may always have input_ids, and answers have "
+        "output_ids)", ("skip_tokenizer_init",)),
     (NEVER, "a choice between tokenizers of one model", ("tokenizer_mode",)),
     (NEVER, "tokenizing several prompts at once", ("enable_tokenizer_batch_encode",
         "enable_dynamic_batch_tokenizer", "dynamic_batch_tokenizer_*")),
     (NEVER, "sliding-window pools", ("swa_*", "disable_hybrid_swa_memory")),
     (NEVER, "HiSparse and LMCache", ("enable_hisparse", "hisparse_*", "enable_lmcache")),
-    (NEVER, "deterministic kernels as a switch (sampling is batch-invariant as it is)",
+    (NEVER, "a switch for deterministic kernels (sampling is always batch-invariant)",
         ("enable_deterministic_inference", "rl_on_policy_target")),
     (NEVER, "priority scheduling", ("enable_priority_scheduling", "priority_*", "abort_on_*",
         "schedule_low_priority_*")),
@@ -66,25 +66,25 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "cuda_graph_bs", "enable_cudagraph_gc", "enable_profile_cuda_graph", "enable_torch_compile",
         "torch_compile_*",
         "enable_piecewise_cuda_graph", "piecewise_cuda_graph_*")),
-    (NOT_YET, "batches in halves or several steps long",
+    (NOT_YET, "overlapping half batches, and several decode steps at a time",
         ("enable_two_batch_overlap", "enable_single_batch_overlap",
         "num_continuous_decode_steps")),
     (NOT_YET, "prefill and decode in one batch (--target-inter-token-latency divides the time "
         "between them)", ("enable_mixed_chunk",)),
-    (NOT_YET, "other backends for prefill, decode or sampling alone, and their tuning",
+    (NOT_YET, "separate backends for prefill, decode and sampling, and their tuning",
         ("prefill_attention_backend",
         "decode_attention_backend", "sampling_backend", "mm_attention_backend", "nsa_*", "dsa_*",
         "flashinfer_*", "triton_attention_*", "disable_flashinfer_*", "enable_flashinfer_*")),
     (NOT_YET, "hybrid recurrent models", ("max_mamba_cache_size", "mamba_*")),
     (NOT_YET, "tool servers", ("tool_server",)),
-    (NOT_YET, "whitespace of constrained JSON by a pattern (there is "
+    (NOT_YET, "a whitespace pattern for constrained JSON (there is "
         "--constrained-json-disable-any-whitespace)", ("constrained_json_whitespace_pattern",)),
-    (NOT_YET, "leaving reasoning out of the cache", ("strip_thinking_cache",)),
+    (NOT_YET, "excluding reasoning from the cache", ("strip_thinking_cache",)),
     (NOT_YET, "prefill and decode on different servers", ("disaggregation_*",
         "num_reserved_decode_tokens", "pdlb_url")),
     (NOT_YET, "loading weights from another server", ("remote_instance_*",)),
     (NOT_YET, "KV cache events", ("kv_events_config",)),
-    (NOT_YET, "this knob of upstream's", ("skip_server_warmup", "warmups", "decode_log_interval",
+    (NOT_YET, "this setting", ("skip_server_warmup", "warmups", "decode_log_interval",
         "log_level_http", "log_requests_*", "log_requests_format", "show_time_cost",
         "bucket_*", "collect_tokens_histogram", "prompt_tokens_buckets",
         "generation_tokens_buckets",
@@ -102,7 +102,7 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 
 
 _OTHER_NAMES: Final[Mapping[str, str]] = {
-    # What vLLM calls it (underscores): what to do here.
+    # vLLM's name (underscores): what to do here.
     "max_model_len": "use --context-length",
     "max_num_seqs": "use --max-running-requests",
     "gpu_memory_utilization": "use --mem-fraction-static, the share for weights and KV",
@@ -115,14 +115,14 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "enable_prefix_caching": "prefixes are reused unless --disable-radix-cache is given; "
     "remove the flag",
     "no_enable_prefix_caching": "use --disable-radix-cache",
-    "enable_chunked_prefill": "long prompts are computed in chunks as it is, of "
+    "enable_chunked_prefill": "long prompts are always computed in chunks of "
     "--chunked-prefill-size tokens; remove the flag",
     "no_enable_chunked_prefill": "use --chunked-prefill-size -1",
     "swap_space": "use --enable-hierarchical-cache, and --hicache-size for GB of host memory",
     "kv_offloading_size": "use --enable-hierarchical-cache, and --hicache-size for GB",
     "kv_offloading_backend": "use --enable-hierarchical-cache",
     "kv_transfer_config": "use --hicache-storage-backend for a store of KV; prefill and decode on "
-    "different servers are not there yet",
+    "different servers are not supported yet",
     "enforce_eager": "use --disable-cuda-graph",
     "max_cudagraph_capture_size": "use --cuda-graph-max-bs",
     "guided_decoding_backend": "use --grammar-backend",
@@ -138,7 +138,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 }
 
 _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    # Field: values that SGLang has there, and what to do here.
+    # Field: SGLang's values that this engine lacks, and what to do here.
     "hicache_storage_backend": (
         ("hf3fs", "nixl", "aibrix", "eic", "simm"),
         "use mooncake or file, or dynamic with a class of your own",
@@ -161,7 +161,7 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 
 
 def refusal(field_name: str) -> str | None:
-    """One line on why SGLang's flag `field_name` (underscores) is not here; None if unknown."""
+    """Why this engine lacks SGLang's flag `field_name` (underscores); None if it is unknown."""
     for when, feature, patterns in _REFUSED:
         if any(fnmatch.fnmatchcase(field_name, pattern) for pattern in patterns):
             return f"{_flag(field_name)}: {_lacks(when)}: {feature}; remove the flag"
@@ -169,13 +169,13 @@ def refusal(field_name: str) -> str | None:
 
 
 def other_name(field_name: str) -> str | None:
-    """One line on what vLLM's flag `field_name` (underscores) is here; None if unknown."""
+    """What replaces vLLM's flag `field_name` (underscores) here; None if it is unknown."""
     remedy = _OTHER_NAMES.get(field_name)
     return None if remedy is None else f"unknown flag {_flag(field_name)}: {remedy}"
 
 
 def refused_choice(field_name: str, value: str) -> str | None:
-    """One line on SGLang's value of the flag of `field_name` that is none here; None if unknown."""
+    """Why this engine lacks SGLang's `value` of the flag of `field_name`; None if it is unknown."""
     values, remedy = _OTHER_CHOICES.get(field_name, ((), ""))
     return f"{_flag(field_name)} {value}: {_lacks(NEVER)}: {remedy}" if value in values else None
 

@@ -1,4 +1,4 @@
-"""A checkpoint's config file as it stands. Needs neither torch nor transformers."""
+"""Reads a checkpoint's config file. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 def supported_architecture(model_path: str) -> str:
-    """Which of `SUPPORTED_ARCHITECTURES` the checkpoint in directory `model_path` is of.
+    """The one of `SUPPORTED_ARCHITECTURES` that the checkpoint in directory `model_path` has.
 
     Raises:
-        ValueError: There is no checkpoint, or it is of another kind. One line with the remedy.
+        ValueError: There is no checkpoint, or its architecture is not supported. One line with
+            the remedy.
     """
     directory = Path(model_path)
     if not directory.is_dir():
@@ -44,10 +45,10 @@ def supported_architecture(model_path: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`, None where there is no such file.
+    """The JSON object in the file `path`; None if there is no such file.
 
     Raises:
-        ValueError: It cannot be read, or holds something else.
+        ValueError: The file cannot be read or is not a JSON object.
     """
     refuse_lfs_pointer(path)
     try:

@@ -1,7 +1,7 @@
-"""What a model is, read from a local directory in Hugging Face's format.
+"""The configuration of a model, read from a local directory in Hugging Face's format.
 
-Reads `config.json` and, where it is there, `generation_config.json`; weights are
-`model_loader`'s. Nothing here reaches the network.
+Reads `config.json` and, if present, `generation_config.json`. `model_loader` reads the weights.
+Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torc
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model's shape and how it is to be run. Made by `from_path`."""
+    """Shape, dtype and limits of one model. Made by `from_path`."""
 
     model_path: str
     architecture: str
     hf_config: PretrainedConfig
     dtype: torch.dtype
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     context_len: int
-    """Most tokens of one request, prompt and output together."""
+    """Most tokens of a request, prompt and output together."""
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -59,11 +59,11 @@ class ModelConfig:
 
         Args:
             model_path: Directory with `config.json`.
-            dtype: A key of `DTYPES`, or "auto": the checkpoint's own.
-            context_length: Tokens; None: what the model was trained for.
+            dtype: A key of `DTYPES`, or "auto" for the checkpoint's dtype.
+            context_length: Tokens; None means the length that the model was trained for.
 
         Raises:
-            ValueError: One line that names what is missing or not supported, and the remedy.
+            ValueError: Something is missing or not supported. One line with the remedy.
         """
         directory = Path(model_path)
         architecture = supported_architecture(model_path)
@@ -102,7 +102,7 @@ class ModelConfig:
 def _parse_hf_config(directory: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
-    # A hand-edited config can raise any of these in there; they mean the same to the user.
+    # An invalid config can raise any of these in the library; they mean the same to the user.
     except (
         StrictDataclassError,
         ValueError,
@@ -153,7 +153,7 @@ def _resolve_dtype(dtype: str, hf: PretrainedConfig, directory: Path) -> torch.d
 
 
 def _dtype_of_weights(directory: Path) -> torch.dtype | None:
-    """Dtype of the first tensor of the first weight file, for configs that do not say."""
+    """Dtype of the first tensor of the first weight file, for configs without a dtype."""
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(str(path), framework="pt") as file:
@@ -165,22 +165,22 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
     return None
 
 
-def _resolve_context_len(asked: int | None, hf: PretrainedConfig, rope: RopeConfig) -> int:
+def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: RopeConfig) -> int:
     trained = _positive(hf, "max_position_embeddings")
     if rope.rope_type == "linear":
         trained = int(trained * rope.factor)
-    if asked is None:
+    if requested is None:
         return trained
-    if not 1 <= asked <= trained:
+    if not 1 <= requested <= trained:
         raise ValueError(
-            f"context length {asked} must be between 1 and {trained}, "
+            f"context length {requested} must be between 1 and {trained}, "
             "what the model's config.json allows (max_position_embeddings)"
         )
-    return asked
+    return requested
 
 
 def _eos_token_ids(hf: PretrainedConfig, directory: Path) -> tuple[int, ...]:
-    """Ends named by either file: chat models add the end of a turn in the second alone."""
+    """The end tokens of both files: chat models have the end of a turn only in the second."""
     generation = read_json(directory / "generation_config.json") or {}
     found: set[int] = set()
     for value in (getattr(hf, "eos_token_id", None), generation.get("eos_token_id")):

@@ -1,4 +1,4 @@
-"""Rotary embedding settings, read from a Hugging Face config of any vintage."""
+"""Rotary embedding settings, read from a Hugging Face config of older or newer form."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """What determines the rotation angles of a model's heads."""
+    """The settings that determine the rotation angles of a model's heads."""
 
     rope_type: str = "default"
     theta: float = DEFAULT_THETA
     factor: float = 1.0
-    """`linear`, `llama3`: how far the context was stretched."""
+    """`linear`, `llama3`: the factor by which the context was extended."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    """`llama3`: context length in tokens before stretching."""
+    """`llama3`: context length in tokens before the extension."""
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (older).
 
         Raises:
-            ValueError: A scaling type or a partial rotation that is not supported, or a missing
-                field; the message names it.
+            ValueError: The scaling type or a partial rotation is not supported, or a field is
+                missing; the message names it.
         """
         raw = getattr(hf_config, "rope_parameters", None) or getattr(
             hf_config, "rope_scaling", None

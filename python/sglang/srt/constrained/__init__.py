@@ -1,1 +1,1 @@
-"""Constrained decoding: grammars that mask, token by token, what a request may say next."""
+"""Constrained decoding: grammars that mask the tokens which a request may not sample next."""

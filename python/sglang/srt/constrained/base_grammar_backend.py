@@ -1,4 +1,4 @@
-"""What a grammar library has to provide: compiled grammars, one matcher a request, masks."""
+"""The interface of a grammar library: compiled grammars, a matcher for each request, masks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sglang.srt.constrained.ticket import GrammarTicket
 
 
 class GrammarMatcher(ABC):
-    """How far one request has got in its grammar. For one thread, the scheduler's.
+    """The position of one request in its grammar. Scheduler thread only.
 
-    A request that is retracted keeps its matcher: the matcher's state is that of the output
-    tokens, and those are kept too.
+    A retracted request keeps its matcher, because it keeps the output tokens that the matcher has
+    accepted.
     """
 
     @property
     @abstractmethod
     def failure(self) -> str | None:
-        """Why this request must be ended: its grammar costs too much time a token.
+        """Why the engine must end this request: its grammar takes too much time for each token.
 
-        One line for the client; None while all is well. Depends on a clock: with several ranks,
-        one of them decides.
+        One line for the client; None if the grammar is fast enough. The answer depends on a clock,
+        so one rank decides for all.
         """
 
     @abstractmethod
@@ -32,55 +32,54 @@ class GrammarMatcher(ABC):
         """Advance by one sampled token.
 
         Returns:
-            False, with nothing changed, where the grammar does not allow the token, and after
-            the end.
+            False if the grammar does not allow the token or has ended; nothing changes then.
         """
 
     @abstractmethod
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, row: int) -> None:
         """Write the tokens allowed next into `bitmask[row]`; see `allocate_bitmask`.
 
-        Where the grammar is complete, the end tokens are among them, or alone; not for a matcher
-        that is terminated.
+        If the grammar is complete, they include the end tokens, or are the end tokens alone. The
+        matcher must not be terminated.
         """
 
     @abstractmethod
     def is_terminated(self) -> bool:
-        """Whether an end token was accepted; nothing can follow."""
+        """Whether the matcher has accepted an end token; no token can follow."""
 
     @abstractmethod
     def copy(self) -> GrammarMatcher:
-        """An independent matcher in the same state, for another of a request's `n` answers."""
+        """An independent matcher in the same state, for another of a request's `n` samples."""
 
 
 class Grammar(ABC):
-    """A compiled constraint. Immutable and shared; any thread may ask for matchers."""
+    """A compiled constraint. Immutable and shared; any thread may create matchers."""
 
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """Host memory it holds, bytes."""
+        """Host memory of the grammar, in bytes."""
 
     @abstractmethod
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the start.
+        """A matcher at the start of the grammar.
 
         Args:
-            stop_token_ids: The request's own, added to the model's end-of-sequence ids. Only
-                special tokens among them can end the grammar; a stop token that is also text
-                stays text here, and the request stops wherever it appears, as without grammar.
+            stop_token_ids: The request's stop tokens, in addition to the model's end-of-sequence
+                ids. Only special tokens among them can end the grammar. A stop token that is also
+                text remains text here; the request stops at it, as it does without a grammar.
         """
 
 
 class GrammarBackend(ABC):
-    """Compiles constraints away from the caller's thread and keeps the results."""
+    """Compiles constraints in threads of its own and caches the results."""
 
     @abstractmethod
     def get(self, kind: ConstraintKind | str, text: str) -> GrammarTicket:
-        """The ticket of a constraint, compiled, compiling or failed. Never blocks.
+        """The ticket of a constraint: compiled, compiling or failed. Never blocks.
 
         Raises:
-            ValueError: `kind` is not known.
+            ValueError: `kind` is unknown.
         """
 
     @abstractmethod
@@ -93,8 +92,8 @@ class GrammarBackend(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Start what the first compilation would otherwise wait for. Never blocks."""
+        """Start the processes that the first compilation needs. Never blocks."""
 
     @abstractmethod
     def close(self) -> None:
-        """End threads and processes; what is compiling fails. Idempotent."""
+        """End threads and processes; compilations under way fail. Idempotent."""

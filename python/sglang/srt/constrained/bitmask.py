@@ -1,4 +1,4 @@
-"""Masks of allowed tokens: one bit a token, made on the CPU, applied where the logits are."""
+"""Masks of allowed tokens: one bit a token, filled on the CPU, applied on the logits' device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def allocate_bitmask(batch_size: int, vocab_size: int, *, pin: bool = False) -> 
     """A mask that allows everything.
 
     Args:
-        batch_size: Rows, as many as the logits have.
+        batch_size: Rows of the logits.
         vocab_size: Columns of the logits.
-        pin: Page-locked memory, for a copy to a GPU that does not wait.
+        pin: Whether to allocate page-locked memory, for an asynchronous copy to a GPU.
 
     Returns:
         int32 [batch_size, ceil(vocab_size / 32)] on the CPU; bit i % 32 of word i // 32 is
@@ -35,10 +35,10 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
         logits: float32, float16 or bfloat16 [batch, vocab], any device.
         bitmask: From `allocate_bitmask` for the same batch and vocabulary; on the CPU or on the
             device of the logits.
-        rows: Distinct rows to mask; the others are left as they are.
+        rows: Distinct rows to mask; the other rows do not change.
 
     Raises:
-        ValueError: The mask is not that of these logits.
+        ValueError: The mask has another shape than the logits need.
     """
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""The engine's end of a compile process: start it, ask it, kill it when it takes too long."""
+"""The engine's side of a compile process: start it, send it trials, kill it after a timeout."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.constrained.vocabulary import Vocabulary
 
 _ANSWER_SECONDS: Final = 10.0
-"""For what takes no time, on a machine that has none to spare."""
+"""Time for an answer that needs no computation; long, for machines under load."""
 
 
 class CompileProcessError(RuntimeError):
-    """The process could not be started; says nothing about a grammar."""
+    """The process could not be started. The grammar may be fine."""
 
 
 class FirstTryOver(Exception):
-    """A compilation takes long, and may not now."""
+    """A compilation takes longer than a first try, and no thread is free for long compilations."""
 
 
 class CompileProcessDied(GrammarError):
-    """It ended under a grammar, or was ended by somebody: another try may do better."""
+    """The process died during a trial. Another try may succeed."""
 
 
 class CompileProcess:
-    """One process, for one thread at a time; `kill` may come from any thread.
+    """One compile process. One thread at a time may use it; any thread may call `kill`.
 
     Raises (from the constructor):
-        CompileProcessError: It did not come up within `limits.start_timeout`.
+        CompileProcessError: The process did not start within `limits.start_timeout`.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class CompileProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether it can be asked again: it runs, and memory has not stuck to it."""
+        """Whether to use the process again: it runs, and its memory has not grown too large."""
         if not self.is_running:
             return False
         try:
@@ -90,14 +90,14 @@ class CompileProcess:
         return bool(resident <= self._limits.idle_process_memory)
 
     def check(self, constraint: Constraint, may_go_on: Callable[[], bool]) -> None:
-        """Return once the constraint compiled there.
+        """Compile a constraint in the process; return when that has succeeded.
 
         Args:
-            may_go_on: Asked once, when `limits.first_try` is over; False stops the trial.
+            may_go_on: Called once, after `limits.first_try`; False stops the trial.
 
         Raises:
-            FirstTryOver: `may_go_on` said no.
-            GrammarError: It did not, within the limits.
+            FirstTryOver: `may_go_on` returned False.
+            GrammarError: The constraint did not compile within the limits.
         """
         kind = constraint.kind.value
         limits = self._limits
@@ -129,7 +129,7 @@ class CompileProcess:
             raise GrammarError(error if error.startswith(kind) else f"{kind}: {error}")
 
     def _stop_trial(self) -> None:
-        """End the trial under way; the process where that does not work."""
+        """Stop the trial under way. If the process does not answer, end the process."""
         try:
             write_frame(self._stdin.fileno(), Task())
             deadline = time.monotonic() + _ANSWER_SECONDS
@@ -138,11 +138,11 @@ class CompileProcess:
             self.close()
 
     def kill(self) -> None:
-        """End it; whoever asks it something gets `CompileProcessDied`. Not reaped, see `close`."""
+        """Kill the process, so that `check` raises `CompileProcessDied`. `close` reaps it."""
         self._process.kill()
 
     def close(self) -> None:
-        """Kill it and reap it. Idempotent."""
+        """Kill and reap the process. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._stdin.close()

@@ -1,4 +1,4 @@
-"""Which grammar is compiled next, so that long compilations do not hold up the others."""
+"""The order in which grammars compile, so that long compilations do not delay short ones."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from sglang.srt.constrained.ticket import GrammarTicket
 
 @dataclass(slots=True)
 class CompileJob:
-    """A grammar that is to be compiled."""
+    """A grammar that waits to be compiled."""
 
     ticket: GrammarTicket
-    asked_at: float
+    submitted_at: float
     """On `time.monotonic`."""
     is_long: bool = False
-    """Whether it may take its whole time now."""
+    """Whether the job may now use the whole compile timeout."""
 
 
 class CompileQueue:
-    """Jobs that have not begun, and those that took longer than a first try allows.
+    """New jobs, and jobs whose first try was too short.
 
-    A first try is short. What is not done by then goes on only where few others do, else it begins
-    again later, so that half of the threads are for first tries. Those take the newest and the
-    oldest in turn: whoever queues many waits for them alone, and nobody waits for ever.
+    A first try is short. A job that it does not finish continues if less than half of the threads
+    run long jobs; otherwise it restarts later. So half of the threads stay free for first tries.
+    New jobs run newest and oldest in turn: a client that queues many jobs does not delay the single
+    job of another client, and no job waits for ever.
 
-    Not locked: its owner is.
+    No lock of its own; the owner's lock guards it.
 
     Args:
-        threads: Jobs at a time.
+        threads: Jobs that run at the same time.
     """
 
     def __init__(self, threads: int) -> None:
-        self._most_long = max(threads // 2, 1)
+        self._max_long = max(threads // 2, 1)
         self._num_long = 0
         self._new: deque[CompileJob] = deque()
-        self._again: deque[CompileJob] = deque()
+        self._retries: deque[CompileJob] = deque()
         self._newest_next = True
 
     def add(self, job: CompileJob) -> None:
-        """A new job."""
+        """Queue a new job."""
         self._new.append(job)
 
     def take(self) -> CompileJob | None:
-        """The job to do now, or None: what is left waits for a long one to end."""
-        if self._again and self._num_long < self._most_long:
-            job = self._again.popleft()
+        """The job to run now; None if no job waits, or if each must wait for a long job to end."""
+        if self._retries and self._num_long < self._max_long:
+            job = self._retries.popleft()
             self.may_go_on(job)
             return job
         if not self._new:
@@ -56,16 +57,16 @@ class CompileQueue:
         return job
 
     def may_go_on(self, job: CompileJob) -> bool:
-        """Whether a job whose first try is over may take its whole time."""
-        if not job.is_long and self._num_long < self._most_long:
+        """Whether a job whose first try is over may use the whole compile timeout."""
+        if not job.is_long and self._num_long < self._max_long:
             self._num_long += 1
             job.is_long = True
         return job.is_long
 
     def put_back(self, job: CompileJob) -> None:
-        """A job that may not go on begins again later."""
-        self._again.append(job)
+        """Queue a job to restart later, because it may not go on now."""
+        self._retries.append(job)
 
     def end(self, job: CompileJob) -> None:
-        """A job is done."""
+        """Note that a job is done."""
         self._num_long -= job.is_long

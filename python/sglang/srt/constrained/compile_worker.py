@@ -1,12 +1,12 @@
-"""The compile process: tries a grammar where too much time or memory harms nobody.
+"""The compile process: tries each grammar apart from the engine, within bounds of time and memory.
 
 A grammar library is native code that cannot be interrupted, and a few hundred bytes can make it
-run for hours or fill the machine. So each constraint is first compiled here, under a limit of
-memory, by a process that may be killed; only what passed is compiled in the engine. The result
-is not sent over: its serialized form can be a thousand times its size in memory.
+run for hours or fill the machine. So this process compiles each constraint first: it has a memory
+limit, and the engine can kill it. The engine then compiles the constraints that passed. It does not
+receive the result, since the serialized form can be a thousand times as large as the grammar.
 
-Each trial is a fork of this process, which takes milliseconds, where starting one takes seconds of
-imports: a trial that has to be killed costs the next one nothing.
+Each trial runs in a fork of this process. A fork takes milliseconds and a new process seconds of
+imports, so that killing one trial does not delay the next.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _NICENESS: Final = 5
 
 
 def probe(grammar: XGrammarGrammar, vocab_size: int) -> None:
-    """Walk the grammar for some tokens: once at random, once repeating a token while it may.
+    """Walk the grammar for some tokens: first at random, then repeating one token where allowed.
 
-    Ambiguity shows in repetition. Grammars that get slow later end their own request instead.
+    Repetition reveals ambiguity. A grammar that becomes slow later ends its own request.
 
     Raises:
-        GrammarError: The walk took more time than a matcher is allowed.
+        GrammarError: The walk took more time than a matcher may use, or reached a dead end.
     """
     rng = random.Random(0)
     bitmask = allocate_bitmask(1, vocab_size)
@@ -86,7 +86,7 @@ def serve(read_fd: int, write_fd: int) -> None:
     while True:
         task = read_frame(read_fd, Task)
         if task.kind is None:
-            continue  # What it was to stop has just ended.
+            continue  # The trial that it was to stop has just ended.
         constraint = Constraint(task.kind, task.text)
 
         def trial(constraint: Constraint = constraint) -> Verdict:
@@ -97,8 +97,7 @@ def serve(read_fd: int, write_fd: int) -> None:
 
 
 def _forked(trial: Callable[[], Verdict], stop_fd: int) -> Verdict:
-    """What `trial` says in a process of its own, which is killed when something comes on
-    `stop_fd`."""
+    """Run `trial` in a fork, which is killed as soon as `stop_fd` becomes readable."""
     result_fd, child_fd = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -136,13 +135,13 @@ def _try(compiler: xgrammar.GrammarCompiler, constraint: Constraint, hello: Hell
 
 
 def main() -> None:
-    """Started by `CompileProcess` with its own process id as the only argument."""
-    # Whatever a library prints must not end up between two messages.
+    """Entry point; the only argument is the process id of the engine's process."""
+    # Output of libraries must not land between two messages.
     write_fd = os.dup(1)
     os.dup2(2, 1)
     os.nice(_NICENESS)
     start_parent_watch(int(sys.argv[1]), lambda: os._exit(0))
-    # A thread, for a stack like that on which the engine will compile the same.
+    # A thread has a stack of the same size as the engine's compile threads.
     thread = threading.Thread(target=_serve_until_closed, args=(0, write_fd), name="compile")
     thread.start()
     thread.join()

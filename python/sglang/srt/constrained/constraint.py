@@ -1,4 +1,4 @@
-"""What a request may ask of its output's form: one kind and one text, and where they come from."""
+"""The constraint on the form of a request's output: its kind, its text and their sources."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 JSON_OBJECT_SCHEMA: Final = '{"type":"object"}'
-"""Any JSON object: what OpenAI's `response_format` of type `json_object` stands for."""
+"""Any JSON object: the meaning of OpenAI's `response_format` of type `json_object`."""
 
 
 class ConstraintKind(str, Enum):
-    """The sampling parameter that carries the text; errors name it."""
+    """The sampling parameter that has the text; errors name it."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"
     STRUCTURAL_TAG = "structural_tag"
-    """Free text with parts that are constrained, see `structural_tag.py`."""
+    """Free text with constrained parts; see `structural_tag.py`."""
 
 
 class Constraint(NamedTuple):
-    """One constraint; hashable, so it is the key under which its grammar is cached."""
+    """One constraint. Hashable: the key of its grammar in the cache."""
 
     kind: ConstraintKind
     text: str
@@ -35,10 +35,10 @@ def constraint_of(
     ebnf: str | None,
     structural_tag: str | None = None,
 ) -> Constraint | None:
-    """The one constraint among a request's sampling parameters, None where there is none.
+    """The constraint among a request's sampling parameters, or None.
 
     Raises:
-        ValueError: More than one is given.
+        ValueError: There are several.
     """
     texts = (json_schema, regex, ebnf, structural_tag)
     given = [
@@ -55,12 +55,12 @@ def constraint_of(
 def constraint_of_response_format(
     response_format: Mapping[str, Any] | None,
 ) -> Constraint | None:
-    """OpenAI's `response_format` as a constraint; None where output is free.
+    """OpenAI's `response_format` as a constraint; None if it does not constrain the output.
 
     `strict` and `name` change nothing: a schema is always enforced.
 
     Raises:
-        ValueError: Names the field of `response_format` and what it takes.
+        ValueError: A field is wrong; the message names the field and its valid values.
     """
     if response_format is None:
         return None

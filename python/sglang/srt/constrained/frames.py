@@ -28,30 +28,30 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """Further messages to the process: try this; without a kind: stop what is tried, if anything
-    still is. A trial is answered once, by how it ended or that it was stopped."""
+    """A later message to the process: a constraint to try. Without a kind: stop the trial, if one
+    runs. Each trial has one answer, also if it is stopped."""
 
     kind: ConstraintKind | None = None
     text: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """An answer, to `Hello` as well. `error` is None where all went well."""
+    """An answer to a `Task` or to `Hello`. `error` is None on success."""
 
     error: str | None = None
     has_died: bool = False
-    """The trial ended without a word, by itself or because it was stopped."""
+    """The trial ended without an answer, by itself or because it was stopped."""
 
 
 class FrameTimeout(Exception):
-    """The deadline passed before a whole message came."""
+    """The deadline passed before a whole message arrived."""
 
 
 def write_frame(fd: int, message: msgspec.Struct) -> None:
     """Send one message; blocks while the pipe is full.
 
     Raises:
-        OSError: The other end is gone.
+        OSError: The other end is closed.
     """
     body = msgspec.msgpack.encode(message)
     rest = memoryview(_LENGTH.pack(len(body)) + body)
@@ -60,8 +60,11 @@ def write_frame(fd: int, message: msgspec.Struct) -> None:
 
 
 def wait_readable(*fds: int, seconds: float | None = None) -> set[int]:
-    """Wait up to `seconds`, or for ever, for the begin of a message or the end of a pipe; where
-    there is one."""
+    """Wait up to `seconds` for a message or the end of a pipe; None waits for ever.
+
+    Returns:
+        The readable file descriptors; empty after a timeout.
+    """
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
@@ -73,11 +76,11 @@ def read_frame(fd: int, kind: type[T], deadline: float | None = None) -> T:
 
     Args:
         fd: The reading end of a pipe.
-        kind: What the message is.
+        kind: The type of the message.
         deadline: On `time.monotonic`; None waits for ever.
 
     Raises:
-        EOFError: The other end is gone.
+        EOFError: The other end is closed.
         FrameTimeout: The deadline passed.
     """
     (length,) = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size, deadline))

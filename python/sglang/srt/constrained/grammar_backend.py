@@ -1,4 +1,4 @@
-"""The grammar backend by its name."""
+"""Creates a grammar backend by name."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def create_grammar_backend(
 
     Args:
         name: One of `GRAMMAR_BACKENDS`.
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         vocab_size: Columns of the model's logits; ids that the tokenizer lacks are never allowed.
-        eos_token_ids: What ends a completed grammar.
-        limits: None takes the defaults.
+        eos_token_ids: Tokens that end a completed grammar.
+        limits: None means the defaults.
         any_whitespace: Whether JSON may have whitespace between its tokens (up to 40 in a row).
 
     Raises:
-        ValueError: The name is not known, or there is no end token.
+        ValueError: The name is unknown, or there is no end token.
     """
     if name not in GRAMMAR_BACKENDS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tickets by constraint: those compiling, and the latest of those done."""
+"""Tickets by constraint: all that are compiling, and the most recently used of the done ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sglang.srt.constrained.ticket import GrammarTicket, TicketState
 
 
 class GrammarCache:
-    """Least recently used goes first, by number and by bytes; what compiles stays.
+    """Evicts the least recently used tickets, by number and by bytes; never one that is compiling.
 
-    Failures are kept as well, so that a constraint that cost much is refused at once the next
-    time. Not locked: its owner is.
+    Failed tickets are kept too, so that an expensive constraint is refused at once the next time.
+    No lock of its own; the owner's lock guards it.
 
     Args:
-        max_tickets: Done tickets kept.
-        max_bytes: What their grammars may hold together; one alone may hold more.
+        max_tickets: Most done tickets.
+        max_bytes: Most bytes of their grammars together. A single grammar may be larger.
     """
 
     def __init__(self, max_tickets: int, max_bytes: int) -> None:
@@ -34,16 +34,16 @@ class GrammarCache:
 
     @property
     def num_done(self) -> int:
-        """Tickets kept, failed ones included."""
+        """Tickets that are done, failed ones included."""
         return len(self._done)
 
     @property
     def num_bytes(self) -> int:
-        """What the kept grammars hold."""
+        """Bytes of the cached grammars."""
         return self._bytes
 
     def find(self, constraint: Constraint) -> GrammarTicket | None:
-        """The ticket, now the most recently used."""
+        """The ticket of a constraint, which becomes the most recently used one."""
         ticket = self._compiling.get(constraint)
         if ticket is None and constraint in self._done:
             self._done.move_to_end(constraint)
@@ -51,17 +51,17 @@ class GrammarCache:
         return ticket
 
     def add_compiling(self, ticket: GrammarTicket) -> None:
-        """Enter a new ticket."""
+        """Add a new ticket."""
         self._compiling[ticket.constraint] = ticket
 
     def finish(self, ticket: GrammarTicket, *, keep: bool) -> None:
-        """A ticket is done. `keep` False forgets it, so that the next request tries again."""
+        """Note that a ticket is done. `keep` False forgets it, so that the next request retries."""
         constraint = ticket.constraint
         del self._compiling[constraint]
         if not keep:
             return
         ready = ticket.state is TicketState.READY
-        # A failure holds its text, which is the key.
+        # A failed ticket holds only its text, which is the key.
         size = ticket.grammar.size_bytes if ready else len(constraint.text)
         self._done[constraint] = size
         self._tickets[constraint] = ticket

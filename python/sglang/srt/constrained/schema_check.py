@@ -1,7 +1,7 @@
-"""A JSON schema before it is compiled: what the grammar library would ignore is refused.
+"""Checks a JSON schema before it is compiled; refuses keywords that the grammar library ignores.
 
-The library drops keywords that it does not know, and the answer then breaks the schema without a
-word. `oneOf` is taken as `anyOf`: the answer fits at least one branch, perhaps more than one.
+The library drops unknown keywords silently, so that an answer could break the schema. `oneOf` is
+treated as `anyOf`: an answer fits at least one branch, and may fit several.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NEEDS_TYPE: Final = {
     "minProperties": "object", "maxProperties": "object", "propertyNames": "object",
     "minItems": "array", "maxItems": "array",
 }  # fmt: skip
-_ALONE: Final[dict[str, frozenset[str]]] = {
+_OVERRIDING: Final[dict[str, frozenset[str]]] = {
     "$ref": frozenset(), "anyOf": frozenset(), "oneOf": frozenset(), "allOf": frozenset(),
     "enum": frozenset({"type"}), "const": frozenset({"type"}),
 }  # fmt: skip
-"""Keywords that win over their neighbours, and the neighbours that do no harm."""
+"""Keywords for which the library ignores the keywords beside them, with the harmless exceptions."""
 _FORMATS: Final = frozenset(
     (
         "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid",
@@ -45,12 +45,12 @@ _FORMATS: Final = frozenset(
 
 
 def prepare_json_schema(text: str) -> str:
-    """The schema to compile for the schema `text`.
+    """Check the schema `text` and return the schema to compile.
 
-    An array that says nothing of its items may hold anything, which the library has to be told.
+    The library needs `items` in every array schema; a schema without it gets `"items": true`.
 
     Raises:
-        GrammarError: It is not JSON, not a schema, or asks for what cannot be enforced.
+        GrammarError: The text is not JSON, not a schema, or has a keyword that cannot be enforced.
     """
     try:
         schema = orjson.loads(text)
@@ -73,7 +73,7 @@ def prepare_json_schema(text: str) -> str:
 
 def _check_node(path: str, node: dict[str, Any]) -> None:
     for keyword in _UNSUPPORTED:
-        # `"uniqueItems": false` asks for nothing.
+        # `"uniqueItems": false` requires nothing.
         if keyword in node and node[keyword] is not False:
             raise GrammarError(f"json_schema: {path}/{keyword} is not supported: leave it out")
     if "$ref" in node:
@@ -86,9 +86,9 @@ def _check_node(path: str, node: dict[str, Any]) -> None:
         raise GrammarError(
             f"json_schema: {path}/allOf of several schemas is not supported: merge them"
         )
-    for keyword, may_stand_beside in _ALONE.items():
+    for keyword, harmless in _OVERRIDING.items():
         if keyword in node:
-            beside = sorted(set(node) - _ANNOTATIONS - may_stand_beside - {keyword})
+            beside = sorted(set(node) - _ANNOTATIONS - harmless - {keyword})
             if beside:
                 raise GrammarError(
                     f"json_schema: {path}/{beside[0]} beside {keyword} is not supported: move it "
@@ -100,7 +100,7 @@ def _check_node(path: str, node: dict[str, Any]) -> None:
 
 
 def _check_keywords(path: str, node: dict[str, Any]) -> None:
-    """What can be enforced on its own, but not in this combination."""
+    """Refuse combinations of keywords that cannot be enforced together."""
     required, properties = node.get("required", []), node.get("properties", {})
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise GrammarError(f"json_schema: {path}/required must be a list of names")

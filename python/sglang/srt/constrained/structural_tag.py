@@ -1,10 +1,10 @@
-"""A structural tag before it is compiled: SGLang's two forms as one, the schemas inside checked.
+"""Prepares a structural tag for the compiler: converts SGLang's two forms to one, checks schemas.
 
     {"type": "structural_tag", "format": {...}}                           xgrammar's own
     {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}
 
-The second is free text in which each trigger begins one of the structures. What a format may be is
-in the library's documentation ("Structural Tag Usage").
+The second form is free text in which each trigger begins one of the structures. The library's
+documentation ("Structural Tag Usage") describes the formats.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
 
 def prepare_structural_tag(text: str) -> str:
-    """The structural tag to compile for `text`, in the first form.
+    """Check the structural tag `text` and return it in the first form.
 
     Raises:
-        GrammarError: It is not JSON, is of neither form, or holds a schema that cannot be enforced.
+        GrammarError: The text is not JSON, has neither form, or has a schema that cannot be
+            enforced.
     """
     try:
         tag = orjson.loads(text)
@@ -52,7 +53,7 @@ def prepare_structural_tag(text: str) -> str:
 
 
 def _triggered(structures: Any, triggers: Any) -> dict[str, Any]:
-    """The format that the second form stands for."""
+    """The format that is equivalent to the second form."""
     if not isinstance(structures, list) or not structures:
         raise _wrong("structures must be a list of objects with begin, schema and end")
     for index, one in enumerate(structures):

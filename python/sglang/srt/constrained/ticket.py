@@ -1,4 +1,4 @@
-"""A grammar that may still be compiling: the handle a queued request holds."""
+"""The handle of a grammar that may still be compiling, held by a queued request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TicketState(str, Enum):
-    """Where a compilation stands; it leaves COMPILING once, for good."""
+    """State of a compilation. It leaves COMPILING once and never returns."""
 
     COMPILING = "compiling"
     READY = "ready"
@@ -25,10 +25,10 @@ class GrammarError(ValueError):
 
 
 class GrammarTicket:
-    """One compilation's outcome, shared by every request with the same constraint.
+    """The outcome of one compilation, shared by all requests with the same constraint.
 
-    Any thread may read it. With several ranks, one of them reads and tells the others: when a
-    compilation ends is nothing that ranks agree on by themselves.
+    Any thread may read it. With several ranks, one rank reads it and tells the others, because
+    compilations end at different times on different ranks.
     """
 
     def __init__(self, constraint: Constraint) -> None:
@@ -39,14 +39,14 @@ class GrammarTicket:
 
     @property
     def state(self) -> TicketState:
-        """Never blocks."""
+        """The current state. Never blocks."""
         if not self._done.is_set():
             return TicketState.COMPILING
         return TicketState.FAILED if self._grammar is None else TicketState.READY
 
     @property
     def message(self) -> str:
-        """Why it failed, one line for the client; empty in the other states."""
+        """Why the compilation failed: one line for the client. Empty in the other states."""
         return self._message
 
     @property
@@ -54,8 +54,8 @@ class GrammarTicket:
         """The compiled grammar.
 
         Raises:
-            GrammarError: It failed.
-            RuntimeError: It is still compiling.
+            GrammarError: The compilation failed.
+            RuntimeError: The grammar is still compiling.
         """
         if not self._done.is_set():
             raise RuntimeError("the grammar is still compiling: look at `state` first")
@@ -64,17 +64,17 @@ class GrammarTicket:
         return self._grammar
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block up to `timeout` seconds; whether it is no longer compiling."""
+        """Block up to `timeout` seconds. Returns whether the compilation has ended."""
         return self._done.wait(timeout)
 
     def resolve(self, grammar: Grammar) -> None:
-        """For the backend: it compiled."""
+        """Set the compiled grammar. For the backend."""
         assert not self._done.is_set()
         self._grammar = grammar
         self._done.set()
 
     def fail(self, message: str) -> None:
-        """For the backend: it did not."""
+        """Set the reason of a failure. For the backend."""
         assert not self._done.is_set()
         self._message = message
         self._done.set()

@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary as grammars need it: the bytes that each token id stands for."""
+"""The vocabulary of a tokenizer, as grammars need it: the bytes of each token id."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """Plain data, so that a compile process can be given the same one.
+    """Plain data, so that the engine can send it to a compile process.
 
     `tokens[i]` are the bytes of token id i. They are empty for ids that no grammar allows: special
-    tokens (their text would vanish from the answer) and the ids a model pads its logits with.
+    tokens, whose text would vanish from the answer, and ids that only pad the logits.
     """
 
     tokens: list[bytes]
@@ -27,7 +27,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         """Args as in `create_grammar_backend`.
 
         Raises:
-            ValueError: No end token, or one outside the vocabulary.
+            ValueError: There is no end token, or one is outside the vocabulary.
         """
         ends = sorted(set(eos_token_ids))
         if not ends:
@@ -49,7 +49,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         return cls(tokens=tokens, eos_token_ids=ends, add_prefix_space=bool(info.add_prefix_space))
 
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
-        """The same in the library's form."""
+        """The vocabulary as the library's type."""
         return xgrammar.TokenizerInfo(
             self.tokens,
             xgrammar.VocabType.RAW,

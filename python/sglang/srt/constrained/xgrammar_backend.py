@@ -35,24 +35,24 @@ from sglang.srt.constrained.xgrammar_grammar import (
 logger = logging.getLogger(__name__)
 
 _TRUSTED: Final = frozenset({Constraint(ConstraintKind.JSON_SCHEMA, JSON_OBJECT_SCHEMA)})
-"""Our own texts; they need no trial in a compile process."""
+"""Constraints that the engine itself makes; they need no trial in a compile process."""
 
 
 class XGrammarBackend(GrammarBackend):
     """See `GrammarBackend`.
 
-    Owns up to `limits.compile_threads` threads `grammar-*`, each of which asks a compile process
-    of its own first (started when needed, replaced when it had to be killed) and then compiles
-    here, without holding the interpreter lock. `_lock` guards the cache, the queue, the idle
-    processes and the flag `_closed`.
+    Owns up to `limits.compile_threads` threads `grammar-*`. Each thread tries a constraint in a
+    compile process first, and then compiles it here without holding the interpreter lock. Compile
+    processes are started on demand and replaced after they were killed. `_lock` guards the cache,
+    the queue, the sets of idle and busy processes, and the flag `_closed`.
 
     Args:
         tokenizer, vocab_size, eos_token_ids: As in `create_grammar_backend`.
-        limits: What a grammar may cost.
+        limits: Limits of time and memory.
         any_whitespace: As in `create_grammar_backend`.
 
     Raises:
-        ValueError: No end token, or one outside the vocabulary.
+        ValueError: There is no end token, or one is outside the vocabulary.
     """
 
     def __init__(
@@ -122,16 +122,18 @@ class XGrammarBackend(GrammarBackend):
             idle, busy = self._idle, list(self._busy)
             self._idle = []
         for process in busy:
-            # Its thread closes it, whose pipes these are.
+            # The thread that uses the process closes it; the pipes belong to that thread.
             process.kill()
         for process in idle:
             process.close()
-        # Queued tickets run, and fail at once: nobody is left waiting for one.
+        # Queued jobs still run and fail at once, so that no request waits for its ticket for ever.
         self._pool.shutdown(wait=True)
 
     def _work(self) -> None:
-        """Thread `grammar-*`: compile what is there to compile. A job that is left in the queue
-        waits for one under way, whose thread takes it."""
+        """Thread `grammar-*`: run jobs until the queue offers none.
+
+        A job that stays in the queue waits for a long job to end; the thread of that job runs it.
+        """
         while True:
             with self._lock:
                 job = self._queue.take()
@@ -147,16 +149,16 @@ class XGrammarBackend(GrammarBackend):
                     self._queue.end(job)
 
     def _run(self, job: CompileJob) -> None:
-        """One compilation, from start to a ticket that is done.
+        """Compile one grammar and finish its ticket.
 
         Raises:
-            FirstTryOver: It is to begin again.
+            FirstTryOver: The job must restart later.
         """
-        ticket, asked_at = job.ticket, job.asked_at
+        ticket = job.ticket
         kind = ticket.constraint.kind.value
         message, keep, grammar = "", True, None
         try:
-            waited = time.monotonic() - asked_at
+            waited = time.monotonic() - job.submitted_at
             if self._closed or waited > self._limits.queue_timeout:
                 keep = False
                 raise GrammarError(f"{kind}: waited {waited:.0f} s for a compile thread: retry")
@@ -183,14 +185,14 @@ class XGrammarBackend(GrammarBackend):
         constraint = job.ticket.constraint
         prepared = _prepared(constraint)
         if constraint not in _TRUSTED:
-            self._check_elsewhere(prepared, job)
+            self._try_in_process(prepared, job)
         return self._compile_here(prepared)
 
     def _compile_here(self, prepared: Constraint) -> XGrammarGrammar:
         compiled = compile_constraint(self._compiler, prepared, any_whitespace=self._any_whitespace)
         return XGrammarGrammar(compiled, prepared.kind, self._vocabulary, self._limits)
 
-    def _check_elsewhere(self, constraint: Constraint, job: CompileJob) -> None:
+    def _try_in_process(self, constraint: Constraint, job: CompileJob) -> None:
         process = self._take_process()
         try:
             process.check(constraint, lambda: self._may_go_on(job))
@@ -228,7 +230,7 @@ class XGrammarBackend(GrammarBackend):
         process.close()
 
     def _start_idle(self) -> None:
-        """Thread `grammar-*`: have a compile process before somebody waits for it."""
+        """Thread `grammar-*`: start a compile process before the first constraint needs it."""
         try:
             self._return_process(self._take_process())
         except CompileProcessError as error:

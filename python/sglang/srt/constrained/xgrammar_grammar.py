@@ -1,4 +1,4 @@
-"""Grammars and matchers of the `xgrammar` library, and what its errors mean."""
+"""Grammars and matchers of the `xgrammar` library, and the messages for its errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.constrained.vocabulary import Vocabulary
 
 _MAX_DEPTH: Final = 1000
-"""Nesting that the library's recursive passes take; its own default needs a larger stack."""
+"""Deepest nesting for the library's recursive passes; its own default needs a larger stack."""
 _MAX_WHITESPACE: Final = 40
-"""Blanks in a row between JSON tokens; a weak model would otherwise write nothing else."""
+"""Most blanks in a row between JSON tokens; without a limit, weak models write only blanks."""
 _MAX_CAUSE_CHARS: Final = 240
 _NOISE: Final = re.compile(
     r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is (?:true|false): "
@@ -29,7 +29,7 @@ _NOISE: Final = re.compile(
 
 
 def make_compiler(vocabulary: Vocabulary) -> xgrammar.GrammarCompiler:
-    """A compiler of one thread that keeps nothing. Sets the library's limit of nesting."""
+    """A compiler with one thread and no cache. Sets the library's limit of nesting."""
     xgrammar.set_max_recursion_depth(_MAX_DEPTH)
     return xgrammar.GrammarCompiler(vocabulary.tokenizer_info(), max_threads=1, cache_enabled=False)
 
@@ -37,12 +37,12 @@ def make_compiler(vocabulary: Vocabulary) -> xgrammar.GrammarCompiler:
 def compile_constraint(
     compiler: xgrammar.GrammarCompiler, constraint: Constraint, *, any_whitespace: bool
 ) -> xgrammar.CompiledGrammar:
-    """Compile; takes as long and as much memory as it takes. Lets other threads run.
+    """Compile a constraint, without a limit of time or memory. Releases the interpreter lock.
 
     Args:
         compiler: From `make_compiler`.
-        constraint: Its kind and text.
-        any_whitespace: Whether JSON may have whitespace between its tokens; without, it is
+        constraint: The constraint; schemas and structural tags must have been checked.
+        any_whitespace: Whether JSON may have whitespace between its tokens. If not, it is
             written as `json.dumps` does: one blank after each comma and colon, no line breaks.
 
     Raises:
@@ -64,7 +64,7 @@ def compile_constraint(
 
 
 def cause_of(error: Exception) -> str:
-    """One line for the client: the library's message without its clock and source lines."""
+    """One line for the client: the library's message without its timestamps and source lines."""
     text = str(error)
     if isinstance(error, MemoryError) or "bad_alloc" in text:
         return "compiling it takes too much memory: simplify it"
@@ -73,7 +73,7 @@ def cause_of(error: Exception) -> str:
 
 
 class XGrammarMatcher(GrammarMatcher):
-    """See `GrammarMatcher`. `steps` counts tokens, `spent` CPU seconds of the calling thread."""
+    """See `GrammarMatcher`. `steps` are tokens, `spent` CPU seconds of the calling thread."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Tool calls in a model's output, by the format that the model writes."""
+"""Parsers of the tool calls in a model's output, one for each format."""

@@ -1,4 +1,4 @@
-"""Tool calls written as JSON objects between markers: one machine for streams and whole texts."""
+"""Tool calls as JSON objects between markers: one state machine for streams and whole texts."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class _State(Enum):
 
 
 class BaseFormatDetector:
-    """Splits one output into text and calls. One object an output; not for several threads.
+    """Splits one output into text and calls. One object for each output; not thread-safe.
 
     A call is an object with `name`, the name of a known tool, and `arguments` or `parameters`, an
-    object. Everything else is normal text, word for word: broken JSON, and calls of tools that
-    are not known, which the client could not run.
+    object. Everything else is normal text and remains unchanged: broken JSON, and calls of unknown
+    tools, which the client could not run.
 
-    A stream commits to a call when its name and the start of its arguments are there. If it breaks
-    after that, the pieces are out already: the call stays as it is, cut short, `num_cut` counts
-    it, and what follows is text again. `parse_non_stream` gives such a call back as text; where
-    nothing was cut, a stream adds up to the same.
+    A stream commits to a call as soon as it has the name and the start of the arguments. If the
+    call breaks after that, its pieces have already been sent: the call stays incomplete, `num_cut`
+    counts it, and text follows. `parse_non_stream` returns such a call as text. Apart from cut
+    calls, the pieces of a stream add up to the result of `parse_non_stream`.
 
     Args:
-        tool_names: The tools that the request named; None: a call may name any.
-        commits_early: False waits for a call's end, as `parse_non_stream` does.
+        tool_names: The tools that the request named; None allows any name.
+        commits_early: Whether to send a call before its end; `parse_non_stream` does not.
     """
 
     start_marker: ClassVar[str] = ""
     bare_at_start: ClassVar[bool] = False
-    """Whether an object that begins the output is a call without its marker."""
+    """Whether an object at the start of the output is a call even without a marker."""
 
     def __init__(self, tool_names: Collection[str] | None, *, commits_early: bool = True) -> None:
         self._names = None if tool_names is None else frozenset(tool_names)
@@ -64,14 +64,17 @@ class BaseFormatDetector:
         return first.normal_text + last.normal_text, merge_calls(first.calls + last.calls)
 
     def parse_stream_increment(self, new_text: str) -> StreamingParseResult:
-        """What `new_text` adds. Text that may yet become a marker or a call is held back."""
+        """The text and calls that `new_text` adds. Holds back text that may become a call."""
         self._buffer += new_text
         while self._step():
             pass
         return self._take_result()
 
     def finish(self) -> StreamingParseResult:
-        """The output has ended: what was held back, as text unless a call wanted only its end."""
+        """End the output. Returns the text that was held back.
+
+        The rest of a call that was already sent is not text, nor are blanks after the last call.
+        """
         if self._state is _State.CALL:
             if self._sent_head:
                 self.num_cut += 1
@@ -84,10 +87,10 @@ class BaseFormatDetector:
         return self._take_result()
 
     def _read_separator(self) -> bool | None:
-        """After a call: consume what ends it, and perhaps `_start_call` the next one.
+        """Consume the separator after a call; `_start_call` if it also starts the next call.
 
         Returns:
-            True where it was consumed, None where more text is needed to tell, False where
+            True if a separator was consumed, None if more text is needed to decide, False if
             something else follows.
         """
         raise NotImplementedError
@@ -97,7 +100,7 @@ class BaseFormatDetector:
         return self._scanner.argument_start is not None
 
     def _step(self) -> bool:
-        """Whether something was consumed and the next step may find more."""
+        """Consume some text. Returns whether another step may consume more."""
         if self._state is _State.TEXT:
             return self._step_text()
         if self._state is _State.CALL:
@@ -124,7 +127,7 @@ class BaseFormatDetector:
         )
         before = self._buffer[:end]
         if self._after_call and not before.strip():
-            # Blanks between two calls are no text; whether they are between, the rest tells.
+            # Blanks between two calls are not text; the text after them decides.
             if found < 0:
                 return False
         else:
@@ -138,7 +141,7 @@ class BaseFormatDetector:
         return True
 
     def _start_call(self, opener_length: int) -> None:
-        """A call may follow the first `opener_length` characters, which are text if it does not."""
+        """Expect a call after `opener_length` characters, which are text if no call follows."""
         self._opener = self._buffer[:opener_length]
         self._buffer = self._buffer[opener_length:]
         self._scanner = JsonObjectScanner()
@@ -199,7 +202,7 @@ class BaseFormatDetector:
         return True
 
     def _emit_whole(self, call: tuple[str, dict[str, Any]]) -> None:
-        """A call that ended before anything of it was sent."""
+        """Send a call that ended before any part of it was sent."""
         self._try_head()
         if not self._sent_head:
             self._emit_call(call[0], json.dumps(call[1], ensure_ascii=False))
@@ -208,7 +211,7 @@ class BaseFormatDetector:
         self._send_arguments()
 
     def _reject(self) -> bool:
-        """No call after all: its opener is text, and the rest is looked at again."""
+        """Give up a call: its opener becomes text, and the rest is parsed again."""
         self._emit_text(self._opener)
         self._state = _State.TEXT
         self._after_call = False
@@ -226,7 +229,7 @@ class BaseFormatDetector:
 
 
 def held_back(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that `marker` begins with, the whole marker apart."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -234,7 +237,7 @@ def held_back(text: str, marker: str) -> int:
 
 
 def merge_calls(pieces: list[ToolCallItem]) -> list[ToolCallItem]:
-    """The whole calls that the pieces of a stream add up to."""
+    """Join the pieces of a stream to whole calls."""
     merged: dict[int, ToolCallItem] = {}
     for piece in pieces:
         before = merged.get(piece.tool_index)

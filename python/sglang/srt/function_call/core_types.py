@@ -1,4 +1,4 @@
-"""What tool-call parsers give back."""
+"""Results of tool-call parsers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ToolCallItem:
-    """A call, or in a stream a piece of one.
+    """A call, or a piece of a call in a stream.
 
     Attributes:
-        tool_index: Which call of this output it belongs to, from 0.
-        name: The tool's; None in the pieces after a call's first.
-        parameters: The arguments, a JSON object as the model wrote it; in a stream, what came
-            since the last piece.
+        tool_index: Index of the call in the output, from 0.
+        name: The tool's name; None in later pieces of a call.
+        parameters: The arguments, a JSON object as the model wrote it. In a stream: the part that
+            follows the last piece.
     """
 
     tool_index: int
@@ -23,7 +23,7 @@ class ToolCallItem:
 
 @dataclass
 class StreamingParseResult:
-    """What one increment of a stream added."""
+    """The text and calls that one increment of a stream added."""
 
     normal_text: str = ""
     calls: list[ToolCallItem] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The parser of a request's tool calls, by the name of the model's format."""
+"""The parser of a request's tool calls, chosen by the name of the model's format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOOL_CALL_PARSERS: Final[Mapping[str, type[BaseFormatDetector]]] = MappingProxyT
 
 
 class FunctionCallParser:
-    """Text and calls of one output; see `BaseFormatDetector` for what counts as a call.
+    """Splits one output into text and calls. `BaseFormatDetector` defines what a call is.
 
     Args:
         tools: The request's tools in OpenAI's form: `{"type": "function", "function": {"name"}}`.
         tool_call_parser: One of `TOOL_CALL_PARSERS`.
 
     Raises:
-        ValueError: The name is not known, or a tool has no name.
+        ValueError: The parser's name is unknown, or a tool has no name.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], tool_call_parser: str) -> None:
@@ -43,11 +43,11 @@ class FunctionCallParser:
         return self._detector.parse_non_stream(text)
 
     def parse_stream_increment(self, new_text: str) -> StreamingParseResult:
-        """What `new_text` adds to a streamed output. Never raises."""
+        """The text and calls that `new_text` adds to a streamed output. Never raises."""
         return self._detector.parse_stream_increment(new_text)
 
     def finish(self) -> StreamingParseResult:
-        """What was held back, once the stream has ended. Call it, or the last words are lost."""
+        """End the stream. Returns the text that was held back; without this call it is lost."""
         return self._detector.finish()
 
 

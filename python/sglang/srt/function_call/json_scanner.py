@@ -1,4 +1,4 @@
-"""Finds where a JSON object ends, character by character, and what can be no JSON."""
+"""Finds the end of a JSON object in growing text, and text that cannot be JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OUTSIDE_STRINGS: Final = frozenset(' \t\r\n{}[]:,"+-.0123456789eEtrufalsn')
 
 
 class ScanState(Enum):
-    """What is known of the text read so far."""
+    """State of the text read so far."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -17,11 +17,11 @@ class ScanState(Enum):
 
 
 class JsonObjectScanner:
-    """Reads a text that starts with `{`. Checks balance and alphabet, not the whole grammar.
+    """Reads a text that starts with `{`. Checks brackets and characters, not the whole grammar.
 
     Attributes:
-        position: Characters read; where CLOSED, the object is `text[:position]`; where BROKEN,
-            `text[position]` cannot be.
+        position: Characters read. If CLOSED, the object is `text[:position]`; if BROKEN,
+            `text[position]` is not allowed.
         argument_end: End of the nested object that starts at `argument_start`; None while open.
     """
 
@@ -35,12 +35,12 @@ class JsonObjectScanner:
         self._escaped = False
 
     def watch_argument(self, start: int, text: str) -> None:
-        """From now on look for the end of the object at `text[start]`; reads up to it first."""
+        """Read up to `start`, and from there look for the end of the object at `text[start]`."""
         self.feed(text, start)
         self.argument_start = start
 
     def feed(self, text: str, end: int | None = None) -> ScanState:
-        """Read on to `end` (or the end of `text`), which has grown since the last time."""
+        """Read on to `end`, or to the end of `text`, which may have grown since the last call."""
         stop = len(text) if end is None else end
         while self.state is ScanState.OPEN and self.position < stop:
             self._read(text[self.position])

@@ -1,7 +1,7 @@
-"""Llama 3: `{"name": ..., "parameters": {...}}`, several with `;` between, after a marker or bare.
+"""Llama 3: `{"name": ..., "parameters": {...}}`, separated by `;`, with or without a marker.
 
-The marker `<|python_tag|>` is a special token, which detokenizing may drop; an output that begins
-with an object is therefore looked at as well.
+The marker `<|python_tag|>` is a special token, which detokenizing may drop. So an object at the
+start of the output counts as a call too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 
 
 class Llama32Detector(BaseFormatDetector):
-    """Calls follow each other with `;`; what follows without it is text."""
+    """A `;` separates two calls. Anything else after a call is text."""
 
     start_marker: ClassVar[str] = "<|python_tag|>"
     bare_at_start: ClassVar[bool] = True

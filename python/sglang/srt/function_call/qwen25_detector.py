@@ -10,7 +10,7 @@ _END: Final = "</tool_call>"
 
 
 class Qwen25Detector(BaseFormatDetector):
-    """Each call has its own pair of markers. A missing end marker is forgiven."""
+    """Each call has its own pair of markers. The end marker may be missing."""
 
     start_marker: ClassVar[str] = "<tool_call>"
 

@@ -1,7 +1,7 @@
-"""What the scheduler counts, in Prometheus' terms. Names: interfaces.md, "Metrics".
+"""Prometheus metrics of the scheduler, under SGLang's names.
 
-Latencies that a client sees are the server process's to measure; here are the ones that only the
-scheduler knows. The hierarchical cache registers its own in the same registry.
+The server process measures the latencies that clients see; the scheduler measures those that only
+it knows. The hierarchical cache registers its metrics in the same registry.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _QUEUE_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 
 
 
 class SchedulerMetrics:
-    """Counts as the scheduler goes; gauges are set when they are read. Scheduler thread only.
+    """Counters that the scheduler updates, and gauges that `render` sets. Scheduler thread only.
 
     Attributes:
-        registry: Where these and the cache's metrics are.
-        num_generated: Tokens generated so far; a plain number, since it moves at every token.
+        registry: Registry of these metrics and of the cache's.
+        num_generated: Tokens generated so far; a plain number, because it changes at every token.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Args:
-        clock: Seconds; for the throughput.
+        clock: Seconds, for the throughput.
         """
         self.registry = CollectorRegistry()
         self.num_generated = 0
@@ -69,11 +69,11 @@ class SchedulerMetrics:
     def on_scheduled(
         self, prompt_tokens: int, cached: CachedTokensDetails, queue_time: float
     ) -> None:
-        """A request was scheduled for the first time.
+        """Count a request that is scheduled for the first time.
 
         Args:
             prompt_tokens: Length of its prompt.
-            cached: What of it was reused.
+            cached: Tokens of it that were reused.
             queue_time: Seconds since its arrival.
         """
         self._num_prompt += prompt_tokens
@@ -104,7 +104,7 @@ class SchedulerMetrics:
         return generate_latest(self.registry).decode()
 
     def _export(self, counter: Counter, total: int) -> None:
-        """Bring `counter` to what a plain number has reached."""
+        """Raise `counter` to the plain number `total`."""
         counter.inc(total - self._num_exported.get(counter, 0))
         self._num_exported[counter] = total
 

@@ -1,4 +1,4 @@
-"""What the server process measures: the times that clients feel."""
+"""Prometheus metrics of the server process: the latencies that clients see."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class ServerMetrics:
         )
 
     def observe_first_token(self, seconds: float) -> None:
-        """A streaming request got its first token."""
+        """Record the time to the first token of a streaming request."""
         self._first_token.observe(max(seconds, 0.0))
 
     def observe_next_tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens came together, `seconds` after the ones before them."""
+        """Record `count` tokens that arrived together, `seconds` after the last ones."""
         each = max(seconds, 0.0) / count
         for _ in range(count):
             self._next_token.observe(each)
 
     def observe_end(self, state: RequestState) -> None:
-        """A request ended, or its client left."""
+        """Record the end of a request, or that its client disconnected."""
         reason = state.finish_reason
         if reason is not None:
             outcome = reason.type
@@ -75,5 +75,5 @@ class ServerMetrics:
             self._request.observe(max(state.finished_time - state.created_time, 0.0))
 
     def render(self) -> str:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()

@@ -1,1 +1,1 @@
-"""Parsers of a model's output that belong to no tool-call format."""
+"""Parsers of a model's output other than those of tool calls."""

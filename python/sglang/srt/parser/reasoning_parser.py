@@ -1,4 +1,4 @@
-"""Splits an output into what the model thought and what it says: `<think>...</think>`."""
+"""Splits an output into reasoning, `<think>...</think>`, and answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 _START: Final = "<think>"
 _END: Final = "</think>"
 _MAX_PROMPT_END: Final = 64
-"""Characters of a prompt that are looked at: a marker, and the blanks that templates put after."""
+"""Characters at the end of a prompt that may have a marker, and blanks that templates append."""
 
 REASONING_PARSERS: Final[Mapping[str, bool]] = MappingProxyType(
     {
@@ -28,11 +28,11 @@ REASONING_PARSERS: Final[Mapping[str, bool]] = MappingProxyType(
         "step3": True,
     }
 )
-"""Name to whether an output begins inside its reasoning, where the prompt does not tell."""
+"""Parser name to whether an output begins inside the reasoning if the prompt has no marker."""
 
 
 def opened_reasoning(prompt: str) -> bool | None:
-    """Whether the end of `prompt` opens the reasoning (True), closes it (False), or neither."""
+    """True if `prompt` ends by opening the reasoning, False if by closing it, else None."""
     end = prompt[-_MAX_PROMPT_END:].rstrip()
     if end.endswith(_END):
         return False
@@ -41,7 +41,7 @@ def opened_reasoning(prompt: str) -> bool | None:
 
 @dataclass
 class ReasoningParseResult:
-    """What one increment of a stream added to each part."""
+    """The text that one increment of a stream added to each part."""
 
     reasoning_text: str = ""
     normal_text: str = ""
@@ -55,18 +55,18 @@ class _Part(Enum):
 
 
 class ReasoningParser:
-    """One object an output. Blanks around the reasoning belong to neither part.
+    """Splits one output. Blanks around the reasoning belong to neither part.
 
-    Reasoning that never ends is reasoning to the last word; a marker in the middle of the answer
-    is the answer's.
+    If the reasoning has no end marker, the whole output is reasoning. A marker in the middle of
+    the answer is part of the answer.
 
     Args:
         name: One of `REASONING_PARSERS`.
         begins_inside: Whether the output begins inside its reasoning, see `opened_reasoning`;
-            None: as outputs of `name` do.
+            None means the default of `name`.
 
     Raises:
-        ValueError: The name is not known.
+        ValueError: The name is unknown.
     """
 
     def __init__(self, name: str, *, begins_inside: bool | None = None) -> None:
@@ -90,12 +90,12 @@ class ReasoningParser:
         )
 
     def parse_stream_increment(self, new_text: str) -> ReasoningParseResult:
-        """What `new_text` adds. Text that may yet be a marker is held back."""
+        """The text that `new_text` adds to each part. Holds back the start of a marker."""
         self._buffer += new_text
         return self._advance(ended=False)
 
     def finish(self) -> ReasoningParseResult:
-        """What was held back, once the stream has ended."""
+        """End the stream. Returns the text that was held back."""
         return self._advance(ended=True)
 
     def _advance(self, *, ended: bool) -> ReasoningParseResult:
@@ -121,7 +121,7 @@ class ReasoningParser:
             self._part = _Part.REASONING if self._begins_inside else _Part.NORMAL
 
     def _read_reasoning(self, *, ended: bool) -> str:
-        """The reasoning up to its end marker or to what may become one, blanks before it apart."""
+        """The reasoning up to a whole or partial end marker, without the blanks before it."""
         if not self._reasoned:
             self._buffer = self._buffer.lstrip()
         found = self._buffer.find(_END)

@@ -1,1 +1,1 @@
-"""What a request may ask of sampling: plain values, no tensors."""
+"""Sampling parameters of a request: plain values, no tensors."""

@@ -1,8 +1,7 @@
-"""One request's sampling parameters, as clients send them and as they cross processes.
+"""Sampling parameters of one request, as clients send them and as messages carry them.
 
-Plain values: this module knows no tensors and no tokenizer. The server process decodes
-and `verify`s a request's parameters and sends a `normalize`d copy of them; the scheduler
-relies on both.
+Plain values, without tensors or a tokenizer. The server process decodes and `verify`s the
+parameters of a request and sends a `normalize`d copy of them; the other processes rely on both.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import msgspec
 from sglang.srt.constrained.constraint import Constraint, constraint_of
 
 GREEDY_TEMPERATURE = 1e-6
-"""Temperatures below this are greedy decoding: dividing by them would overflow fp32."""
+"""Temperatures below this mean greedy decoding, because dividing by them would overflow fp32."""
 
 MAX_TEMPERATURE = 1e6
 MIN_REPETITION_PENALTY = 1e-3
-"""Both keep logits in fp32's range: infinite ones become NaN, and NaN masks nothing."""
+"""This and `MAX_TEMPERATURE` keep logits finite in fp32. Infinite logits become NaN, which no mask
+removes."""
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
@@ -29,51 +29,51 @@ MAX_SAMPLES = 128
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one request are chosen and when it stops.
+    """How to choose the tokens of one request, and when to stop.
 
-    Decode it from a client's JSON with `msgspec.convert(obj, SamplingParams)`, which names a
-    wrong type's field; `verify` then checks the values.
+    Decode it from a client's JSON with `msgspec.convert(obj, SamplingParams)`, whose errors name
+    the field; then check the values with `verify`.
     """
 
     max_new_tokens: int = 128
-    """0: only the prompt is computed, for its logprobs or for the cache."""
+    """0 computes only the prompt, for its logprobs or for the cache."""
     min_new_tokens: int = 0
-    """End-of-sequence and stop tokens are masked until this many tokens were generated."""
+    """End-of-sequence and stop tokens are masked until the output has this many tokens."""
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
     top_k: int = -1
     """-1 means the whole vocabulary, 1 means greedy."""
     min_p: float = 0.0
-    """Tokens less probable than `min_p` times the most probable one are dropped."""
+    """Drops tokens that are less probable than `min_p` times the most probable token."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     """Counts prompt and output tokens; the other two penalties count the output alone."""
     stop: str | list[str] | None = None
-    """No empty string; an empty list is none at all."""
+    """Strings that end the output, none of them empty. An empty list means None."""
     stop_regex: str | list[str] | None = None
-    """Patterns that end the output as `stop` does, see `stop_regex.py`."""
+    """Patterns that end the output as `stop` does; see `stop_regex.py`."""
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
     """Outputs of one prompt."""
     json_schema: str | None = None
-    """What the output must be, as JSON text; at most one of this and the next three."""
+    """Schema of the output, as JSON text. At most one of this and the next three is set."""
     regex: str | None = None
     ebnf: str | None = None
-    """In the notation of the `xgrammar` library, with a rule `root`."""
+    """Grammar in the notation of the `xgrammar` library, with a rule `root`."""
     structural_tag: str | None = None
     """Free text with constrained parts, as JSON text; see `constrained/structural_tag.py`."""
     sampling_seed: int | None = None
-    """None: the server draws one when the request arrives."""
+    """None lets the server draw a seed when the request arrives."""
     logit_bias: dict[str, float] | None = None
-    """Token id (as a decimal string, JSON's only kind of key) to what is added to its logit."""
+    """Token id, as a decimal string (JSON's only kind of key), to the value added to its logit."""
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was generated before changes the logits."""
+        """Whether earlier tokens change the logits."""
         return bool(
             self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
         )
@@ -85,19 +85,19 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     @property
     def constraint(self) -> Constraint | None:
-        """What decides which tokens are possible. Raises ValueError for more than one."""
+        """The constraint on the output, or None. Raises ValueError if there are several."""
         return constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list, empty where there is none."""
+        """`stop` as a list, which may be empty."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def stop_patterns(self) -> list[str]:
-        """`stop_regex` as a list, empty where there is none."""
+        """`stop_regex` as a list, which may be empty."""
         if self.stop_regex is None:
             return []
         return [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex
@@ -114,7 +114,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
             vocab_size: Tokens in the model's vocabulary.
 
         Raises:
-            ValueError: Names the field, the value and what is allowed.
+            ValueError: A value is out of range; the message names field, value and range.
         """
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n={self.n} must be from 1 to {MAX_SAMPLES}")
@@ -139,7 +139,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         if self.stop is not None or self.stop_token_ids is not None:
             self._verify_stops(vocab_size)
         if self.stop_regex is not None and self.stop_patterns:
-            # Few requests have any, and not every process needs the library.
+            # Imported here: few requests have patterns, and not every process needs the library.
             from sglang.srt.sampling.stop_regex import verify_stop_regexes
 
             verify_stop_regexes(self.stop_patterns)
@@ -147,8 +147,10 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
             self._verify_logit_bias(self.logit_bias, vocab_size)
 
     def normalize(self) -> None:
-        """Bring equal requests into one form, in place: `stop` and `stop_regex` lists or
-        None, greedy as `top_k` 1."""
+        """Give equivalent parameters the same values, in place.
+
+        `stop` and `stop_regex` become lists or None, and greedy decoding becomes `top_k` 1.
+        """
         self.stop = self.stop_strings or None
         self.stop_regex = self.stop_patterns or None
         self.stop_token_ids = sorted(set(self.stop_token_ids or ())) or None
@@ -182,7 +184,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
                 f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed"
             )
         for key, value in biases.items():
-            # One spelling a token: what is checked here is what the sampler reads there.
+            # One spelling for each token, so that this check and the sampler read the same id.
             if not (key.isascii() and key.isdigit()) or (key[0] == "0" and key != "0"):
                 raise ValueError(
                     f"logit_bias key {key[:32]!r} must be a token id in decimal digits, without "

@@ -1,4 +1,4 @@
-"""`stop_regex`: which patterns are taken, and what one may cost."""
+"""`stop_regex`: the patterns that are accepted, and limits of their cost."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import regex
 
 MAX_STOP_REGEXES: Final = 8
 MAX_STOP_REGEX_CHARS: Final = 512
-"""Of a request's patterns together. Compiling that many characters takes a few milliseconds, which
-the server and the scheduler spend on their event loops."""
+"""Most characters of a request's patterns together. Compiling them takes a few milliseconds of the
+event loops of the server and of the scheduler."""
 MAX_MATCH_CHARS: Final = 512
-"""A match is looked for in this many characters at the end of an output."""
+"""Characters at the end of an output in which a match is searched."""
 MAX_UNROLLED: Final = 1024
-"""Parts of a pattern with its repeats written out, see `_unrolled_size`."""
+"""Most parts of a pattern with its repeats unrolled; see `_unrolled_size`."""
 _PROBE_SECONDS: Final = 0.01
 _TOKEN: Final = re.compile(
     r"(?P<atom>\\.|\[\^?\]?(?:\[:\^?\w+:\]|\\.|[^\]\\])*\]|\(\?\#[^)]*\))"
@@ -27,26 +27,27 @@ _TOKEN: Final = re.compile(
 
 
 def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
-    """`pattern` in the syntax of the `regex` library, which adds to that of `re`. Kept by the
-    library, so that the samples of a prompt share it.
+    """Compile `pattern` in the syntax of the `regex` library, which extends that of `re`.
+
+    The library caches the result, so that the samples of a prompt share it.
 
     Raises:
-        ValueError: It is no pattern, or one that searches backwards; without the field's name.
+        ValueError: The pattern is invalid or searches backwards. The message lacks the field name.
     """
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"is not a regular expression: {error}") from None
     if compiled.flags & regex.REVERSE:
         raise ValueError("searches backwards, which a growing text rules out: leave (?r) out")
     return compiled
 
 
 def verify_stop_regexes(patterns: Sequence[str]) -> None:
-    """Check number, length and syntax of a request's patterns.
+    """Check number, length, syntax and cost of a request's patterns.
 
     Raises:
-        ValueError: Names `stop_regex` and what is wrong with it.
+        ValueError: A check fails; the message names `stop_regex` and the cause.
     """
     if len(patterns) > MAX_STOP_REGEXES:
         raise ValueError(
@@ -73,23 +74,24 @@ def _verify(pattern: str) -> None:
         )
     compiled = compile_stop_regex(pattern)
     try:
-        matches_nothing = compiled.search("", timeout=_PROBE_SECONDS) is not None
+        matches_empty = compiled.search("", timeout=_PROBE_SECONDS) is not None
     except TimeoutError:
         raise ValueError("takes too long to match: simplify it") from None
-    if matches_nothing:
+    if matches_empty:
         raise ValueError(
             "matches the empty text, which every output begins with: let it ask for a character"
         )
 
 
 def _unrolled_size(pattern: str) -> int:
-    """Characters, classes and groups of `pattern` with its repeats written out: as often as they
-    must be there at least, and once more. The library does that when it compiles, so that
-    `((((a){9}){9}){9}){9}` and more would take hours and all memory. Where this misreads a pattern,
-    it says too much.
+    """Number of characters, classes and groups of `pattern` after unrolling its repeats.
+
+    The library unrolls a repeat to its minimal count plus one when it compiles. Nested repeats,
+    as in `((((a){9}){9}){9}){9}`, could take hours and all memory. The result is an upper bound
+    where this function misreads a pattern.
 
     Raises:
-        ValueError: It uses a mode that changes how patterns are read.
+        ValueError: The pattern uses a mode that changes the syntax.
     """
     opened: list[list[int]] = []
     parts: list[int] = []
@@ -101,7 +103,7 @@ def _unrolled_size(pattern: str) -> int:
             parts = []
         elif token["close"]:
             group = 1 + sum(parts)
-            # One too many closes all that there is.
+            # A surplus bracket closes everything before it.
             parts = opened.pop() if opened else []
             parts.append(group)
         elif token["least"] or token["count"] is not None:

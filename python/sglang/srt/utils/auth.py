@@ -1,4 +1,4 @@
-"""Who may call which endpoint: bearer keys for users and for operators.
+"""Access to endpoints: bearer keys for users and for operators.
 
     keys set          NORMAL      ADMIN_OPTIONAL   ADMIN_FORCE
     none              open        open             403
@@ -6,10 +6,10 @@
     admin key         open        admin key        admin key
     both              api key     admin key        admin key
 
-A request that may not pass gets 401 where its key is missing or unknown, and 403 where another
-would not do better: its key is of the other kind, or the server has none of the kind.
+A refused request gets 401 if its key is missing or unknown. It gets 403 if its key is of the other
+kind, or if the server has no key of the kind that the endpoint needs.
 
-Probes (`/health`, `/health_generate`, `/metrics` and what is below it) and CORS preflights need
+Probes (`/health`, `/health_generate`, `/metrics` and the paths below it) and CORS preflights need
 no key.
 """
 
@@ -34,7 +34,7 @@ _OPEN_BELOW: Final = "/metrics/"
 
 
 class AuthLevel(str, Enum):
-    """What an endpoint asks of its caller; the module's table has the meaning."""
+    """The key that an endpoint needs; the table above has the meaning."""
 
     NORMAL = "normal"
     ADMIN_OPTIONAL = "admin_optional"
@@ -43,7 +43,7 @@ class AuthLevel(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class AuthDecision:
-    """Whether a request may pass; if not, the HTTP status and why, for the client."""
+    """Whether a request may pass. If not: the HTTP status and the reason, for the client."""
 
     allowed: bool
     error_status_code: int = 401
@@ -51,7 +51,7 @@ class AuthDecision:
 
 
 def auth_level(level: AuthLevel) -> Callable[[F], F]:
-    """Mark an endpoint function with its level; without a mark it is NORMAL."""
+    """Mark an endpoint function with its level. Functions without a mark are NORMAL."""
 
     def mark(endpoint: F) -> F:
         setattr(endpoint, _LEVEL_ATTRIBUTE, level)
@@ -74,15 +74,15 @@ def decide_request_auth(
     admin_api_key: str | None,
     auth_level: AuthLevel,
 ) -> AuthDecision:
-    """Decide on one request; pure, keys are compared in constant time.
+    """Decide on one request. Pure; compares keys in constant time.
 
     Args:
         method: HTTP method, upper case.
         path: Path without the query.
-        authorization_header: The header's value, None where it is absent.
-        api_key: The users' key, None (or empty) where none is set.
-        admin_api_key: The operators' key, likewise.
-        auth_level: Of the endpoint that `path` leads to.
+        authorization_header: Value of the header, or None.
+        api_key: The users' key; None or empty if there is none.
+        admin_api_key: The operators' key; None or empty if there is none.
+        auth_level: Level of the endpoint at `path`.
     """
     if method == "OPTIONS" or path in _OPEN_PATHS or path.startswith(_OPEN_BELOW):
         return AuthDecision(True)
@@ -108,14 +108,14 @@ def decide_request_auth(
 def add_api_key_middleware(
     app: Starlette, *, api_key: str | None, admin_api_key: str | None
 ) -> None:
-    """Check every HTTP request of `app` against the keys before any of its code runs."""
+    """Check the key of every HTTP request to `app` before any of the app's code runs."""
     app.add_middleware(
         _ApiKeyMiddleware, routes_of=app, api_key=api_key, admin_api_key=admin_api_key
     )
 
 
 class _ApiKeyMiddleware:
-    """Plain ASGI, so that streaming and disconnects pass through untouched."""
+    """Plain ASGI, so that streams and disconnects pass through unchanged."""
 
     def __init__(
         self, app: ASGIApp, routes_of: Starlette, api_key: str | None, admin_api_key: str | None
@@ -169,7 +169,7 @@ def _authorization(scope: Scope) -> str | None:
 
 
 def _level_for(app: Starlette, scope: Scope) -> AuthLevel:
-    """Of the route that will serve `scope`; a wrong method still counts as that path."""
+    """The level of the route for `scope`. A route also counts if only its method differs."""
     partial = AuthLevel.NORMAL
     for route in app.routes:
         match, _ = route.matches(scope)

@@ -1,4 +1,4 @@
-"""One call in a thread of its own: for what may fail in any way, take long or never return."""
+"""One call in a thread of its own, for work that may fail in any way, take long or never return."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ T = TypeVar("T")
 
 
 class BackgroundCall(Generic[T]):
-    """Runs `work` in a daemon thread, and keeps what comes of it.
+    """Runs `work` in a daemon thread, and keeps its result or its exception.
 
-    Whatever `work` raises ends with that thread, `SystemExit` too. A call that hangs is not ended:
-    abandon it, and it costs a thread. All but `work` and `discard` is for one owner's thread.
+    Any exception of `work`, also `SystemExit`, ends only that thread. A call that hangs cannot be
+    ended; after `abandon` it costs one thread. The methods are for the owner's thread; `work` and
+    `discard` run in other threads.
 
     Args:
-        name: Of the thread.
-        work: What to do.
-        expected: What `work` is known to raise; anything else goes to the log with its traceback.
-        discard: Undoes a result that nobody takes; runs in a thread beside the owner's.
+        name: Name of the thread.
+        work: The function to call.
+        expected: Exceptions that `work` is known to raise; others are logged with a traceback.
+        discard: Undoes a result that was abandoned.
     """
 
     def __init__(
@@ -40,10 +41,10 @@ class BackgroundCall(Generic[T]):
         self._expected = expected
         self._discard = discard
         self._results: list[T] = []
-        """The result, once there is one."""
+        """The result, after the end; empty before."""
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """Makes one side see that both have happened: the end, and that it was abandoned."""
+        """Guards `_ended` and `_is_abandoned`, so that exactly one thread sees both set."""
         self._ended = threading.Event()
         self._is_abandoned = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -54,22 +55,22 @@ class BackgroundCall(Generic[T]):
         return self._ended.is_set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for the end; whether it came."""
+        """Wait at most `timeout` seconds for the end. Returns whether it came."""
         return self._ended.wait(timeout)
 
     @property
     def error(self) -> BaseException | None:
-        """What `work` raised. To be asked once it has ended."""
+        """The exception of `work`, or None. Valid after the end."""
         assert self.ended
         return self._error
 
     @property
     def result(self) -> T:
-        """What `work` returned. To be asked once it has ended without an error."""
+        """The result of `work`. Valid after an end without an error."""
         return self._results[0]
 
     def abandon(self) -> None:
-        """Do not take the result, whether it is there or not: `discard` gets it."""
+        """Give up the call: `discard` gets the result, now or after the end."""
         with self._lock:
             self._is_abandoned = True
             ended = self.ended

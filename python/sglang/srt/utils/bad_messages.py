@@ -1,4 +1,4 @@
-"""Bytes that are no message: what decoding them raises, and how many came."""
+"""Malformed messages: the exceptions of decoding them, and a counter of dropped ones."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Final
 import msgspec
 
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes of any kind; the last for values nested too deeply."""
+"""Exceptions of msgspec for malformed bytes; the last one for values nested too deeply."""
 
 
 class BadMessages:
-    """Counts what was dropped, and logs every count that is a power of two.
+    """Counts dropped messages, and logs every count that is a power of two.
 
-    So the log stays short under a flood and its last such line is off by a factor of two at most.
-    One thread.
+    So the log stays short under a flood, and its last count is at least half of the true one. For
+    one thread.
     """
 
     def __init__(self, logger: logging.Logger, kind: str) -> None:
-        """Log to `logger`; `kind` says what is dropped, e.g. `message`."""
+        """Log to `logger`; `kind` names the dropped thing, e.g. `message`."""
         self._logger = logger
         self._kind = kind
         self.count = 0
 
     def add(self, cause: object) -> None:
-        """One more was dropped; the first line of `cause` says what was wrong with it."""
+        """Count one dropped message; the first line of `cause` is the reason."""
         self.count += 1
         if self.count & (self.count - 1) == 0:
             lines = str(cause).splitlines() or [type(cause).__name__]

@@ -1,16 +1,16 @@
-"""One string for everything beside its tokens that separates a request's cached prefix."""
+"""One string for the fields of a request that separate its cached prefix from equal tokens."""
 
 from __future__ import annotations
 
 
 def combine_extra_key(extra_key: str | None, cache_salt: str | None) -> str | None:
-    """`extra_key` and `cache_salt` as one key; equal results mean equal inputs.
+    """Combine `extra_key` and `cache_salt` into one key. Equal keys mean equal inputs.
 
-    Each part that is given is written as tag, length and text, so that no crafted value of one
-    part can look like the other, and an empty text differs from an absent one.
+    The key has tag, length and text of each given part. So no crafted value of one part can look
+    like the other part, and an empty text differs from an absent one.
 
     Returns:
-        None where neither is given: such requests share the plain namespace.
+        The key; None if neither part is given. Requests without a key share their prefixes.
     """
     parts = [
         f"{tag}{len(text)}:{text}"

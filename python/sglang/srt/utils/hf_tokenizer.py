@@ -1,4 +1,4 @@
-"""Tokenizers from local files, and the bytes behind a token."""
+"""Tokenizers from local files, and the bytes of a token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "v
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Refuse a directory `path` in which no tokenizer can be; needs no transformers.
+    """Check that the directory `path` has the files of a tokenizer. Needs no transformers.
 
     Raises:
-        ValueError: One line that says what is missing, and the remedy.
+        ValueError: Files are missing. One line with the remedy.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -36,20 +36,20 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in the directory `path`; nothing is downloaded.
+    """Load the tokenizer in the directory `path`, without downloads.
 
     Raises:
-        ValueError: One line that says what is missing or broken, and the remedy.
+        ValueError: Files are missing or broken. One line with the remedy.
     """
     check_tokenizer_files(path)
-    # It takes seconds, and brings torch: only who loads a tokenizer shall wait for it.
+    # Imported here, because it takes seconds and imports torch.
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    # The libraries raise their own types for damaged files, some of them bare Exception.
+    # For damaged files the libraries raise types of their own, some of them bare Exception.
     except Exception as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(f"the tokenizer in {path} cannot be loaded: {cause}") from error
@@ -58,8 +58,8 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
 
 
 def is_byte_level(tokenizer: object) -> bool:
-    """Whether every token stands for bytes of its own, as in byte-level BPE."""
-    # Who only checks the files shall not wait for the library.
+    """Whether each token has bytes independent of its neighbours, as in byte-level BPE."""
+    # Imported here, so that checking files does not load the library.
     from tokenizers import decoders
 
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -69,8 +69,8 @@ def is_byte_level(tokenizer: object) -> bool:
 def token_bytes(token: str) -> bytes:
     """The bytes of one token of a byte-level vocabulary.
 
-    Added tokens are plain text there; one whose characters all happen to be in the byte
-    alphabet decodes to the same bytes either way.
+    Added tokens are plain text. If all characters of one are in the byte alphabet, both readings
+    give the same bytes.
     """
     table = _byte_of_character()
     try:
@@ -93,7 +93,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that `skip_special_tokens` leaves out of the text."""
+    """Ids that `skip_special_tokens` removes from the text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {int(token_id) for token_id, token in added.items() if token.special}
     return frozenset(special | {int(i) for i in tokenizer.all_special_ids})

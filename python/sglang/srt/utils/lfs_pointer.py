@@ -1,4 +1,4 @@
-"""Git LFS: the few lines that stand in a checkout for a large file that was not fetched."""
+"""Git LFS pointers: small files that replace large ones in a checkout until they are fetched."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _FIRST_LINE: Final = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(file: Path) -> None:
-    """Refuse `file` if it is a pointer; a file that cannot be read is left to who reads it.
+    """Refuse `file` if it is a pointer. Ignores files that cannot be read.
 
     Raises:
-        ValueError: Names the file and the remedy.
+        ValueError: The file is a pointer; the message names it and the remedy.
     """
     try:
         with file.open("rb") as opened:

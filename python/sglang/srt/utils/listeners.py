@@ -1,4 +1,4 @@
-"""Which TCP ports this process listens on, and the lines in the log about the exposed ones."""
+"""TCP ports that this process listens on, and warnings in the log about exposed ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
 
 
 def ports_on_all_addresses() -> list[int]:
-    """TCP ports on which this process listens on every address of the machine, sorted."""
+    """Sorted TCP ports that this process listens on at all addresses of the machine."""
     return sorted(
         {
             connection.laddr.port
@@ -23,23 +23,23 @@ def ports_on_all_addresses() -> list[int]:
 
 
 def warn_of_open_server(logger: logging.Logger, host: str, *, has_key: bool) -> None:
-    """Say so where anybody who reaches `host` may use the server."""
+    """Warn if the server has no key and `host` is not a loopback address."""
     if has_key or host == "localhost":
         return
     try:
         if ipaddress.ip_address(host).is_loopback:
             return
     except ValueError:
-        pass  # A name; it may stand for any address.
+        pass  # A name, which may resolve to any address.
     logger.warning(
-        "--host %s without an API key: whoever reaches it can use the server and read its answers; "
-        "set SGLANG_API_KEY or --api-key-file",
+        "--host %s without an API key: all clients that reach it can use the server and read its "
+        "answers; set SGLANG_API_KEY or --api-key-file",
         host,
     )
 
 
 def log_exposed_ports(logger: logging.Logger, opened_by: str) -> None:
-    """Warn in one line of the ports that `opened_by` opened on all addresses, if any."""
+    """Warn in one line about ports that `opened_by` opened on all addresses, if any."""
     ports = ports_on_all_addresses()
     if ports:
         logger.warning(

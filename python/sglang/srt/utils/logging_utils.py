@@ -1,4 +1,4 @@
-"""Log set-up, and a logger that says a repeated thing once a period."""
+"""Log set-up, and a logger that limits repeated lines."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 
 class _EngineHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Our handler on the root logger; the type tells it from handlers of the embedding program."""
+    """The engine's handler on the root logger; its type differs from the embedding program's."""
 
 
 def configure_logger(level: str, prefix: str = "") -> None:
     """Send this process's log to stderr, `[time prefix] message`.
 
-    Calling it again replaces the level and the prefix. Handlers that others put on the root
-    logger stay.
+    Another call replaces level and prefix. Handlers of the embedding program stay.
 
     Args:
         level: One of `LOG_LEVELS`, any case.
-        prefix: Which process this is, e.g. `scheduler`; empty for the server process.
+        prefix: Name of this process, e.g. `scheduler`; empty for the server process.
 
     Raises:
-        ValueError: `level` is not one of them.
+        ValueError: `level` is unknown.
     """
     if level.lower() not in LOG_LEVELS:
         raise ValueError(f"log level {level!r}: choose one of {', '.join(LOG_LEVELS)}")
@@ -43,8 +42,8 @@ def configure_logger(level: str, prefix: str = "") -> None:
     )
     root.addHandler(handler)
     root.setLevel(level.upper())
-    # One line per HTTP request of our own clients is noise at any level but debug, and so is what
-    # torch says of its caches when a process ends early.
+    # These log a line for each HTTP request of a client in this process, and torch logs about its
+    # caches when a process ends early; that is useful for debugging only.
     for name in ("httpx", "httpcore", "torch"):
         logging.getLogger(name).setLevel(
             logging.DEBUG if level.lower() == "debug" else logging.WARNING
@@ -58,10 +57,10 @@ class _Window:
 
 
 class RateLimitedLogger:
-    """Logs one line per class and period; the next line of the class says how many were left out.
+    """Logs at most one line per kind and period; the next line has the number of omitted ones.
 
-    A class is a short constant (`"l3-miss"`), never text made from a request: the number of
-    classes bounds the memory. Any thread may call it; the lock is held for the bookkeeping only.
+    A kind is a short constant (`"l3-miss"`), never text from a request, because memory grows with
+    the number of kinds. Any thread may call it; the lock is not held while a line is written.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Giving freed memory back to the operating system.
+"""Returns freed memory to the operating system.
 
-glibc keeps what large allocations leave behind: it takes freed pieces for the next ones, and gives
-back no more than the top of its heap. A server that has seen one huge request would stay large.
+glibc reuses freed memory for later allocations and returns only the top of its heap. So a server
+would stay large after one huge request.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import ctypes
 from typing import Final
 
 QUIET_SECONDS: Final = 2.0
-"""From the first large use to the return: others that come with it share one."""
+"""Delay between the first large use and the return, so that simultaneous uses share one return."""
 
 
 def give_back() -> None:
-    """Return freed memory now; nothing with another C library than glibc. Any thread: the
-    interpreter lock is released meanwhile."""
+    """Return freed memory now. Does nothing without glibc. Any thread; releases the interpreter
+    lock."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class MemoryReturner:
-    """Returns freed memory in a thread, a while after it was used. Event loop thread only."""
+    """Returns freed memory in a worker thread, some time after its use. Event loop thread only."""
 
     def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
         self._quiet_seconds = quiet_seconds
         self._is_due = False
 
     def give_back_soon(self) -> None:
-        """Something large is used now, and freed soon."""
+        """Return memory soon, because a large object exists now and will be freed."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(self._quiet_seconds, self._begin)

@@ -21,7 +21,7 @@ _IPC_PREFIX: Final = "sglang-ipc-"
 
 
 def get_free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free on `host` a moment ago. Nothing holds it: bind soon."""
+    """A TCP port that was free on `host` a moment ago. It is not reserved: bind soon."""
     return get_free_ports(1, host)[0]
 
 
@@ -43,7 +43,7 @@ def is_port_available(host: str, port: int) -> bool:
     """Whether a server could listen on `host`:`port` now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        # As servers do: connections in TIME_WAIT do not count, a listener does.
+        # As servers do: connections in TIME_WAIT do not block the port, a listener does.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, port))
@@ -54,10 +54,10 @@ def is_port_available(host: str, port: int) -> bool:
 
 
 def check_port_available(host: str, port: int) -> None:
-    """Refuse a port that is taken before anything expensive has started.
+    """Check that a server can listen on the port, before the expensive part of a start.
 
     Raises:
-        ValueError: Something listens there, or `host` is no address of this machine.
+        ValueError: The port is in use, or `host` is not an address of this machine.
     """
     if not is_port_available(host, port):
         raise ValueError(
@@ -76,10 +76,10 @@ def can_connect(host: str, port: int, timeout: float = 1.0) -> bool:
 
 
 def wait_for_listener_to_end(host: str, port: int) -> None:
-    """Block until the process that listens on `host`:`port` has ended, even if another takes over.
+    """Block until the process that listens on `host`:`port` ends, even if another takes the port.
 
-    It must be on this host, and must not close connections that nobody uses. A stopped process
-    has not ended. Polls once a second only where the listener's queue of connections is full.
+    The process must be on this host and must not close idle connections. A stopped process has
+    not ended. Polls once a second while the listener's queue of connections is full.
     """
     while True:
         try:
@@ -119,7 +119,7 @@ def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpcNames:
-    """ZMQ endpoints between the processes of one server, in a directory only its user can enter."""
+    """ZMQ endpoints between the processes of one server, in a directory private to its user."""
 
     directory: OwnedDirectory
     tokenizer: str
@@ -133,10 +133,10 @@ class IpcNames:
     def create(cls) -> IpcNames:
         """Make a fresh directory (mode 0700) and name the endpoints in it.
 
-        Directories of engines that were killed with all their processes are removed before.
+        Removes the directories of engines that were killed with all their processes.
         """
         for path in remove_orphans(_IPC_PREFIX):
-            logger.info("removed %s, which an engine that was killed left behind", path)
+            logger.info("removed %s, left behind by a killed engine", path)
         directory = OwnedDirectory(_IPC_PREFIX)
         return cls(
             directory=directory,

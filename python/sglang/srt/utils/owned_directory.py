@@ -1,8 +1,8 @@
-"""Temporary directories that belong to a live process, and are removed after it if it was killed.
+"""Temporary directories that belong to a live process; those of killed processes are removed.
 
-The owner holds a `flock` on the directory itself, which the kernel drops with the process, however
-that ends. So a directory whose lock can be had has lost its owner. Names, process ids and ages say
-nothing: a name may be anybody's, an id is used again, and a server may run for a year.
+The owner holds a `flock` on the directory. The kernel drops it when the process ends, however it
+ends, so a directory whose lock is free has lost its owner. Names, process ids and ages prove
+nothing: another program may use the name, ids are reused, and a server may run for a year.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import tempfile
 from typing import Final
 
 _RANDOM: Final = r"\d+-[a-z0-9_]{8}"
-"""What follows the prefix: the owner's process id, for people who look, and `mkdtemp`'s letters."""
+"""Name after the prefix: the owner's process id, for human readers, and `mkdtemp`'s letters."""
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What `flock` of a directory says on file systems without it (NFS wants a file to write to)."""
+_UNSUPPORTED: Final = (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of `flock` on file systems that cannot lock a directory, such as NFS."""
 
 
 class OwnedDirectory:
     """A fresh directory (mode 0700) of this process in the temporary directory.
 
-    Any thread. A forked child that lives on holds the lock too; a spawned one does not.
+    Any thread. A forked child also holds the lock while it lives; a spawned child does not.
     """
 
     def __init__(self, prefix: str) -> None:
-        """Make it.
+        """Create the directory.
 
         Args:
-            prefix: How its name begins; tells `remove_orphans` which are of the same kind.
+            prefix: Start of the name, common to directories of one kind; see `remove_orphans`.
 
         Raises:
-            OSError: The temporary directory is full, read-only or the like.
+            OSError: The directory cannot be created, e.g. because the disk is full.
         """
         while True:
             self.path = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
@@ -44,35 +44,35 @@ class OwnedDirectory:
             if descriptor is not None:
                 break
         self._locks = [descriptor]
-        """The open descriptor that holds the lock; empty once removed."""
+        """The open descriptor that holds the lock; empty after `remove`."""
 
     def remove(self) -> None:
-        """Remove it with what is in it. Idempotent."""
+        """Remove the directory with its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(IndexError):
             os.close(self._locks.pop())
 
 
 def remove_orphans(prefix: str) -> list[str]:
-    """Remove this user's directories whose owner has ended without removing them; their paths.
+    """Remove this user's directories whose owner has ended; return their paths.
 
-    Safe beside owners that make or remove theirs, and beside others that do this.
+    Safe while other processes create or remove such directories, or call this function.
 
     Args:
-        prefix: As it was given to `OwnedDirectory`.
+        prefix: As given to `OwnedDirectory`.
     """
     pattern = re.compile(re.escape(prefix) + _RANDOM)
     parent = tempfile.gettempdir()
     try:
         names = os.listdir(parent)
     except OSError:
-        return []  # One may make directories in it all the same.
+        return []  # A process may create directories in a directory that it cannot list.
     paths = [f"{parent}/{name}" for name in names if pattern.fullmatch(name)]
     return [path for path in paths if _remove_orphan(path)]
 
 
 def _lock_new(path: str) -> int | None:
-    """Lock a directory just made; None if it was taken for an orphan before, and is gone."""
+    """Lock a new directory; None if another process removed it as an orphan before the lock."""
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:
@@ -80,8 +80,8 @@ def _lock_new(path: str) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
-        # Where the file system knows no locks nobody else gets one, and orphans stay.
-        if error.errno not in _NO_LOCKS:
+        # Without locks in the file system, other processes get none either, and orphans stay.
+        if error.errno not in _UNSUPPORTED:
             os.close(descriptor)
             raise
     if os.path.exists(path):
@@ -91,7 +91,7 @@ def _lock_new(path: str) -> int | None:
 
 
 def _remove_orphan(path: str) -> bool:
-    """Remove `path` if it is this user's and nobody holds its lock; whether that was so."""
+    """Remove `path` if it belongs to this user and its lock is free. Returns whether it did."""
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError:

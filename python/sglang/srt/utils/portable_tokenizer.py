@@ -1,8 +1,9 @@
-"""The core of a tokenizer without transformers around it.
+"""The core of a tokenizer, without transformers.
 
-For a process that only decodes and shall not import transformers (and torch): the process that has
-loaded the tokenizer takes out what decoding needs, and the other one makes the core again, in a
-tenth of the time and a fifth of the memory. And for encoding without the wrapper's work.
+For a process that only decodes and should not import transformers and torch. The process that
+loaded the tokenizer extracts the data for decoding, and the other process builds the core from it,
+in a tenth of the time and with a fifth of the memory. Also for encoding without the overhead of
+the transformers wrapper.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ if TYPE_CHECKING:
 
 
 class DecodingTokenizer(Protocol):
-    """What of a tokenizer decoding uses. transformers' own tokenizers fit."""
+    """The part of a tokenizer that decoding uses. The tokenizers of transformers have it."""
 
     @property
     def all_special_ids(self) -> list[int]: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str | list[str] | None:
-        """The token with an id, None where none has it."""
+        """The token of an id; None if there is none."""
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str | list[str]:
-        """Text of tokens."""
+        """The text of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerData:
-    """Plain values, so that they can cross to another process."""
+    """The data for decoding: plain values, which can be sent to another process."""
 
     backend_json: str
-    """The core tokenizer, with every token that transformers added."""
+    """The core tokenizer, with all tokens that transformers added."""
     special_ids: frozenset[int]
 
 
 def tokenizer_data(tokenizer: PreTrainedTokenizerBase) -> TokenizerData | None:
-    """What `PortableTokenizer` needs, or None where the tokenizer does more than its core."""
+    """The data for `PortableTokenizer`; None if the tokenizer overrides methods of decoding."""
     text = _core_json(tokenizer, ("decode", "_decode", "convert_ids_to_tokens"))
     return None if text is None else TokenizerData(text, special_token_ids(tokenizer))
 
 
 def core_tokenizer(tokenizer: PreTrainedTokenizerBase, methods: Sequence[str]) -> Tokenizer | None:
-    """A copy of the core, or None where `tokenizer` has its own versions of `methods`."""
+    """A copy of the core; None if `tokenizer` overrides one of `methods`."""
     text = _core_json(tokenizer, methods)
     return None if text is None else Tokenizer.from_str(text)
 
@@ -59,10 +60,10 @@ def _core_json(tokenizer: PreTrainedTokenizerBase, methods: Sequence[str]) -> st
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
-    own_ways = any(
+    overrides = any(
         getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name) for name in methods
     )
-    if own_ways or not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if overrides or not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     return str(tokenizer.backend_tokenizer.to_str())
 
@@ -75,13 +76,13 @@ class PortableTokenizer:
         self.all_special_ids = sorted(data.special_ids)
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """The token with an id, None where none has it."""
+        """The token of an id; None if there is none."""
         token: str | None = self.backend_tokenizer.id_to_token(ids)
         return token
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str:
-        """Text of tokens."""
+        """The text of tokens."""
         assert not clean_up_tokenization_spaces, "only transformers does that"
         return str(self.backend_tokenizer.decode(token_ids, skip_special_tokens))

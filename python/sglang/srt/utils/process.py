@@ -1,4 +1,4 @@
-"""Processes: titles, signals and limits, ending them by their handles and with one's parent."""
+"""Processes: titles, signals, limits, ending them by their handles, and ending with the parent."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from sglang.srt.utils.network import wait_until
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES: Final = 65536
-"""More connections than a server of models has, and few enough for tables that have a row each."""
+"""More than the connections of a model server, and few enough for tables with a row for each."""
 
-_FROM_THE_KEYBOARD: Final = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Signals that a whole process group gets, and its leader has to act upon."""
+_GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals that a whole process group may get, for example by Ctrl-C; its leader handles them."""
 
 
 def set_title(role: str, details: str = "") -> None:
-    """What `ps` and `top` show in place of this process's command line: `sglang::role details`."""
+    """Set the title that `ps` and `top` show for this process: `sglang::role details`."""
     setproctitle(f"sglang::{role} {details}".rstrip())
 
 
 @contextlib.contextmanager
 def holding_signals_from_children() -> Iterator[None]:
-    """Children that this thread starts inside get no SIGINT and no SIGTERM until they call
-    `leave_signals_to_parent`, however long their imports take before that.
+    """Block SIGINT and SIGTERM in children that this thread starts inside the block.
+
+    A child unblocks them when it calls `leave_signals_to_parent`, after its imports.
     """
-    # It would be started with the first child of `multiprocessing`, and take the mask away.
+    # The tracker would start with the first child of `multiprocessing` and reset the mask.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_THE_KEYBOARD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     try:
         yield
     finally:
@@ -49,17 +50,17 @@ def holding_signals_from_children() -> Iterator[None]:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore SIGINT and SIGTERM from now on: the parent ends this process. Main thread."""
-    for one in _FROM_THE_KEYBOARD:
+    """Ignore SIGINT and SIGTERM, because the parent ends this process. Main thread only."""
+    for one in _GROUP_SIGNALS:
         signal.signal(one, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_THE_KEYBOARD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
 
 
 def stop_process(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int:
-    """SIGTERM, up to `timeout` seconds to leave, then SIGKILL.
+    """Send SIGTERM, wait up to `timeout` seconds, then send SIGKILL. Idempotent.
 
     Returns:
-        The exit status. Idempotent: a process that has ended is left as it is.
+        The exit status.
     """
     if process.poll() is None:
         process.terminate()
@@ -72,13 +73,13 @@ def stop_process(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int
 
 
 def kill_process_tree(pid: int, include_parent: bool = True, timeout: float = 10.0) -> None:
-    """SIGKILL `pid` and everything below it, and wait until they are gone.
+    """Send SIGKILL to `pid` and all its descendants, and wait until they have ended.
 
     Args:
-        pid: The root of the tree, not reaped yet (a freed id may belong to someone else by now).
-            A process that does not exist is fine.
-        include_parent: Whether the root goes too; False kills the caller's own children.
-        timeout: Seconds to wait for the killed to disappear; zombies count as gone.
+        pid: The root of the tree. It must not be reaped yet, because ids are reused. If it does
+            not exist, nothing happens.
+        include_parent: Whether to kill the root too; False kills only its descendants.
+        timeout: Seconds to wait for the end; a zombie has ended.
     """
     try:
         root = psutil.Process(pid)
@@ -86,21 +87,21 @@ def kill_process_tree(pid: int, include_parent: bool = True, timeout: float = 10
     except psutil.NoSuchProcess:
         return
     if include_parent:
-        # First, so that it cannot start another child.
+        # First, so that it cannot start more children.
         victims.insert(0, root)
     for victim in victims:
         try:
             victim.kill()
         except psutil.NoSuchProcess:
             continue
-    # Looks only: reaping the caller's children would cost their `Popen` the exit status.
+    # Polls without reaping, because a `Popen` of the caller needs the exit status.
     if not wait_until(lambda: not any(map(is_alive, victims)), timeout, interval=0.01):
         left = [victim.pid for victim in victims if is_alive(victim)]
         logger.warning("processes %s outlived SIGKILL by %.0f s", left, timeout)
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether `process` still runs; a zombie, which only waits to be reaped, does not."""
+    """Whether `process` still runs. A zombie does not; it only waits to be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -108,7 +109,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process, a fork of `parent`, when the forking thread ends."""
+    """Let the kernel kill this process, a fork of `parent`, when the forking thread ends."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
     if os.getppid() != parent:
@@ -116,9 +117,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def raise_file_limit() -> None:
-    """Let this process, and the children that it starts, open as many files as the machine's
-    administrator allows, up to `MAX_OPEN_FILES`: each connection is one, and shells start programs
-    with 1,024."""
+    """Raise the limit of open files to the hard limit, at most to `MAX_OPEN_FILES`.
+
+    Holds for this process and its children. Each connection is a file, and shells start programs
+    with a limit of 1,024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -126,11 +129,10 @@ def raise_file_limit() -> None:
 
 
 def settle_heap() -> None:
-    """Let garbage collections pass over everything that exists now. For a process that serves,
-    once it has loaded what it keeps for its life.
+    """Exclude all existing objects from garbage collections. Call it once, after loading.
 
-    Libraries, tokenizer and model are a quarter of a million objects. A full collection goes
-    through all of them: measured 0.15 s in which nothing is served, every 1,500 requests.
+    Libraries, tokenizer and model are a quarter of a million objects. A full collection visits all
+    of them: measured, it stopped the server for 0.15 s every 1,500 requests.
     """
     gc.collect()
     gc.freeze()
@@ -139,16 +141,16 @@ def settle_heap() -> None:
 def start_parent_watch(
     parent_pid: int, on_death: Callable[[], None], interval: float = 0.5
 ) -> threading.Thread:
-    """Call `on_death` once, from a daemon thread, when `parent_pid` is our parent no more.
+    """Call `on_death` once, from a daemon thread, when the parent is no longer `parent_pid`.
 
-    The kernel's own signal for this (PR_SET_PDEATHSIG) fires when the parent's *thread* ends,
-    which is wrong for an engine that was started from a worker thread.
+    The kernel's signal for this (PR_SET_PDEATHSIG) fires when the parent's *thread* ends, which
+    is wrong for an engine that was started from a worker thread.
 
     Args:
-        parent_pid: What `os.getpid()` was in the parent, handed over at the start, so that a
-            parent that died before this call is noticed too.
-        on_death: Must not block for long; usually kills the own process.
-        interval: Seconds between looks.
+        parent_pid: `os.getpid()` of the parent, passed to the child at its start, so that the
+            death of a parent before this call is noticed too.
+        on_death: Must not block for long; usually kills this process.
+        interval: Seconds between two checks.
     """
     wake = threading.Event()
 

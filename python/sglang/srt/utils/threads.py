@@ -1,4 +1,4 @@
-"""Threads that work beside the one that runs the model."""
+"""Settings of threads that run beside the model's thread."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from threadpoolctl import threadpool_limits
 
 _SWITCH_S: Final = 0.0005
 _NICENESS: Final = 10
-"""A tenth of a core's time where everybody wants it, all that is left where nobody does."""
+"""About a tenth of the time of a busy core, and all of an idle one."""
 
 
 def share_interpreter() -> None:
-    """Let threads that need the interpreter for moments only, between calls that release it, have
-    it sooner; for the whole process.
+    """Shorten the switch interval of the interpreter for the whole process.
 
-    By default each such moment waits 5 ms while another thread computes in Python: reads from a
-    store in shared memory, 6.0 GB/s alone, were 0.6 GB/s beside one, and are 3.8 so. Where the
-    model computes on the CPU, being interrupted costs 3% of throughput instead.
+    Threads of copies and reads need the interpreter lock for moments between calls that release
+    it. By default each of them waits 5 ms for it while another thread runs Python code. Measured:
+    reads from a store in shared memory, 6.0 GB/s alone, fell to 0.6 GB/s beside such a thread; with
+    the shorter interval they reach 3.8 GB/s. A model on the CPU would lose 3% of its throughput.
     """
     sys.setswitchinterval(_SWITCH_S)
 
 
 def leave_cores_to_model() -> None:
-    """Let torch's operations in the calling thread use that thread alone; call it first there.
+    """Limit torch's operations in the calling thread to one core. Call it first in the thread.
 
-    On a CPU every thread that copies would otherwise get an OpenMP team as large as the
-    forward's, and each of the forward's parallel regions would wait for a core behind it. The
-    forward's own team stays as it is: OpenMP keeps the size of a team for each thread.
+    Otherwise each copying thread would get an OpenMP team as large as the forward's, and the
+    forward's parallel regions would wait for cores. The forward's team stays unchanged, because
+    OpenMP keeps the size of a team for each thread.
     """
-    torch.get_num_threads()  # gives the thread its default, which must not come later
+    torch.get_num_threads()  # Sets the thread's default now, so that it cannot override the limit.
     threadpool_limits(1, user_api="openmp")
 
 
 def give_way() -> None:
-    """Let the calling thread, whose work nobody waits for, run when others do not; for good.
+    """Lower the priority of the calling thread for good. For work that no request waits for.
 
-    On Linux alone, where threads have priorities of their own. A sandbox may forbid it.
+    Only on Linux, where each thread has a priority. A sandbox may forbid it; then nothing happens.
     """
     if sys.platform == "linux":
         tid = threading.get_native_id()

@@ -1,8 +1,8 @@
-"""Test registration: what a test file costs and which suite runs it.
+"""Registration of test files: their cost and their suite.
 
-Every file under `test/registered` calls one of these at module level, with literal arguments.
-They do nothing when they run: `test/run_suite.py` reads the calls from the syntax tree, so that
-collecting a suite imports no test.
+Every file under `test/registered` calls one of these functions at module level, with literal
+arguments. The functions do nothing: `test/run_suite.py` reads the calls from the syntax tree, so
+that collecting a suite imports no test.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def register_cpu_ci(
     """Register the calling file for a CPU suite.
 
     Args:
-        est_time: Seconds the file takes on the suite's machine; balances partitions.
-        suite: Name of the suite, e.g. `base-a-test-cpu`. Absent where `stage` is given.
-        nightly: Only run with `--nightly`.
-        disabled: Why the file is not run; shown in every summary.
-        stage: With `runner_config`, names the suite `{stage}-test-{runner_config}`.
+        est_time: Seconds that the file takes on the suite's machine, to balance partitions.
+        suite: Name of the suite, e.g. `base-a-test-cpu`; None if `stage` is given.
+        nightly: Whether to run the file only with `--nightly`.
+        disabled: Why the file does not run; every summary shows it.
+        stage: With `runner_config`, gives the suite `{stage}-test-{runner_config}`.
         runner_config: See `stage`.
     """
 

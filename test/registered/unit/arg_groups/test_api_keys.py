@@ -1,4 +1,4 @@
-"""A server's keys come from a flag, a file or the environment, and no message says them."""
+"""A server's keys come from a flag, a file or the environment, and no message shows them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("which", ["api_key", "admin_api_key"])
-def test_each_source_gives_the_key_and_none_shows_it(
+def test_each_source_gives_the_key_and_no_log_shows_it(
     which: str, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flag = "--" + which.replace("_", "-")
@@ -46,7 +46,7 @@ def test_each_source_gives_the_key_and_none_shows_it(
     assert caplog.records == []
 
 
-def test_a_key_is_given_once(key_file: Path) -> None:
+def test_two_sources_of_one_key_are_refused(key_file: Path) -> None:
     path = str(key_file)
     with pytest.raises(ValueError, match="--api-key and --api-key-file: give the key once"):
         prepare("--api-key", KEY, "--api-key-file", path)
@@ -67,7 +67,7 @@ def test_a_key_is_given_once(key_file: Path) -> None:
         (None, "cannot be read: No such file"),
     ],
 )
-def test_a_file_without_a_key_is_named_and_not_shown(
+def test_an_error_names_a_file_without_a_key_but_not_its_text(
     tmp_path: Path, content: bytes | None, words: str
 ) -> None:
     path = tmp_path / "key"
@@ -79,14 +79,14 @@ def test_a_file_without_a_key_is_named_and_not_shown(
     assert KEY not in str(refused.value)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ValueError, match="expected a file"):
         prepare("--api-key-file", str(path))
 
 
-def test_a_file_that_others_may_read_is_warned_of(
+def test_a_file_that_others_may_read_causes_a_warning(
     key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key_file.chmod(0o644)

@@ -1,4 +1,4 @@
-"""Belady's choice on leaf pages: small traces by hand, and against trying every choice."""
+"""Belady's choice among leaf pages: small traces by hand, and comparison with all choices."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 
 def paths(*requests: str) -> PageTrace:
-    """A trace whose pages are letters; all of each request may hit."""
+    """A trace whose pages are letters; all pages of a request may hit."""
     return make_page_trace([([ord(letter) for letter in one], len(one)) for one in requests])
 
 
-def test_a_page_is_its_label_and_everything_before_it() -> None:
+def test_a_page_is_identified_by_its_label_and_those_before_it() -> None:
     trace = paths("ab", "ac", "b")
     assert trace.parents == [-1, 0, 0, -1]
     assert [request.pages for request in trace.requests] == [(0, 1), (0, 2), (3,)]
     assert (trace.num_pages, trace.longest_pages) == (4, 2)
 
 
-def test_the_farthest_use_goes() -> None:
+def test_the_page_with_the_farthest_use_is_evicted() -> None:
     # At c, of a (used in 3 steps) and b (used next), a goes: 1 hit. LRU would drop a too; at the
     # second b, it is c or b, of which neither comes again.
     assert belady_hits(paths("a", "b", "c", "b", "a"), 2).hit_pages == 1
@@ -36,7 +36,7 @@ def test_the_farthest_use_goes() -> None:
     assert belady_hits(paths("a", "b", "c", "a", "b", "c"), 2).hit_pages == 2
 
 
-def test_only_leaves_go() -> None:
+def test_only_leaves_are_evicted() -> None:
     # ab is held; c needs a page: b goes, not its parent a, although both are used at the end.
     got = belady_hits(paths("ab", "c", "ab"), 2)
     assert (got.hit_pages, got.evicted_pages) == (1, 2)
@@ -63,7 +63,7 @@ def test_a_request_that_does_not_fit_is_refused() -> None:
 
 
 def best_hits(trace: PageTrace, capacity: int) -> int:
-    """The most hits of any choice of leaves, by trying all."""
+    """The most hits of any choice of leaves, found by trying all."""
 
     @cache
     def best(index: int, held: frozenset[int]) -> int:

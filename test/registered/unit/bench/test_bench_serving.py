@@ -33,7 +33,7 @@ def requests_of(*flags: str) -> list[BenchRequest]:
 def run(
     server: FakeServer, tmp_path: Path, *flags: str, expect: int = 0
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A run with small prompts; its JSON line, and the bodies that the server got after warm-up."""
+    """Run with small prompts. Returns the JSON line, and the bodies sent after the warm-up."""
     output = tmp_path / "out.jsonl"
     small = ["--random-input-len", "20", "--random-output-len", "5", "--random-range-ratio", "1"]
     names = ["--model", "m", "--tokenizer", MODEL, "--disable-tqdm"]
@@ -78,7 +78,7 @@ def test_a_trace_keeps_its_prefixes_and_its_times() -> None:
     begin = lines[0]["timestamp"]
     times = [one.at_s for one in requests]
     assert times == [pytest.approx((one["timestamp"] - begin) / 2000) for one in lines]
-    # Whole blocks that two prompts share become 64 equal tokens each, and nothing more is equal.
+    # Each whole block that two prompts share gives 64 equal tokens; no further tokens are equal.
     by_first: dict[int, int] = {}
     pairs = 0
     for index, line in enumerate(lines):
@@ -93,7 +93,7 @@ def test_a_trace_keeps_its_prefixes_and_its_times() -> None:
 
 
 def common(left: list[int], right: list[int]) -> int:
-    """Length of the common front."""
+    """Length of the common prefix."""
     count = 0
     for one, other in zip(left, right, strict=False):
         if one != other:
@@ -212,7 +212,7 @@ def test_names_come_from_the_server(tmp_path: Path) -> None:
         (("--dataset-name", "mooncake", "--dataset-path", "/nowhere"), "/nowhere: No such file"),
     ],
 )
-def test_what_cannot_work_is_one_line(
+def test_bad_arguments_give_one_line(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer(info={"tokenizer_path": MODEL}) as server:
@@ -225,11 +225,11 @@ def test_what_cannot_work_is_one_line(
     ("flags", "message"),
     [
         (("--output-file", "/nowhere/out.jsonl"), "/nowhere/out.jsonl: cannot be written: No such"),
-        (("--extra-request-body", "{"), "'{' is no JSON object"),
-        (("--extra-request-body", "[1]"), "'[1]' is no JSON object"),
+        (("--extra-request-body", "{"), "'{' is not a JSON object"),
+        (("--extra-request-body", "[1]"), "'[1]' is not a JSON object"),
     ],
 )
-def test_bad_flags_end_it_before_the_server_is_asked(
+def test_bad_flags_end_the_run_before_any_request(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer(info={"tokenizer_path": MODEL}) as server:
@@ -240,7 +240,7 @@ def test_bad_flags_end_it_before_the_server_is_asked(
     assert message in capsys.readouterr().err
 
 
-def test_text_prompts_are_about_as_long_as_asked_for() -> None:
+def test_text_prompts_have_about_the_given_length() -> None:
     tokens = load_tokens(MODEL)
     printable = tokens.printable()
     assert len(printable) > 1000 and set(printable) < set(tokens.vocabulary)

@@ -29,7 +29,7 @@ PAGE = 4
 
 
 def request(*blocks: int) -> TraceRequest:
-    """A prompt of whole blocks and half a block more, so that all of the whole ones may hit."""
+    """A prompt of whole blocks and half a block, so that all whole blocks may hit."""
     return TraceRequest(0, len(blocks) * 512 + 256, 1, (*blocks, 10_000 + blocks[-1]))
 
 
@@ -51,14 +51,14 @@ def test_hits_in_one_tier_by_hand() -> None:
     assert (got.device_tokens, got.host_tokens, got.page_tokens) == (4 * PAGE, 0, 9 * PAGE)
 
 
-def test_a_policy_that_counts_uses_keeps_what_is_used_often() -> None:
+def test_a_policy_that_counts_uses_keeps_frequent_pages() -> None:
     trace = [request(1), request(1), request(2), request(3), request(1)]
     sizes = CacheSizes(l1_pages=2, l2_pages=0)
     assert run(trace, sizes, Arrangement.ONE_TIER, "lru").hit_tokens == PAGE
     assert run(trace, sizes, Arrangement.ONE_TIER, "lfu").hit_tokens == 2 * PAGE
 
 
-def test_what_leaves_l1_is_hit_in_l2() -> None:
+def test_pages_evicted_from_l1_hit_in_l2() -> None:
     trace = [request(1), request(2), request(1), request(1)]
     sizes = CacheSizes(l1_pages=1, l2_pages=2)
     for arrangement in (Arrangement.WRITE_THROUGH, Arrangement.WRITE_BACK):
@@ -66,7 +66,7 @@ def test_what_leaves_l1_is_hit_in_l2() -> None:
         assert (got.device_tokens, got.host_tokens) == (PAGE, PAGE), arrangement
 
 
-def test_write_through_repeats_l1_in_l2_and_write_back_does_not() -> None:
+def test_write_through_duplicates_l1_in_l2_and_write_back_does_not() -> None:
     # Before the second 1, write_through has 2 and 3 in L2; write_back has 1 and 2, and 3 in L1.
     trace = [request(1), request(2), request(3), request(1)]
     sizes = CacheSizes(l1_pages=1, l2_pages=2)
@@ -75,7 +75,7 @@ def test_write_through_repeats_l1_in_l2_and_write_back_does_not() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "slru"])
-def test_the_real_tree_never_beats_belady_and_at_full_size_hits_all(policy: str) -> None:
+def test_the_real_tree_never_beats_belady_and_hits_all_at_full_size(policy: str) -> None:
     trace = read_trace(EXCERPT, 120)
     pages = page_trace_of(trace, SCALE, PAGE)
     longest, ideal = pages.longest_pages, unlimited_hits(pages).hit_pages
@@ -101,7 +101,7 @@ def test_division_into_tiers() -> None:
         divide(10, Arrangement.WRITE_THROUGH)
 
 
-def test_equal_ids_give_equal_prefixes_and_unequal_ones_do_not() -> None:
+def test_only_equal_ids_give_equal_prefixes() -> None:
     maker = TokenMaker(np.arange(100, 1100, dtype=np.uint32), 8)
     first, second = maker.prompt([7, 8, 9], 20), maker.prompt([7, 8, 5], 24)
     assert len(first) == 20 and len(second) == 24
@@ -118,7 +118,7 @@ def test_scaled_lengths() -> None:
     assert TraceScale(output=0.001).output_tokens(one) == 1
     with pytest.raises(ValueError, match=r"at least 0\.00195"):
         TraceScale(length=1 / 600)
-    with pytest.raises(ValueError, match="no whole number of pages"):
+    with pytest.raises(ValueError, match="not a whole number of pages"):
         page_trace_of([one], TraceScale(length=1 / 8), 48)
 
 
@@ -133,7 +133,7 @@ def test_scaled_lengths() -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_errors_name_a_file_that_is_not_a_trace(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match=message):

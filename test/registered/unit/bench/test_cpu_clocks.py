@@ -1,4 +1,4 @@
-"""CPU clocks that see what a request takes: less than a tick of 10 ms."""
+"""CPU clocks resolve the CPU time of a request, which is less than a tick of 10 ms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
-def test_a_tenth_of_a_millisecond_is_seen() -> None:
+def test_clocks_resolve_a_tenth_of_a_millisecond() -> None:
     tid = threading.get_native_id()
     for _ in range(20):
         before = process_seconds(os.getpid()), thread_seconds(tid)
@@ -25,7 +25,7 @@ def test_a_tenth_of_a_millisecond_is_seen() -> None:
         assert min(after[0] - before[0], after[1] - before[1]) >= 1e-4
 
 
-def test_nobody_has_no_clock() -> None:
+def test_unknown_ids_have_no_clock() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -55,7 +55,7 @@ def by_length(bodies: list[dict[str, Any]]) -> dict[int, list[list[int]]]:
     return prompts
 
 
-def test_each_prompt_continues_the_one_before_it() -> None:
+def test_each_prompt_continues_the_last_one() -> None:
     with FakeServer(step_s=0.002) as server:
         results = talk(server)
     assert [len(one) for one in results] == [3, 3, 3, 3]
@@ -71,7 +71,7 @@ def test_each_prompt_continues_the_one_before_it() -> None:
     assert len({tuple(prompt) for prompt in prompts[10]}) == 3
 
 
-def test_rounds_wait_for_each_other_where_something_is_done_between_them() -> None:
+def test_a_callback_between_rounds_waits_for_all_clients() -> None:
     flushes: list[int] = []
     with FakeServer() as server:
         talk(server, flushes)
@@ -79,7 +79,7 @@ def test_rounds_wait_for_each_other_where_something_is_done_between_them() -> No
 
 
 def order_of_clients(server: FakeServer) -> list[int]:
-    """By the first tokens of each prompt, which a client never changes."""
+    """Identify clients by the first tokens of their prompts, which never change."""
     firsts: dict[tuple[int, ...], int] = {}
     return [firsts.setdefault(tuple(body["input_ids"][:10]), len(firsts)) for body in server.bodies]
 
@@ -108,7 +108,7 @@ def test_random_lets_clients_overtake_and_a_seed_fixes_the_order() -> None:
     assert orders[0] != [0, 1, 2, 3, 4] * 4
 
 
-def test_with_fixed_answers_two_runs_ask_the_same() -> None:
+def test_with_fixed_answers_two_runs_send_the_same_prompts() -> None:
     shape = Conversations(clients=2, rounds=3, request_len=10, output_len=5, fixed_answers=True)
     asked = []
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_with_fixed_answers_two_runs_ask_the_same() -> None:
             talk(server, shape=shape)
             asked.append(sorted(body["input_ids"] for body in server.bodies))
     assert asked[0] == asked[1]
-    # The fake server answers 0, 1, 2, ...: nothing of that is in the prompts.
+    # The fake server answers 0, 1, 2, ..., which must not appear in the prompts.
     assert all(100 <= token < 200 for prompt in asked[0] for token in prompt)
     assert sorted(len(prompt) for prompt in asked[0]) == [10, 10, 25, 25, 40, 40]
 
@@ -141,14 +141,14 @@ def test_requests_come_no_faster_than_their_rate(distribution: Distribution) -> 
         results = talk(server, shape=shape)
         seconds = time.perf_counter() - begun
     assert sum(map(len, results)) == 20
-    # 19 times between 20 requests: evenly 10 ms; drawn ones have that mean.
+    # 19 intervals between 20 requests: 10 ms each if uniform, else 10 ms on average.
     assert seconds >= (0.19 if distribution is Distribution.UNIFORM else 0.08)
 
 
-def test_a_conversation_that_failed_ends() -> None:
+def test_a_failed_request_ends_its_conversation() -> None:
     with FakeServer(fail_every=2) as server:
         results = talk(server, [])
-    # Requests 2, 4, ... fail: 1 of 3, then 1 of 2, then the last one goes on alone for a round.
+    # Requests 2, 4, ... fail: one of 3, then one of 2; the last client continues for a round.
     assert [len(one) for one in results] == [3, 2, 1, 0]
     assert [sum(not one.success for one in turn) for turn in results] == [1, 1, 1, 0]
 
@@ -182,7 +182,7 @@ def test_figures_of_a_round() -> None:
     ("setting", "message"),
     [({"parallel": 0}, "--max-parallel 0"), ({"request_rate": 0.0}, "--request-rate 0.0")],
 )
-def test_settings_that_cannot_work_are_named(setting: dict[str, Any], message: str) -> None:
+def test_errors_name_the_invalid_setting(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Conversations(clients=1, rounds=1, request_len=1, output_len=1, **setting)
 

@@ -1,4 +1,4 @@
-"""The shipped checkpoint: its tokenizer loses nothing, its template is ChatML, and it recalls."""
+"""The built-in model: its tokenizer is lossless, its template is ChatML, and it recalls facts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_bytes_round_trip(data: bytes) -> None:
 
 
 def test_the_vocabulary_has_every_byte() -> None:
-    """A token for each byte is what lets text beyond the words above be spelled at all."""
+    """The tokens of single bytes can spell any text."""
     core = TOKENIZER.backend_tokenizer
     alphabet = [token for token in core.get_vocab() if len(token) == 1]
     assert len(alphabet) == 256
@@ -81,7 +81,7 @@ def test_names_digits_and_words_are_single_tokens() -> None:
         assert len(TOKENIZER(f" {word}").input_ids) == 1
 
 
-def test_the_estimate_is_the_tokenizer() -> None:
+def test_the_estimated_length_equals_that_of_the_tokenizer() -> None:
     for seed in range(3):
         for turn in heldout_conversation(seed, 200, 1).turns:
             pieces = TOKENIZER.backend_tokenizer.pre_tokenizer.pre_tokenize_str(turn.user)
@@ -133,7 +133,7 @@ def test_two_line_examples(model: Any, text: str, answer: str) -> None:
 
 @pytest.mark.parametrize("context_tokens", [100, 400, 1500])
 def test_recalls_in_held_out_conversations(model: Any, context_tokens: int) -> None:
-    """Fifteen questions, of which one may be missed: the measured rate is above 99.5%."""
+    """One of fifteen answers may be wrong; the measured rate is above 99.5%."""
     right = asked = 0
     for seed in range(1000, 1005):
         conversation = heldout_conversation(seed, context_tokens, 3)

@@ -75,7 +75,7 @@ def test_collect_reads_literals_and_imports_nothing(tmp_path: Path) -> None:
         ("register_cpu_ci(1, 's', gpus=2)", MAIN, "unknown arguments"),
     ],
 )
-def test_files_that_fail_the_collection(
+def test_files_that_cannot_be_collected_are_reported(
     tmp_path: Path, register: str, main: str, message: str
 ) -> None:
     write(tmp_path, "test_bad.py", register, main=main)
@@ -109,7 +109,7 @@ def test_counts_and_the_last_line(tmp_path: Path) -> None:
     assert any("exit status 3" in line for line in lines)
 
 
-def test_it_stops_at_the_first_failure_unless_told(tmp_path: Path) -> None:
+def test_it_stops_at_the_first_failure_by_default(tmp_path: Path) -> None:
     write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
     write(tmp_path, "test_2.py", "register_cpu_ci(1, 's')", "def test_z(): pass")
     status, lines = run(tmp_path, "--suite", "s")
@@ -117,7 +117,7 @@ def test_it_stops_at_the_first_failure_unless_told(tmp_path: Path) -> None:
     assert any("not run" in line for line in lines)
 
 
-def test_a_unit_suite_is_one_process(tmp_path: Path) -> None:
+def test_a_unit_suite_runs_in_one_process(tmp_path: Path) -> None:
     for name in ("test_1.py", "test_2.py"):
         body = "import os\ndef test_z(): print('pid', os.getpid()); assert 0"
         write(tmp_path, name, "register_cpu_ci(1, 'base-a-test-cpu')", body)
@@ -126,7 +126,7 @@ def test_a_unit_suite_is_one_process(tmp_path: Path) -> None:
     assert len({line for line in lines if line.startswith("pid ")}) == 1
 
 
-def test_suites_run_in_the_order_asked_for(tmp_path: Path) -> None:
+def test_suites_run_in_the_given_order(tmp_path: Path) -> None:
     write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): pass")
     write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", "def test_z(): pass")
     status, lines = run(tmp_path, "--suite", "t", "--suite", "s")
@@ -135,7 +135,7 @@ def test_suites_run_in_the_order_asked_for(tmp_path: Path) -> None:
     assert started == ["test_2.py", "test_1.py"]
 
 
-def test_a_hanging_file_ends_with_everything_it_started(tmp_path: Path) -> None:
+def test_a_hanging_file_is_killed_with_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     body = f"""
         import subprocess, time, pathlib
@@ -152,7 +152,7 @@ def test_a_hanging_file_ends_with_everything_it_started(tmp_path: Path) -> None:
         assert not is_alive(psutil.Process(int(pid_file.read_text())))
 
 
-def test_collect_only_names_the_files_and_runs_nothing(tmp_path: Path) -> None:
+def test_collect_only_lists_the_files_without_running_them(tmp_path: Path) -> None:
     write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
     write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", "def test_z(): assert 0")
     assert run(tmp_path, "--suite", "s", "--collect-only") == (0, ["s: test_1.py"])
@@ -160,7 +160,7 @@ def test_collect_only_names_the_files_and_runs_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, "--suite", "s", "--collect-only")[0] == 2
 
 
-def test_an_unknown_suite_names_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_suite_is_refused_with_the_known_names(tmp_path: Path) -> None:
     write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')")
     status, lines = run(tmp_path, "--suite", "t")
     assert status == 2

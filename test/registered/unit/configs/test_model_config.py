@@ -1,4 +1,4 @@
-"""ModelConfig: what is read from a checkpoint directory and what is refused, in one line."""
+"""ModelConfig: the values read from a checkpoint directory, and refusals in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which grammar is next: long ones leave threads to others, and who queues many waits for them."""
+"""The order of compilations: long jobs leave threads free, and a burst does not delay others."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def name_of(taken: CompileJob) -> str:
     return taken.ticket.constraint.text
 
 
-def test_the_newest_and_the_oldest_in_turn() -> None:
+def test_new_jobs_run_newest_and_oldest_in_turn() -> None:
     queue = filled("abcde")
     assert "".join(name_of(take(queue)) for _ in range(5)) == "eadbc"
     assert queue.take() is None
 
 
 @pytest.mark.parametrize(("threads", "most"), [(1, 1), (2, 1), (4, 2)])
-def test_half_of_the_threads_may_take_long(threads: int, most: int) -> None:
+def test_at_most_half_of_the_threads_run_long_jobs(threads: int, most: int) -> None:
     queue = filled("abcdef", threads)
     jobs = [take(queue) for _ in range(threads)]
     assert sum(queue.may_go_on(one) for one in jobs) == most
     assert queue.may_go_on(jobs[0])  # asking again changes nothing
 
 
-def test_what_was_put_back_goes_first_once_a_long_one_has_ended() -> None:
+def test_a_job_put_back_runs_first_after_a_long_job_ended() -> None:
     queue = filled("abcd")
     long, over = take(queue), take(queue)
     assert queue.may_go_on(long)

@@ -1,4 +1,4 @@
-"""Grammars and masks without processes: what is sampled under a grammar is of that grammar."""
+"""Grammars and masks without processes: text sampled under a grammar matches that grammar."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 VOCAB = 2200
-"""More than the tokenizer's 2176 ids, and no multiple of 32."""
+"""More than the tokenizer's 2176 ids, and not a multiple of 32."""
 EOS = (2, 0)
 MAX_TOKENS = 400
 PERSON = {
@@ -78,7 +78,7 @@ def grammar(
 
 
 def sample(of: XGrammarGrammar, seed: int, bias: dict[int, float] | None = None) -> str:
-    """What a model of random logits says under a grammar."""
+    """Text sampled from random logits under a grammar."""
     generator = torch.Generator().manual_seed(seed)
     matcher, bitmask = of.matcher(), allocate_bitmask(1, VOCAB)
     said: list[int] = []
@@ -104,7 +104,7 @@ def ids(text: str) -> list[int]:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_logits_under_a_schema_give_an_instance_of_it(seed: int) -> None:
     text = prepare_json_schema(json.dumps(PERSON))
-    # A model that likes quotes: strings of random tokens would be long else.
+    # The bias favours quotes, because strings of random tokens would be long.
     value: dict[str, Any] = json.loads(sample(grammar("json_schema", text), seed, {4: 6.0}))
     assert set(value) <= {"name", "age", "tags", "home"}
     assert 1 <= len(value["name"]) <= 12
@@ -124,7 +124,7 @@ def test_without_free_whitespace_json_is_as_json_dumps_writes_it(seed: int) -> N
     }
     text = prepare_json_schema(json.dumps(schema))
     blanks = {i: 8.0 for i, token in enumerate(vocabulary().tokens) if token and token.isspace()}
-    assert blanks, "a model that likes whitespace"
+    assert blanks, "the bias favours whitespace"
     free = sample(grammar("json_schema", text), seed, blanks)
     assert len(free) > 2 * len(json.dumps(json.loads(free)))
     plain = sample(grammar("json_schema", text, any_whitespace=False), seed, blanks)
@@ -138,7 +138,7 @@ def test_random_logits_under_a_regex_match_it_whole(pattern: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_logits_under_an_ebnf_are_of_its_language(seed: int) -> None:
+def test_random_logits_under_an_ebnf_match_its_language(seed: int) -> None:
     ebnf = 'root ::= sum\nsum ::= digit ("+" digit){1,3}\ndigit ::= [0-9]'
     assert re.fullmatch(r"\d(\+\d){1,3}", sample(grammar("ebnf", ebnf), seed))
 
@@ -158,7 +158,7 @@ def test_special_tokens_and_padding_are_never_text() -> None:
 
 def test_the_end_allows_only_end_tokens() -> None:
     (letter,) = ids("a")
-    # 1 is a special token and may end; the letter is text and may not.
+    # Token 1 is special and may end the grammar; the letter is text and may not.
     matcher = grammar("regex", "a").matcher(stop_token_ids=[1, letter])
     assert matcher.accept_token(letter)
     bitmask = allocate_bitmask(1, VOCAB)
@@ -172,7 +172,7 @@ def test_the_end_allows_only_end_tokens() -> None:
     assert not matcher.accept_token(1)
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_a_copied_matcher_is_independent() -> None:
     (a,), (b,) = ids("a"), ids("b")
     first = grammar("regex", "a(a|b)").matcher()
     assert first.accept_token(a)
@@ -193,7 +193,7 @@ def test_masks_touch_only_their_rows() -> None:
         apply_bitmask(torch.zeros(3, VOCAB + 64), bitmask, [1])
 
 
-def test_a_grammar_that_takes_too_long_a_token_says_so() -> None:
+def test_a_matcher_that_uses_too_much_time_fails() -> None:
     limits = GrammarLimits(step_burst=0.02, step_cost=0.0)
     matcher = grammar("ebnf", 'root ::= root root root | "a" | ""', limits).matcher()
     (letter,) = ids("a")
@@ -241,7 +241,7 @@ def test_errors_name_the_field_and_the_cause_in_one_line(kind: str, text: str, s
         ([], "# must be an object"),
     ],
 )
-def test_what_would_be_ignored_in_a_schema_is_refused(schema: object, says: str) -> None:
+def test_schema_keywords_that_the_library_ignores_are_refused(schema: object, says: str) -> None:
     with pytest.raises(GrammarError, match=says):
         prepare_json_schema(json.dumps(schema))
 
@@ -252,7 +252,7 @@ def test_schemas_that_nest_deeply_are_refused() -> None:
             prepare_json_schema('{"type":"array","items":' * depth + "{}" + "}" * depth)
 
 
-def test_an_array_of_unnamed_items_may_hold_anything() -> None:
+def test_an_array_without_items_may_contain_anything() -> None:
     of = grammar("json_schema", prepare_json_schema('{"type": "array"}'))
     matcher = of.matcher()
     assert all(matcher.accept_token(token_id) for token_id in ids('[1, {"a": null}]'))
@@ -277,7 +277,7 @@ NEW = {
 }
 
 
-def test_both_forms_of_a_structural_tag_are_one() -> None:
+def test_both_forms_of_a_structural_tag_give_the_same() -> None:
     prepared = prepare_structural_tag(json.dumps(LEGACY))
     assert json.loads(prepared) == NEW
     assert json.loads(prepare_structural_tag(json.dumps(NEW))) == NEW
@@ -294,7 +294,7 @@ def test_both_forms_of_a_structural_tag_are_one() -> None:
         ("<f=add>12</g>", False),
     ],
 )
-def test_a_structural_tag_constrains_what_a_trigger_begins(text: str, is_possible: bool) -> None:
+def test_a_structural_tag_constrains_the_text_after_a_trigger(text: str, is_possible: bool) -> None:
     matcher = grammar("structural_tag", prepare_structural_tag(json.dumps(LEGACY))).matcher()
     assert all(matcher.accept_token(token_id) for token_id in ids(text)) is is_possible
 
@@ -313,14 +313,14 @@ def test_a_structural_tag_constrains_what_a_trigger_begins(text: str, is_possibl
         ({**LEGACY, "structures": [{**CALL, "schema": 7}]}, "must be an object or a boolean"),
     ],
 )
-def test_structural_tags_that_cannot_be_kept_are_refused(tag: object, problem: str) -> None:
+def test_structural_tags_that_cannot_be_enforced_are_refused(tag: object, problem: str) -> None:
     text = tag if isinstance(tag, str) else json.dumps(tag)
     with pytest.raises(GrammarError, match=problem) as error:
         prepare_structural_tag(text)
     assert str(error.value).startswith("structural_tag: ")
 
 
-def test_what_the_library_says_of_a_structural_tag_is_one_line() -> None:
+def test_a_library_error_about_a_structural_tag_becomes_one_line() -> None:
     text = json.dumps({"type": "structural_tag", "format": {"type": "no such format"}})
     with pytest.raises(GrammarError, match=r"^structural_tag: .+") as error:
         grammar("structural_tag", prepare_structural_tag(text))
@@ -348,7 +348,7 @@ def test_response_format_maps_to_a_constraint() -> None:
             constraint_of_response_format(bad)
 
 
-def test_one_constraint_a_request() -> None:
+def test_a_request_has_at_most_one_constraint() -> None:
     assert constraint_of(None, None, None) is None
     assert constraint_of(None, "a", None) == (ConstraintKind.REGEX, "a")
     assert constraint_of(None, None, None, "t") == (ConstraintKind.STRUCTURAL_TAG, "t")
@@ -356,7 +356,7 @@ def test_one_constraint_a_request() -> None:
         constraint_of("{}", None, "x")
 
 
-def test_set_ups_that_cannot_work_are_refused() -> None:
+def test_invalid_arguments_of_a_backend_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--grammar-backend outlines.*xgrammar"):
         create_grammar_backend("outlines", tokenizer(), VOCAB, EOS)
     with pytest.raises(ValueError, match="end-of-sequence"):

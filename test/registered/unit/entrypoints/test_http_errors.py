@@ -140,7 +140,7 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (
             GENERATE,
             sampling(stop_regex="("),
-            ["stop_regex[0] is no regular expression", "missing )"],
+            ["stop_regex[0] is not a regular expression", "missing )"],
         ),
         (GENERATE, sampling(stop_regex=["a", "b*"]), ["stop_regex[1] matches the empty text"]),
         (GENERATE, sampling(stop_regex=["a"] * 9), ["stop_regex has 9 patterns, at most 8"]),
@@ -211,7 +211,7 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (CHAT, chat(logprobs=True, top_logprobs=99), ["top_logprobs", "20"]),
         (CHAT, chat(seed=2**70), ["seed"]),
         (CHAT, {"messages": [*HELLO, calls(nested(800))]}, ["messages", "nested"]),
-        (CHAT, chat(stop_regex="["), ["stop_regex[0] is no regular expression"]),
+        (CHAT, chat(stop_regex="["), ["stop_regex[0] is not a regular expression"]),
         (CHAT, chat(n=0), ["n=0"]),
         (CHAT, chat(stream_options={"include_usage": True}), ["stream_options", "stream"]),
         (CHAT, chat(continue_final_message=True), ["continue_final_message", "assistant"]),

@@ -1,4 +1,4 @@
-"""Tool-call parsers: what counts as a call, and that a stream adds up to the whole."""
+"""Tool-call parsers: the definition of a call, and equality of streams and whole outputs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_whole_outputs_give_only_calls_that_a_client_can_run(name: str, text: st
 
 @FORMATS
 @given(text=st.text(max_size=60))
-def test_text_without_a_marker_is_left_alone(name: str, text: str) -> None:
+def test_text_without_a_marker_stays_unchanged(name: str, text: str) -> None:
     assert parse(name, "x" + text) == ("x" + text, [])
 
 
@@ -122,7 +122,7 @@ def test_malformed_and_unknown_calls_are_text(body: str) -> None:
     assert [call[0] for call in calls] == ["add"]
 
 
-def test_arguments_come_piece_by_piece() -> None:
+def test_arguments_are_streamed_in_pieces() -> None:
     detector = TOOL_CALL_PARSERS["qwen25"](["say"])
     head = detector.parse_stream_increment('<tool_call>{"name": "say", "arguments": {')
     assert head.calls == [ToolCallItem(0, "say", ""), ToolCallItem(0, None, "{")]
@@ -142,7 +142,7 @@ def test_a_committed_call_that_breaks_is_cut_short() -> None:
 
 
 @FORMATS
-def test_calls_of_unknown_tools_are_forwarded_where_that_is_asked_for(name: str) -> None:
+def test_calls_of_unknown_tools_are_forwarded_on_request(name: str) -> None:
     marker = "<tool_call>" if name == "qwen25" else "<|python_tag|>"
     text = marker + '{"name": "rm", "arguments": {"all": true}}'
     assert parse(name, text) == (text, [])
@@ -155,7 +155,7 @@ def test_calls_of_unknown_tools_are_forwarded_where_that_is_asked_for(name: str)
         assert parse(name, nameless) == (nameless, [])
 
 
-def test_bad_set_ups_are_refused_by_name() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"--tool-call-parser nope.*qwen25"):
         FunctionCallParser(TOOLS, "nope")
     with pytest.raises(ValueError, match=r"tools\[0\]\.function\.name"):

@@ -1,4 +1,4 @@
-"""Reasoning parser: where thinking ends, and that a stream adds up to the whole."""
+"""Reasoning parser: the end of the reasoning, and equality of streams and whole outputs."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_unmarked_start_depends_on_the_model() -> None:
         ("", None),
     ],
 )
-def test_the_prompt_may_say_whether_the_output_begins_inside(
+def test_the_prompt_may_decide_whether_the_output_begins_inside(
     prompt: str, opened: bool | None
 ) -> None:
-    """Templates of models that can do both open or close the reasoning themselves."""
+    """Templates of models with optional reasoning open or close it in the prompt."""
     assert opened_reasoning(prompt) is opened
     text = "so it is</think>yes"
     for name in BEGIN_INSIDE | BEGIN_OUTSIDE:
@@ -92,7 +92,7 @@ def test_the_prompt_may_say_whether_the_output_begins_inside(
         ) == ("so", "yes"), "a model that repeats the marker"
 
 
-def test_reasoning_is_streamed_as_it_comes() -> None:
+def test_reasoning_is_streamed_in_pieces() -> None:
     parser = ReasoningParser("qwen3")
     assert parser.parse_stream_increment("<think>one").reasoning_text == "one"
     assert parser.parse_stream_increment(" two </thi").reasoning_text == " two"

@@ -1,4 +1,4 @@
-"""SamplingParams: ranges, normal form, wire."""
+"""SamplingParams: ranges, normalized form, and encoding for messages."""
 
 from __future__ import annotations
 

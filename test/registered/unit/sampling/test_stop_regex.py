@@ -1,4 +1,4 @@
-"""Stop patterns are checked before they are compiled, which some would make last for hours."""
+"""Stop patterns are checked before they are compiled, because some would compile for hours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
         "(" * 255 + "a" + ")" * 255,
     ],
 )
-def test_patterns_that_are_taken(pattern: str) -> None:
+def test_valid_patterns_are_accepted(pattern: str) -> None:
     verify_stop_regexes([pattern])
 
 
@@ -35,14 +35,14 @@ def test_patterns_that_are_taken(pattern: str) -> None:
         "(?:" * 80 + "a" + ")+" * 80,
         "((a){100}){100}",
         "(?=" * 60 + "a" + "){5}" * 60,
-        # What looks like a group is in a class, and the other way round.
+        # Brackets inside a class, and classes inside a group.
         "(" * 30 + "[a)]" + "){2}" * 30,
         "(" * 30 + "[[:alpha:])]" + "){2}" * 30,
         "(" * 30 + r"\[a" + r"\]){2}" * 30,
         "((" * 20 + "a[)(]" + "){9}b)" * 20,
     ],
 )
-def test_patterns_that_would_be_written_out_too_often_are_refused(pattern: str) -> None:
+def test_patterns_with_too_many_unrolled_repeats_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"stop_regex\[1\] has repeats that make"):
         verify_stop_regexes(["a", pattern])
 
@@ -50,7 +50,7 @@ def test_patterns_that_would_be_written_out_too_often_are_refused(pattern: str) 
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        ("(", "is no regular expression: missing"),
+        ("(", "is not a regular expression: missing"),
         ("", "matches the empty text"),
         ("a|b*", "matches the empty text"),
         (r"(?!x)", "matches the empty text"),
@@ -59,7 +59,7 @@ def test_patterns_that_would_be_written_out_too_often_are_refused(pattern: str) 
         ("(?iV1)[a--b]", "uses a mode"),
     ],
 )
-def test_patterns_that_make_no_sense_are_refused(pattern: str, reason: str) -> None:
+def test_invalid_patterns_are_refused(pattern: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         verify_stop_regexes([pattern])
 

@@ -1,4 +1,4 @@
-"""The recall task: deterministic, held apart from training, of the asked size, and consistent."""
+"""The recall task: deterministic, separate from training data, of the given size, consistent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_names_are_unique_words_that_no_template_uses() -> None:
     assert CAPITALISED["heron"] == "Heron"
 
 
-def test_plain_conversation_reads_as_written() -> None:
+def test_the_text_of_a_plain_conversation() -> None:
     conversation = make_conversation(recall_rng("heldout", 1), RecallStyle(), 1, 1)
     told, asked = conversation.turns
     match = re.fullmatch(r"the code of (\w+) is (\d{4})\. what is the code of \1\?", told.user)
@@ -66,7 +66,7 @@ def test_a_conversation_is_a_function_of_its_seed() -> None:
 
 
 def test_the_stream_is_pinned() -> None:
-    """Scores on record stay comparable only while the same seeds give the same conversations."""
+    """Recorded scores are comparable only if equal seeds give equal conversations."""
     assert recall_rng("heldout", 0).randrange(10**9) == 552_453_787
     answers = [turn.answer for turn in heldout_conversation(0, 300, 4).turns]
     assert answers == ["1210", "4621", "5089", "5510"]
@@ -85,7 +85,7 @@ def test_training_never_sees_a_held_out_conversation() -> None:
 
 
 @pytest.mark.parametrize("tokens", [200, 2000, 6000])
-def test_size_is_met(tokens: int) -> None:
+def test_a_conversation_has_the_given_size(tokens: int) -> None:
     for seed in range(6):
         assert abs(_prompt_tokens(heldout_conversation(seed, tokens)) - tokens) <= 40
 
@@ -97,7 +97,7 @@ def test_size_is_met(tokens: int) -> None:
     questions=st.integers(0, 6),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_answers_follow_from_what_was_told(
+def test_answers_follow_from_the_facts(
     seed: int, tokens: int, questions: int, layout: recall_task.Layout
 ) -> None:
     rng = recall_rng("heldout", seed)

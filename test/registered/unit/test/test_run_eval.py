@@ -1,4 +1,4 @@
-"""`run_eval` over HTTP: what it asks, in which order, how it counts, and how it fails."""
+"""`run_eval` over HTTP: its requests, their order, its counts, and its failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES, QUESTIONS, TOKENS = 3, 2, 120
 
 
 class RecallServer(ThreadingHTTPServer):
-    """Answers the first held-out conversations from a table; keeps the requests it got."""
+    """Answers the first held-out conversations from a table, and records its requests."""
 
     daemon_threads = True
 
@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the tests look at `requests`."""
+        """Log nothing; the tests read `requests`."""
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def _args(server: RecallServer, **changes: Any) -> EvalArgs:
     return EvalArgs(base_url=server.url, **{**sizes, **changes})
 
 
-def test_right_answers_score_one_and_totals_add_up(server: RecallServer) -> None:
+def test_right_answers_score_one(server: RecallServer) -> None:
     result = run_eval(_args(server, cached_tokens_details=True))
     assert result["score"] == 1
     assert result["num_questions"] == 6
@@ -102,7 +102,7 @@ def test_right_answers_score_one_and_totals_add_up(server: RecallServer) -> None
     assert all(request["return_cached_tokens_details"] is True for request in server.requests)
 
 
-def test_round_order_asks_everyone_once_before_anyone_twice(server: RecallServer) -> None:
+def test_round_order_finishes_a_round_before_the_next(server: RecallServer) -> None:
     run_eval(_args(server, order="round", num_threads=1))
     firsts = [json.dumps(request["messages"][:1]) for request in server.requests]
     assert firsts[:EXAMPLES] == firsts[EXAMPLES:]
@@ -132,7 +132,7 @@ def test_exit_codes(server: RecallServer, capsys: pytest.CaptureFixture[str]) ->
     assert "/v1/models answered 503" in capsys.readouterr().err
 
 
-def test_no_server_is_an_os_error() -> None:
+def test_a_missing_server_is_an_os_error() -> None:
     with RecallServer() as closed:
         url = closed.url
     with pytest.raises(OSError):

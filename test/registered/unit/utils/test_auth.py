@@ -55,7 +55,7 @@ def decide(
         ("", "", OPEN, OPEN, NOBODY),
     ],
 )
-def test_who_passes(
+def test_each_key_passes_where_the_table_says(
     api_key: str | None,
     admin_api_key: str | None,
     normal: set[str],
@@ -82,7 +82,7 @@ def test_who_passes(
         (FORCE, "user", 403, "API key where the admin key is asked for"),
     ],
 )
-def test_a_wrong_key_is_401_and_one_of_the_wrong_kind_403(
+def test_a_wrong_key_gets_401_and_a_key_of_the_wrong_kind_403(
     level: AuthLevel, key: str | None, status: int, words: str
 ) -> None:
     decision = decide(level, None if key is None else f"Bearer {key}")
@@ -90,13 +90,13 @@ def test_a_wrong_key_is_401_and_one_of_the_wrong_kind_403(
     assert words in decision.reason
 
 
-def test_where_no_key_could_help_it_is_403() -> None:
+def test_an_endpoint_that_no_key_opens_answers_403() -> None:
     decision = decide(FORCE, "Bearer user", admin_api_key=None)
     assert (decision.allowed, decision.error_status_code) == (False, 403)
     assert "--admin-api-key" in decision.reason
 
 
-def test_one_key_for_both_is_of_both_kinds() -> None:
+def test_equal_keys_of_both_kinds_open_both() -> None:
     for level in (NORMAL, OPTIONAL, FORCE):
         assert decide(level, "Bearer one", api_key="one", admin_api_key="one").allowed
 
@@ -125,7 +125,7 @@ def test_probes_need_no_key(path: str) -> None:
         ("/health/", False), ("/v1/metrics/", False),
     ],
 )  # fmt: skip
-def test_what_is_below_metrics_needs_no_key(path: str, is_open: bool) -> None:
+def test_paths_below_metrics_need_no_key(path: str, is_open: bool) -> None:
     for level in (NORMAL, OPTIONAL):
         assert decide(level, None, method="GET", path=path).allowed is is_open
 

@@ -1,4 +1,4 @@
-"""A call in a thread of its own: its result, what it raises, and who cleans up after it."""
+"""A call in a thread of its own: its result, its exceptions, and discarding abandoned results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 class Gate:
-    """Work that goes on when it is told to, and what was discarded of it."""
+    """Work that waits for a signal, and the results that were discarded."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -29,7 +29,7 @@ class Gate:
         self.has_discarded.set()
 
 
-def test_a_result_is_kept_until_it_is_taken() -> None:
+def test_the_result_is_kept() -> None:
     gate = Gate()
     call = BackgroundCall("work", gate.work, discard=gate.discard)
     assert not call.ended
@@ -40,7 +40,7 @@ def test_a_result_is_kept_until_it_is_taken() -> None:
 
 
 @pytest.mark.parametrize("raised", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
-def test_whatever_is_raised_ends_with_the_thread(
+def test_any_exception_ends_only_the_thread(
     raised: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def work() -> int:
@@ -54,7 +54,7 @@ def test_whatever_is_raised_ends_with_the_thread(
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
-def test_a_result_that_nobody_takes_is_discarded(ends_first: bool) -> None:
+def test_an_abandoned_result_is_discarded(ends_first: bool) -> None:
     gate = Gate()
     call = BackgroundCall("work", gate.work, discard=gate.discard)
     if ends_first:
@@ -66,7 +66,7 @@ def test_a_result_that_nobody_takes_is_discarded(ends_first: bool) -> None:
     assert gate.discarded == [7]
 
 
-def test_a_discarding_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_discard_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> int:
         return 7
 

@@ -1,4 +1,4 @@
-"""combine_extra_key: no two different pairs give one key (fault row C6)."""
+"""combine_extra_key: different pairs give different keys (row C6)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_crafted_parts_do_not_collide(
     assert combine_extra_key(*left) != combine_extra_key(*right)
 
 
-def test_neither_part_is_the_plain_namespace() -> None:
+def test_two_absent_parts_give_no_key() -> None:
     assert combine_extra_key(None, None) is None
 
 

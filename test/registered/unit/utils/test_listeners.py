@@ -1,4 +1,4 @@
-"""What the log says of ports that others can reach."""
+"""Warnings about servers and ports that other machines can reach."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
         ("0.0.0.0", True, False),
     ],
 )
-def test_a_server_that_others_reach_without_a_key(
+def test_a_reachable_server_without_a_key_causes_a_warning(
     host: str, has_key: bool, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_of_open_server(logger, host, has_key=has_key)

@@ -1,4 +1,4 @@
-"""Logging: one handler of ours however often it is set up; one line per class and period."""
+"""Logging: repeated set-up leaves one handler; one line per kind and period."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _restore_root() -> Iterator[None]:
     root.handlers[:] = handlers
 
 
-def test_configuring_twice_replaces_and_keeps_others_handlers() -> None:
+def test_configuring_twice_replaces_only_the_engines_handler() -> None:
     root = logging.getLogger()
     other = logging.NullHandler()
     root.addHandler(other)
@@ -41,7 +41,7 @@ def test_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     assert " scheduler] I tier 2" in line
 
 
-def test_libraries_are_quiet_but_for_debug() -> None:
+def test_libraries_log_warnings_only_except_at_debug() -> None:
     for level in ("debug", "info"):
         configure_logger(level)
         for name in ("httpx", "torch._subclasses.fake_tensor"):
@@ -53,7 +53,7 @@ def test_unknown_level_is_refused() -> None:
         configure_logger("loud")
 
 
-def test_one_line_per_class_and_period(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_per_kind_and_period(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     limited = RateLimitedLogger(logging.getLogger("t"), period=10.0, clock=lambda: now)
     with caplog.at_level(logging.INFO):
@@ -73,7 +73,7 @@ def test_one_line_per_class_and_period(caplog: pytest.LogCaptureFixture) -> None
     ]
 
 
-def test_a_level_that_is_off_opens_no_window(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disabled_level_starts_no_period(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("t2")
     limited = RateLimitedLogger(logger, period=10.0, clock=lambda: 0.0)
     logger.setLevel(logging.WARNING)

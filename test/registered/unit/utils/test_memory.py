@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system once for all that was large together."""
+"""Freed memory returns to the system, once for several large uses at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print((before - psutil.Process().memory_info().rss) >> 20)
 """
 
 
-def test_once_for_all_that_was_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_large_uses_share_one_return(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[int] = []
 
     async def run() -> None:
@@ -48,8 +48,8 @@ def test_once_for_all_that_was_large_together(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not the C library that keeps memory"
 )
-def test_what_was_freed_below_something_kept_goes_back() -> None:
-    # A process of its own: what this one has freed before would count as well.
+def test_memory_freed_below_a_live_object_is_returned() -> None:
+    # A process of its own, because memory that this process freed earlier would count too.
     env = child_environment({"MALLOC_MMAP_THRESHOLD_": "1000000"})
     said = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
     assert int(said.stdout) > 150, said.stderr

@@ -67,7 +67,7 @@ def test_wait_until_polls_and_gives_up_at_the_deadline() -> None:
     assert not wait_until(lambda: False, 0.01, interval=0.001)
 
 
-def test_the_end_of_a_listener_is_waited_for_even_if_another_takes_over() -> None:
+def test_waiting_for_a_listener_ends_even_if_another_takes_the_port() -> None:
     first = socket.create_server(("127.0.0.1", 0))
     port = first.getsockname()[1]
     waiter = threading.Thread(target=wait_for_listener_to_end, args=("127.0.0.1", port))
@@ -75,14 +75,14 @@ def test_the_end_of_a_listener_is_waited_for_even_if_another_takes_over() -> Non
     connection, _ = first.accept()
     waiter.join(0.05)
     assert waiter.is_alive()
-    # As the kernel does at a process's end.
+    # The kernel closes both at the end of a process.
     first.close()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with socket.create_server(("127.0.0.1", port), reuse_port=False):
         connection.close()
         waiter.join(10)
         assert not waiter.is_alive()
-    # Nobody listens: it has ended.
+    # Without a listener the wait ends at once.
     wait_for_listener_to_end("127.0.0.1", port)
 
 

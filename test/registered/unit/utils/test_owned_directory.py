@@ -1,4 +1,4 @@
-"""Directories that belong to a process: a live owner keeps its own, a killed one leaves nothing."""
+"""Directories that belong to a process: kept while the owner lives, removed after it was killed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OWNER = (
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary directory of our own, for this process and its children."""
+    """A private temporary directory for this process and its children."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 def start_owner() -> tuple[subprocess.Popen[str], Path]:
-    """A process that makes a directory and keeps it until its input ends."""
+    """A process that creates a directory and keeps it until its input ends."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -45,7 +45,7 @@ def start_owner() -> tuple[subprocess.Popen[str], Path]:
     return owner, Path(owner.stdout.readline().strip())
 
 
-def test_it_is_private_and_goes_when_it_is_removed(parent: Path) -> None:
+def test_a_directory_is_private_until_it_is_removed(parent: Path) -> None:
     mine = OwnedDirectory(PREFIX)
     Path(mine.path, "socket").touch()
     assert Path(mine.path).parent == parent
@@ -55,7 +55,7 @@ def test_it_is_private_and_goes_when_it_is_removed(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
-def test_a_killed_owner_leaves_an_orphan_and_a_live_one_does_not() -> None:
+def test_only_a_killed_owner_leaves_an_orphan() -> None:
     killed, orphan = start_owner()
     living, kept = start_owner()
     mine = OwnedDirectory(PREFIX)
@@ -76,7 +76,7 @@ def test_a_killed_owner_leaves_an_orphan_and_a_live_one_does_not() -> None:
     assert remove_orphans(PREFIX) == [str(kept)]
 
 
-def test_a_forked_child_that_lives_on_keeps_the_directory() -> None:
+def test_a_forked_child_keeps_the_directory() -> None:
     mine = OwnedDirectory(PREFIX)
     path = Path(mine.path)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -114,7 +114,7 @@ def test_directories_of_another_user_stay(parent: Path, monkeypatch: pytest.Monk
     assert remove_orphans(PREFIX) == [str(orphan)]
 
 
-def test_a_temporary_directory_that_may_not_be_listed_is_no_error(
+def test_an_unreadable_temporary_directory_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
@@ -122,7 +122,7 @@ def test_a_temporary_directory_that_may_not_be_listed_is_no_error(
 
 
 def _make_and_remove(until: float, results: Connection) -> None:
-    """As servers that start and end: none may lose its directory while it has it."""
+    """Create and remove directories as servers do; none may vanish while it is owned."""
     made = lost = 0
     while time.monotonic() < until:
         remove_orphans(PREFIX)
@@ -135,7 +135,7 @@ def _make_and_remove(until: float, results: Connection) -> None:
     results.send((made, lost))
 
 
-def test_servers_that_start_at_the_same_time_never_take_each_others(parent: Path) -> None:
+def test_concurrent_starts_never_remove_each_others_directories(parent: Path) -> None:
     context = multiprocessing.get_context("fork")
     until = time.monotonic() + RACE_SECONDS
     ends = []

@@ -1,4 +1,4 @@
-"""The tokenizer that crosses to the detokenizer decodes as the library's own does."""
+"""The portable tokenizer decodes and encodes like the library's tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = st.lists(st.integers(0, len(LIBRARY) + 3), max_size=30)
 
 
 @given(IDS, st.booleans())
-def test_texts_are_the_same(ids: list[int], skip: bool) -> None:
+def test_decoded_texts_are_equal(ids: list[int], skip: bool) -> None:
     ours, theirs = (make_decoder_factory(one)(skip) for one in (PORTABLE, LIBRARY))
     assert ours.feed(ids) + ours.finish() == theirs.feed(ids) + theirs.finish()
     known = [i for i in ids if i < len(LIBRARY)]
@@ -37,7 +37,7 @@ def test_texts_are_the_same(ids: list[int], skip: bool) -> None:
 
 
 @given(st.text(max_size=40), st.booleans())
-def test_the_core_encodes_as_the_library(text: str, add_special_tokens: bool) -> None:
+def test_the_core_encodes_like_the_library(text: str, add_special_tokens: bool) -> None:
     encode = _core_encode(LIBRARY)
     assert encode is not None
     for sample in (text, f"<|im_start|>user {text}<|im_end|>"):
@@ -45,13 +45,15 @@ def test_the_core_encodes_as_the_library(text: str, add_special_tokens: bool) ->
         assert encode(sample, add_special_tokens) == wanted
 
 
-def test_facts_are_the_same() -> None:
+def test_special_ids_and_tokens_are_equal() -> None:
     assert is_byte_level(PORTABLE)
     assert special_token_ids(PORTABLE) == special_token_ids(LIBRARY)
     assert PORTABLE.convert_ids_to_tokens(len(LIBRARY) + 3) is None
 
 
-def test_a_tokenizer_with_ways_of_its_own_stays_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_with_own_decoding_is_not_portable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Peculiar(PreTrainedTokenizerFast):
         def _decode(self, *args: object, **kwargs: object) -> str:
             return "something else"
@@ -64,7 +66,7 @@ def test_a_tokenizer_with_ways_of_its_own_stays_at_home(monkeypatch: pytest.Monk
     "module",
     ["sglang.srt.managers.detokenizer.detokenizer_manager", "sglang.srt.entrypoints.http_server"],
 )
-def test_who_only_carries_text_does_not_import_torch(module: str) -> None:
+def test_text_processes_do_not_import_torch(module: str) -> None:
     code = (
         f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )

@@ -1,4 +1,4 @@
-"""Threads beside the model's keep to one core; the model's team stays as it is."""
+"""Threads beside the model's use one core; the model's OpenMP team stays unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 
-def test_a_thread_that_leaves_the_cores_works_alone_and_the_others_do_not() -> None:
+def test_the_limit_holds_for_the_calling_thread_only() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # also on a machine of one core
     try:
@@ -47,7 +47,7 @@ def test_copies_on_a_cpu_use_one_thread() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_a_thread_that_gives_way_does_so_alone() -> None:
+def test_a_lower_priority_holds_for_the_calling_thread_only() -> None:
     seen: list[int] = []
 
     def work() -> None:

@@ -1,8 +1,7 @@
-"""What a storage backend answered, checked against its contract before it counts.
+"""Checks the answers of a storage backend against its contract.
 
-Every answer decides which pages are good, or whether anything is written at all. One that has
-another length or another type than its call promises says nothing about any page: it is never cut,
-filled up or converted. Pure, any thread.
+Answers decide which pages are good and which are written. An answer of a wrong type or length says
+nothing about any page, so it is refused; it is never cut, extended or converted. Pure, any thread.
 """
 
 from __future__ import annotations
@@ -17,39 +16,39 @@ from sglang.srt.mem_cache.storage.types import CacheOutcome, PoolTransferResult,
 
 
 class ContractBroken(StorageUnavailable):
-    """A backend answered what it must not, and counts as a failing store. Names class and call."""
+    """A backend broke its contract and counts as a failing store. Names class and call."""
 
 
 def flag(backend: object, call: str, answer: object) -> bool:
-    """A yes or no. Numbers are refused: some libraries mean success by 1, others by 0."""
+    """Check a bool. Numbers are refused: for some libraries 1 means success, for others 0."""
     if not isinstance(answer, bool | np.bool_):
-        _refuse(backend, call, f"{_shown(answer)} where True or False is due")
+        _refuse(backend, call, f"{_describe(answer)} where True or False is due")
     return bool(answer)
 
 
 def page_count(backend: object, call: str, answer: object, asked: int) -> int:
-    """How many of the first of `asked` pages the store has."""
+    """Check a number of leading pages, of the `asked` ones, that the store has."""
     if isinstance(answer, bool) or not isinstance(answer, int | np.integer):
-        _refuse(backend, call, f"{_shown(answer)} where a number of pages is due")
+        _refuse(backend, call, f"{_describe(answer)} where a number of pages is due")
     if not 0 <= answer <= asked:
         _refuse(backend, call, f"{answer} pages, having been asked about {asked}")
     return int(answer)
 
 
 def prompt_hits(backend: object, call: str, answer: object, asked: Sequence[int]) -> list[int]:
-    """How many pages the store has of each prompt.
+    """Check the numbers of leading pages that the store has of several prompts.
 
     Args:
-        backend: Who answered.
-        call: By which method.
-        answer: One `PoolTransferResult` a prompt.
+        backend: The backend, for error messages.
+        call: Name of its method.
+        answer: One `PoolTransferResult` for each prompt.
         asked: Pages of each prompt.
     """
     results = _sequence(backend, call, answer, len(asked), "prompts")
     hits = []
     for result, pages in zip(results, asked, strict=True):
         if not isinstance(result, PoolTransferResult):
-            _refuse(backend, call, f"{_shown(result)} where a PoolTransferResult is due")
+            _refuse(backend, call, f"{_describe(result)} where a PoolTransferResult is due")
         hits.append(page_count(backend, call, result.kv_hit_pages, pages))
     return hits
 
@@ -57,9 +56,9 @@ def prompt_hits(backend: object, call: str, answer: object, asked: Sequence[int]
 def page_outcomes(
     backend: object, call: str, answer: object, asked: int, *, pool: str, otherwise: CacheOutcome
 ) -> list[CacheOutcome]:
-    """What became of each of the `asked` pages of `pool`; `otherwise` is what False stands for."""
+    """Check the outcomes of the `asked` pages of `pool`; False becomes `otherwise`."""
     if not isinstance(answer, Mapping):
-        _refuse(backend, call, f"{_shown(answer)} where results by pool are due")
+        _refuse(backend, call, f"{_describe(answer)} where results by pool are due")
     if pool not in answer:
         _refuse(backend, call, f"nothing about pool {str(pool)!r}")
     results = _sequence(backend, call, answer[pool], asked, "pages")
@@ -74,11 +73,11 @@ def page_outcomes(
 
 
 def values(backend: object, call: str, answer: object, asked: int) -> list[torch.Tensor | None]:
-    """The bytes under each of the `asked` keys, None where there are none."""
+    """Check the values of the `asked` keys; None for a key without a value."""
     found: list[torch.Tensor | None] = []
     for value in _sequence(backend, call, answer, asked, "keys"):
         if not (value is None or isinstance(value, torch.Tensor)):
-            _refuse(backend, call, f"{_shown(value)} where a tensor or None is due")
+            _refuse(backend, call, f"{_describe(value)} where a tensor or None is due")
         found.append(value)
     return found
 
@@ -87,14 +86,14 @@ def _sequence(
     backend: object, call: str, answer: object, length: int, what: str
 ) -> Sequence[object]:
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
-        _refuse(backend, call, f"{_shown(answer)} where a list is due")
+        _refuse(backend, call, f"{_describe(answer)} where a list is due")
     if len(answer) != length:
         _refuse(backend, call, f"{len(answer)} results for {length} {what}")
     return answer
 
 
-def _shown(answer: object) -> str:
-    """Short: the answer may be a page."""
+def _describe(answer: object) -> str:
+    """A short description, because the answer may be a page."""
     scalar = answer is None or isinstance(answer, bool | int | float)
     return f"{answer!r:.40}" if scalar else f"a value of type {type(answer).__name__}"
 

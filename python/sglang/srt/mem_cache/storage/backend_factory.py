@@ -1,4 +1,4 @@
-"""L3 backends by name: built-in, registered, and `dynamic` ones from a module path."""
+"""Creates L3 backends by name: built-in, registered, and `dynamic` ones from a module path."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _Registered:
 
 
 class StorageBackendFactory:
-    """Makes backends; their modules are imported when they are asked for.
+    """Creates backends; imports their modules on demand.
 
-    The registry is the one piece of module state here: programs add to it before they start.
+    The registry is the only module state here. Programs add to it before they start an engine.
     """
 
     _registry: ClassVar[dict[str, _Registered]] = {
@@ -46,9 +46,9 @@ class StorageBackendFactory:
 
     @classmethod
     def register_backend(cls, name: str, module_path: str, class_name: str) -> None:
-        """Make `module_path.class_name` known as `--hicache-storage-backend name`.
+        """Register `module_path.class_name` as `--hicache-storage-backend name`.
 
-        Raises ValueError if `name` is taken by another class.
+        Raises ValueError if another class has this name.
         """
         entry = _Registered(module_path, class_name)
         if name == DYNAMIC or cls._registry.get(name, entry) != entry:
@@ -65,21 +65,21 @@ class StorageBackendFactory:
         extra_pools: Mapping[str, StoragePool] | None = None,
         **kwargs: Any,
     ) -> HiCacheStorage:
-        """Make a backend and register every pool of the model with it.
+        """Create a backend and register every pool of the model with it.
 
         Args:
             backend_name: A registered name, or `dynamic` with `backend_name`, `module_path` and
                 `class_name` in the extra config.
-            storage_config: Given to the backend, and put on it if it does not keep it itself.
+            storage_config: Passed to the backend, and set on it if its constructor does not do so.
             mem_pool_host: The anchor pool.
             extra_pools: The others, by name.
             kwargs: Passed to backends that are not built in.
 
         Raises:
             ValueError: The name is unknown, a field is missing, the class does not know one of
-                the pools, or it cannot be loaded, is no `HiCacheStorage` or raises anything of its
-                own. One line.
-            StorageUnavailable: The store is not there.
+                the pools, or it cannot be loaded, is not a `HiCacheStorage`, or its constructor
+                fails. One line.
+            StorageUnavailable: The store does not answer.
         """
         entry = cls._find(backend_name, storage_config)
         backend_class = _load(backend_name, entry)
@@ -128,15 +128,15 @@ def _load(name: str, entry: _Registered) -> Any:
     try:
         found = getattr(importlib.import_module(entry.module_path), entry.class_name)
     except (Exception, SystemExit) as error:
-        # Importing runs whatever the module has in it.
+        # Importing runs the code of the module, which may raise anything.
         raise _failure(name, entry, "cannot load", error) from error
     if not (isinstance(found, type) and issubclass(found, HiCacheStorage)):
-        raise ValueError(f"--hicache-storage-backend {name}: {entry.where} is no HiCacheStorage")
+        raise ValueError(f"--hicache-storage-backend {name}: {entry.where} is not a HiCacheStorage")
     return found
 
 
 def _failure(name: str, entry: _Registered, verb: str, error: BaseException) -> ValueError:
-    """What to raise for an error of somebody else's code, whose traceback goes to the log."""
+    """The error to raise for a failure of third-party code; logs the traceback."""
     logger.warning("--hicache-storage-backend %s: %s %s", name, verb, entry.where, exc_info=error)
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     return ValueError(f"--hicache-storage-backend {name}: {verb} {entry.where}: {cause}")

@@ -1,15 +1,14 @@
 """The interface of an L3 storage backend, with the v2 calls implemented over the older ones.
 
-The engine calls `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`, `get_stats`,
-`probe` and `rebuild` only. A third-party backend may implement just `get`, `set` and `exists`
-(values are then flat uint8 tensors: page bytes, then the trailer of `page_trailer`), or the v1
-calls, which know the anchor pool alone: it then serves models that have no other. Answers of
-another type or length than their call promises are refused (`answers.py`): the store then counts
-as failing.
+The engine calls only `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`,
+`get_stats`, `probe` and `rebuild`. A third-party backend may implement just `get`, `set` and
+`exists`, whose values are flat uint8 tensors (page bytes, then the trailer of `page_trailer`), or
+the v1 calls, which know the anchor pool alone: it then serves models that have no other. The engine
+refuses answers of a wrong type or length (`answers.py`), and then treats the store as failing.
 
-Threads: gets and exists come from the prefetch thread, sets from the backup thread, at the same
-time. At run time a backend is made, cleared and closed in further threads, while nothing else is
-asked of it. Import it from `sglang.srt.mem_cache.hicache_storage`.
+Threads: the prefetch thread calls gets and exists, the backup thread calls sets, at the same time.
+At run time, other threads create, clear and close a backend, while no other call runs. Import it
+from `sglang.srt.mem_cache.hicache_storage`.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from sglang.srt.mem_cache.storage.types import (
 
 
 class HiCacheStorage(ABC):
-    """Immutable page objects under string keys, shared by engines. Objects may vanish any time."""
+    """Immutable page objects under string keys, shared by engines. Any object may vanish."""
 
     storage_config: HiCacheStorageConfig | None = None
-    """Set by `StorageBackendFactory` where the backend's constructor did not."""
+    """Set by the constructor; if not, `StorageBackendFactory` sets it."""
     mem_pool_host: StoragePool | None = None
     """The anchor pool."""
     extra_mem_pools: dict[str, StoragePool] | None = None
@@ -49,11 +48,11 @@ class HiCacheStorage(ABC):
     # -- pools --------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: StoragePool) -> None:
-        """Make the anchor pool known, before the first transfer."""
+        """Register the anchor pool, before the first transfer."""
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: StoragePool, host_pool_name: str) -> None:
-        """Make any pool known by name, before the first transfer that names it.
+        """Register a pool by name, before the first transfer that names it.
 
         Raises:
             ValueError: The backend knows the anchor alone, and this is another pool.
@@ -65,7 +64,7 @@ class HiCacheStorage(ABC):
             self.extra_mem_pools = {**(self.extra_mem_pools or {}), host_pool_name: host_pool}
 
     def pool(self, name: str) -> StoragePool:
-        """The pool registered as `name`. Raises ValueError when there is none."""
+        """The pool registered as `name`. Raises ValueError if there is none."""
         found = (
             self.mem_pool_host if name == PoolName.KV else (self.extra_mem_pools or {}).get(name)
         )
@@ -75,7 +74,7 @@ class HiCacheStorage(ABC):
             )
         return found
 
-    # -- v2: what the engine calls --------------------------------------------------------------
+    # -- v2: the calls of the engine ------------------------------------------------------------
 
     def batch_exists_v2(
         self,
@@ -83,7 +82,7 @@ class HiCacheStorage(ABC):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many pages of the prefix `keys` all pools have. Raises StorageUnavailable."""
+        """The number of leading pages of `keys` that all pools have. Raises StorageUnavailable."""
 
         def exists(pool: str, asked: Sequence[str]) -> list[bool]:
             object_keys = self.object_keys(asked, pool)
@@ -101,13 +100,13 @@ class HiCacheStorage(ABC):
         extra_infos: Sequence[HiCacheStorageExtraInfo | None],
         pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> list[PoolTransferResult]:
-        """`batch_exists_v2` of several prompts, for backends that can ask for all in one call.
+        """`batch_exists_v2` of several prompts. Override it if one call can serve them all.
 
         Args:
             prompts: Keys of the pages of each prompt.
-            extra_infos: One a prompt.
+            extra_infos: One for each prompt.
             pool_transfers: The pools beside the anchor with their hit policies, the same for all
-                prompts. Given where the model has such pools.
+                prompts. Given if the model has such pools.
         """
         transfers = list(pool_transfers) if pool_transfers else None
         return [
@@ -118,10 +117,10 @@ class HiCacheStorage(ABC):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> PoolResults:
-        """Read pages into `host_indices` of each transfer's pool; one result a key.
+        """Read pages into `host_indices` of each transfer's pool; one result for each key.
 
-        Missing and damaged pages are results. A page whose result is not true has undefined
-        bytes. Raises StorageUnavailable when the whole store failed.
+        Missing and damaged pages are results, not errors. A page whose result is false has
+        undefined bytes. Raises StorageUnavailable if the whole store failed.
         """
         results: dict[str, Sequence[PageResult]] = {}
         for transfer in transfers:
@@ -136,9 +135,9 @@ class HiCacheStorage(ABC):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> PoolResults:
-        """Write pages from `host_indices`, where absent; one result a key.
+        """Write absent pages from `host_indices`; one result for each key.
 
-        A page that is in the store already counts as written. Raises StorageUnavailable when the
+        A page that the store already has counts as written. Raises StorageUnavailable if the
         whole store failed.
         """
         results: dict[str, Sequence[PageResult]] = {}
@@ -171,13 +170,13 @@ class HiCacheStorage(ABC):
         """Write the anchor pool's pages."""
         return self._plain_set(PoolName.KV, keys, host_indices)
 
-    # -- plain: one value a key -----------------------------------------------------------------
+    # -- plain calls: one value for each key ----------------------------------------------------
 
     @abstractmethod
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        """The value of `key`, or None. May be read into `target_location`, a flat uint8 tensor."""
+        """The value of `key`, or None. May use `target_location`, a flat uint8 tensor, for it."""
 
     def batch_get(
         self,
@@ -197,7 +196,7 @@ class HiCacheStorage(ABC):
         target_location: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store `value`, a flat uint8 tensor, under `key`. True also where it is there already."""
+        """Store `value`, a flat uint8 tensor, under `key`. True also if `key` already exists."""
 
     def batch_set(
         self,
@@ -206,7 +205,7 @@ class HiCacheStorage(ABC):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """`set` for each key, up to the first that fails. True if all succeeded."""
+        """`set` for each key until one fails. True if all succeeded."""
         given = values if values is not None else [None] * len(keys)
         return all(self.set(key, value) for key, value in zip(keys, given, strict=True))
 
@@ -217,7 +216,7 @@ class HiCacheStorage(ABC):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many of `keys` exist before the first that does not."""
+        """The number of `keys` that exist before the first missing one."""
         for index, key in enumerate(keys):
             if not answers.flag(self, "exists", self.exists(key)):
                 return index
@@ -226,42 +225,42 @@ class HiCacheStorage(ABC):
     # -- life ------------------------------------------------------------------------------------
 
     def warmup(self) -> None:
-        """Called once after the pools are registered."""
+        """Prepare for transfers. Called once, after the pools were registered."""
         return
 
     def probe(self) -> bool:
-        """Whether a store that failed answers again. Bounded in time; never raises."""
+        """Whether a store that failed works again. Bounded in time; never raises."""
         return True
 
     def rebuild(self) -> None:
-        """Replace a client that is beyond recovery. Raises StorageUnavailable if that fails."""
+        """Replace a client that cannot recover. Raises StorageUnavailable if that fails."""
         return
 
     def clear(self) -> None:
-        """Remove this namespace's objects. Raises ValueError where the backend cannot."""
+        """Remove the objects of this namespace. Raises ValueError if the backend cannot do that."""
         raise ValueError(f"storage backend {type(self).__name__} cannot clear its objects")
 
     def close(self) -> None:
-        """Release what the backend holds. Idempotent."""
+        """Release the backend's resources. Idempotent."""
         return
 
     def get_stats(self) -> dict[str, Any]:
-        """Counters since start: `pages`, `bytes` and so on."""
+        """Counters since the start: `pages`, `bytes` and so on."""
         return {}
 
     # -- shared ----------------------------------------------------------------------------------
 
     def object_key(self, key: str, pool: str) -> str:
-        """The full key of one pool's object of a page. Raises ValueError without a config."""
+        """The full key of a page's object of one pool. Raises ValueError without a config."""
         if self.storage_config is None:
             raise ValueError(f"{type(self).__name__}.storage_config is not set")
         return self.storage_config.object_key(key, pool)
 
     def object_keys(self, keys: Sequence[str], pool: str) -> list[str]:
         """`object_key` of each of `keys`."""
-        # What follows a page's key is the same for all of them.
-        rest = self.object_key("", pool)
-        return [key + rest for key in keys]
+        # All keys have the same suffix.
+        suffix = self.object_key("", pool)
+        return [key + suffix for key in keys]
 
     def _check_knows_extra_pools(self, name: str) -> None:
         """Raise ValueError where the class implements calls that know the anchor alone."""
@@ -326,7 +325,7 @@ class HiCacheStorage(ABC):
 
 
 def checked_transfer(transfer: PoolTransfer, pool: StoragePool) -> tuple[list[str], torch.Tensor]:
-    """Keys and host slots of a transfer. Raises ValueError where they do not fit each other."""
+    """Keys and host slots of a transfer. Raises ValueError if their numbers do not match."""
     keys, indices = transfer.keys, transfer.host_indices
     if keys is None or indices is None:
         raise ValueError(f"pool transfer {transfer.name}: keys and host_indices are both needed")

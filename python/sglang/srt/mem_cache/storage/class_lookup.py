@@ -1,7 +1,7 @@
-"""The class of a `dynamic` storage backend, looked for without running its module.
+"""Looks for the class of a `dynamic` storage backend without running its module.
 
-What imports it, later and in another process, gets its errors too: this only tells early, and
-without torch, what cannot work.
+This check is early and needs no torch. The import, later and in another process, reports all
+remaining errors.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from importlib.machinery import ModuleSpec
 from typing import Any, Final, NamedTuple
 
 _FIELDS: Final = ("backend_name", "module_path", "class_name")
-_MADE_WHILE_RUNNING: Final = re.compile(r"import\s*\(?\s*\*|\b(__getattr__|globals|setattr|exec)\b")
-"""Ways of a module to have names that its text does not contain."""
+_DYNAMIC_NAMES: Final = re.compile(r"import\s*\(?\s*\*|\b(__getattr__|globals|setattr|exec)\b")
+"""Constructs that can give a module names which its source does not contain."""
 
 
 class ClassPath(NamedTuple):
-    """Where a backend's class is."""
+    """Module and name of a backend's class."""
 
     module_path: str
     class_name: str
@@ -28,7 +28,7 @@ def dynamic_class(extra_config: Mapping[str, Any]) -> ClassPath:
     """The class that the extra config of a `dynamic` backend names.
 
     Raises:
-        ValueError: A field is missing or no string.
+        ValueError: A field is missing or is not a string.
     """
     for field in _FIELDS:
         if not isinstance(extra_config.get(field), str) or not extra_config[field]:
@@ -40,12 +40,12 @@ def dynamic_class(extra_config: Mapping[str, Any]) -> ClassPath:
 
 
 def check_findable(path: ClassPath) -> None:
-    """Refuse a module that is not there or no Python, and a class that its text does not name.
+    """Check that the module exists and is Python, and that its source has the class's name.
 
     Raises:
-        ValueError: One line that names module and class.
+        ValueError: A check fails. One line that names module and class.
     """
-    cause = _why_not(path)
+    cause = _find_problem(path)
     if cause is not None:
         raise ValueError(
             f"--hicache-storage-backend dynamic: cannot load {path.module_path}."
@@ -53,16 +53,15 @@ def check_findable(path: ClassPath) -> None:
         )
 
 
-def _why_not(path: ClassPath) -> str | None:
+def _find_problem(path: ClassPath) -> str | None:
     try:
         spec = _find_spec(path.module_path)
         if spec is None:
             return f"no module {path.module_path!r} on the path of Python (PYTHONPATH)"
-        # Compiled modules have none.
+        # Compiled modules have no source.
         source = getattr(spec.loader, "get_source", lambda name: None)(path.module_path)
     except (KeyError, ImportError, OSError, UnicodeError):
-        # Of a finder, or of a package without `__init__.py` in one of its kind, which is found by
-        # its parent's import alone.
+        # A finder failed, or nested packages lack `__init__.py`: only an import can find those.
         return None
     if source is None:
         return None
@@ -71,17 +70,17 @@ def _why_not(path: ClassPath) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"{spec.origin}: {error}"
     is_named = re.search(rf"\b{re.escape(path.class_name)}\b", source)
-    if is_named or _MADE_WHILE_RUNNING.search(source):
+    if is_named or _DYNAMIC_NAMES.search(source):
         return None
     return f"{spec.origin} has no {path.class_name!r}"
 
 
 def _find_spec(module_path: str) -> ModuleSpec | None:
-    """As `importlib.util.find_spec`, which would run the packages that the module is in."""
+    """Like `importlib.util.find_spec`, but without running the packages around the module."""
     name, places, spec = "", None, None
     for part in module_path.split("."):
         name = f"{name}.{part}" if name else part
-        if not part:  # Of a relative name.
+        if not part:  # A relative name.
             return None
         if name in sys.modules:
             spec = sys.modules[name].__spec__

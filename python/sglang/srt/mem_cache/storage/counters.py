@@ -1,4 +1,4 @@
-"""What a backend counts. Any thread; a lock is held for the additions only."""
+"""Counters of a storage backend. Any thread; a lock guards the additions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sglang.srt.mem_cache.storage.types import CacheOutcome
 
 
 class StorageCounters:
-    """Pages and bytes that moved, and how every page that was asked for ended."""
+    """Pages and bytes moved, and the outcomes of all pages that did not land."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def add(self, direction: str, outcomes: Iterable[CacheOutcome], page_bytes: int) -> None:
-        """Count one call's pages.
+        """Count the pages of one call.
 
         Args:
             direction: `get` or `set`.
-            outcomes: One a page.
+            outcomes: One for each page.
             page_bytes: Bytes of a page without its trailer.
         """
         by_outcome = Counter(outcomes)
@@ -34,12 +34,12 @@ class StorageCounters:
                     self._counts[f"{direction}_{outcome.value}_pages"] += count
 
     def bump(self, name: str, amount: int = 1) -> None:
-        """Count something else."""
+        """Add `amount` to another counter."""
         with self._lock:
             self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counts so far; those that never happened are absent, but for the pages and bytes."""
+        """All counters. Those of pages and bytes are always present, others only if not zero."""
         zero = {f"{way}_{unit}": 0 for way in ("get", "set") for unit in ("pages", "bytes")}
         with self._lock:
             return zero | dict(self._counts)

@@ -1,7 +1,7 @@
 """Objects as files: names that cannot leave the root, atomic writes, scattered reads.
 
-Any thread and any process may use one root at once. A file appears whole, by a rename, or not
-at all; what a power cut tears is caught by the object's trailer.
+Several threads and processes may use one root at once. A rename makes a file appear whole or not
+at all. The object's trailer detects files that a power failure tore.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _TEMPORARY: Final = ".tmp"
 
 
 class MalformedObject(Exception):
-    """A file is not an object of the expected size: truncated, foreign, or no regular file."""
+    """A file is not an object of the expected size: truncated, foreign or not a regular file."""
 
 
 def escape(part: str) -> str:
-    """A file name for any text: injective, no separators, never empty, hidden, `.` or `..`."""
+    """A file name for any text: injective, without separators, never empty, hidden, `.` or `..`."""
     raw = part.encode("utf-8", "surrogatepass")
     name = "".join(chr(b) if chr(b) in _PLAIN else f"%{b:02X}" for b in raw) or "%"
     if len(name) <= _MAX_NAME:
         return name
-    # `~` is in no escaped name, so a long one never meets a short one.
+    # No escaped name contains `~`, so a long name never equals a short one.
     return "~" + hashlib.sha256(raw).hexdigest()
 
 
@@ -41,29 +41,31 @@ class ObjectFiles:
     """The files of one root: `root/<namespace>/<2 hex digits>/<rest of the key>`."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        """Create the root. Raises OSError where that fails and no directory is there to read."""
+        """Create the root. Raises OSError if that fails and there is no directory to read."""
         self.root = Path(root)
         self._sequence = itertools.count()
         self._temporary = self.root / _TEMPORARY
         self.root.mkdir(parents=True, exist_ok=True)
 
-    def others_may_write(self) -> bool:
-        """Whether the root belongs to another user (but for the system's), or all may write in it.
-        A checksum tells damage from what was written, not who wrote it."""
+    def is_writable_by_others(self) -> bool:
+        """Whether the root belongs to another user than root, or is writable by everybody.
+
+        This matters because a checksum detects damage, but not a foreign writer.
+        """
         status = self.root.stat()
         return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & stat.S_IWOTH)
 
     def folder(self, namespace: str) -> Path:
-        """Where a namespace's objects are."""
+        """The folder of a namespace."""
         return self.root / escape(namespace)
 
     def path(self, namespace: str, rest: str) -> Path:
-        """Where one object is. Spread over 256 folders."""
+        """The file of an object. Objects are spread over 256 folders."""
         spread = hashlib.sha256(rest.encode("utf-8", "surrogatepass")).hexdigest()[:2]
         return self.folder(namespace) / spread / escape(rest)
 
     def exists(self, path: Path) -> bool:
-        """Whether a regular file is there. Trouble of any kind counts as absent."""
+        """Whether `path` is a regular file. Any error counts as absent."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except OSError:
@@ -73,11 +75,11 @@ class ObjectFiles:
         """Fill `buffers`, in order, with the whole file.
 
         Raises:
-            FileNotFoundError: It is not there.
-            MalformedObject: It is not a regular file of just this size.
+            FileNotFoundError: There is no such file.
+            MalformedObject: It is not a regular file of exactly this size.
             OSError: It cannot be read.
         """
-        # A foreign symbolic link is not followed, a foreign pipe does not block.
+        # Foreign symbolic links are not followed, and foreign pipes do not block.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
@@ -96,7 +98,7 @@ class ObjectFiles:
             os.close(fd)
 
     def write(self, path: Path, buffers: Sequence[memoryview]) -> None:
-        """Make the file of `buffers`, whole or not at all. Raises OSError."""
+        """Write `buffers` to the file, whole or not at all. Raises OSError."""
         name = f"{os.getpid()}-{next(self._sequence)}-{os.urandom(8).hex()}"
         temporary = self._temporary / name
         try:
@@ -117,7 +119,7 @@ class ObjectFiles:
             raise
 
     def remove(self, path: Path) -> bool:
-        """Remove a file; False where that was not possible or it was not there."""
+        """Remove a file. False if it is missing or cannot be removed."""
         try:
             os.unlink(path)
         except OSError:
@@ -125,7 +127,7 @@ class ObjectFiles:
         return True
 
     def clear(self, namespace: str) -> int:
-        """Remove a namespace's files and then its empty folders. Returns how many files."""
+        """Remove a namespace's files and its empty folders. Returns the number of files."""
         removed = 0
         folder = self.folder(namespace)
         for entry in list(_scan(folder)):
@@ -136,8 +138,8 @@ class ObjectFiles:
         return removed
 
     def remove_stale_temporaries(self) -> int:
-        """Remove what writers that died in mid-write left an hour ago or earlier."""
-        oldest = time.time() - _STALE_SECONDS  # noqa: TID251 (as files have it)
+        """Remove temporary files that dead writers left at least an hour ago."""
+        oldest = time.time() - _STALE_SECONDS  # noqa: TID251 (the clock of file times)
         removed = 0
         for entry in list(_scan(self._temporary)):
             try:

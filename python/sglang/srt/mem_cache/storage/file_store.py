@@ -1,6 +1,6 @@
-"""L3 in a directory: one file an object, for one machine or a shared file system.
+"""L3 in a directory: one file for each object, on one machine or on a shared file system.
 
-Threads: the prefetch thread reads while the backup thread writes; nothing is shared but counters.
+Threads: the prefetch thread reads while the backup thread writes; they share only counters.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 class HiCacheFile(HiCacheStorage):
     """Page objects as files under `file_path`, each with its trailer.
 
-    Nothing that happens to the directory raises on the request path: a full disk is `failed`, a
-    foreign or torn file `damaged` (and removed, so that a later write can heal it).
-    The plain calls take and give page bytes without the trailer.
+    No problem with the directory raises on the request path: a full disk gives `failed`, a foreign
+    or torn file gives `damaged` and is removed, so that a later write can replace it.
+    The plain calls accept and return page bytes without the trailer.
 
     Raises:
-        ValueError: `file_path` is no directory and cannot become one.
+        ValueError: `file_path` is not a directory and cannot be created.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class HiCacheFile(HiCacheStorage):
                 f"file storage backend: cannot use {file_path}: {error.strerror}; set "
                 "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory that can be written"
             ) from error
-        if self._files.others_may_write():
+        if self._files.is_writable_by_others():
             logger.warning(
-                "file storage backend: other users may write in %s, and what they put there is "
-                "served: set SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory of your own",
+                "file storage backend: other users may write in %s, and their objects are served "
+                "too: set SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a directory of your own",
                 file_path,
             )
         self._files.remove_stale_temporaries()
@@ -83,7 +83,7 @@ class HiCacheFile(HiCacheStorage):
             outcome = move_one(self.object_key(key, transfer.name), pool, slots)
             outcomes.append(outcome)
             if not outcome and transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
-                # Nobody uses a page whose ancestors are not there.
+                # A page is useless without its ancestors.
                 outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
                 break
         self._counters.add("get" if is_get else "set", outcomes, pool.page_bytes)
@@ -141,7 +141,7 @@ class HiCacheFile(HiCacheStorage):
     # -- life --------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Remove this namespace's files. Raises ValueError where the config names none."""
+        """Remove the files of this namespace. Raises ValueError if the config has no namespace."""
         assert self.storage_config is not None
         if not self.storage_config.namespace:
             raise ValueError("clear: the storage config has no namespace to clear")
@@ -155,7 +155,7 @@ class HiCacheFile(HiCacheStorage):
     # -- files -------------------------------------------------------------------------------------
 
     def _split(self, key: str) -> tuple[str, str]:
-        """Namespace and rest of a full key."""
+        """Split a full key into the namespace and the rest."""
         own = self.storage_config.namespace if self.storage_config else ""
         if own and key.startswith(f"{own}/"):
             return own, key[len(own) + 1 :]

@@ -1,4 +1,4 @@
-"""The first part of every L3 key: a digest of all that would make a page's bytes wrong."""
+"""The first part of every L3 key: a digest of everything that determines a page's bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 import xxhash
 
 FORMAT_VERSION: Final = 1
-"""Raised when the bytes or the keys of an object change their meaning."""
+"""Increased when the bytes or the keys of objects change their meaning."""
 
 
 class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines must share before they may share pages."""
+    """The properties that engines must have in common to share pages."""
 
     weights_identity: str
     """Digest of weights and configuration (model_loader/weights_identity.py)."""

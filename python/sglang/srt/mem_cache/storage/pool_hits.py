@@ -1,4 +1,4 @@
-"""How hits of several pools combine into one usable prefix. Pure, any thread."""
+"""Combines the hits of several pools into one usable prefix. Pure, any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.storage.types import PoolTransferResult
 
 
 def leading_run(present: Sequence[bool]) -> int:
-    """How many of `present` are true before the first that is not."""
+    """The number of leading true values in `present`."""
     for index, one in enumerate(present):
         if not one:
             return index
@@ -26,10 +26,10 @@ def combine_hits(
     """Find the longest prefix that the anchor and every extra pool can serve.
 
     Args:
-        keys: Keys of consecutive pages, one a page.
-        pool_transfers: Extra pools. A transfer with keys of its own has objects for those only.
-        exists: Asks the store: `(pool, keys) -> one bool a key`. Called once a pool.
-        anchor: Name of the pool whose pages make the prefix.
+        keys: Keys of consecutive pages, one for each page.
+        pool_transfers: Extra pools. A transfer with its own keys has objects only for those.
+        exists: Queries the store: `(pool, keys) -> one bool for each key`. Called once per pool.
+        anchor: Name of the pool whose pages form the prefix.
     """
     anchor_pages = leading_run(exists(anchor, keys))
     result = PoolTransferResult(kv_hit_pages=anchor_pages)
@@ -47,7 +47,7 @@ def _boundaries(
     transfer: PoolTransfer,
     exists: Callable[[str, Sequence[str]], Sequence[bool]],
 ) -> set[int]:
-    """Prefix lengths in pages, 0 included, at which this pool alone would allow a hit."""
+    """Prefix lengths in pages, including 0, at which this pool alone would allow a hit."""
     own = set(keys if transfer.keys is None else transfer.keys)
     asked = [(index + 1, key) for index, key in enumerate(keys) if key in own]
     if not asked:

@@ -1,7 +1,7 @@
-"""Bounds how many slices one Mooncake client has in flight, over all threads.
+"""Limits the slices that one Mooncake client has in flight, over all threads.
 
-A slice is one buffer of one key. Beyond about 2,048 in flight to a peer Mooncake's TCP transport
-fails or hangs for a minute, and the client stays broken after that.
+A slice is one buffer of one key. With more than about 2,048 slices in flight to a peer, Mooncake's
+TCP transport fails or hangs for a minute, and the client stays broken.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Final
 
 MAX_SLICES: Final = 1024
-"""Half of what was measured to break the transport."""
+"""Half of the number that broke the transport in a measurement."""
 
 
 class SliceBudget:
-    """A counting semaphore that takes several permits at once, in order of arrival.
+    """A counting semaphore that grants several permits at once, in order of arrival.
 
-    Order matters: without it small puts would starve a large get for ever. Any thread.
+    Without the order, small puts could starve a large get. Any thread.
     """
 
     def __init__(self, capacity: int = MAX_SLICES) -> None:
@@ -31,20 +31,20 @@ class SliceBudget:
 
     @property
     def in_flight(self) -> int:
-        """Slices held now."""
+        """Slices in flight now."""
         return self._in_flight
 
     @property
     def peak(self) -> int:
-        """Most slices ever held at once."""
+        """Most slices that were ever in flight at once."""
         return self._peak
 
     @contextmanager
     def hold(self, slices: int) -> Iterator[None]:
-        """Wait for room for `slices`, and hold them for the length of the block.
+        """Wait until `slices` fit the budget, and hold them inside the block.
 
         Raises:
-            ValueError: It can never fit; split the batch.
+            ValueError: `slices` exceeds the budget; split the batch.
         """
         if not 0 <= slices <= self.capacity:
             raise ValueError(f"{slices} slices do not fit a budget of {self.capacity}")

@@ -1,4 +1,4 @@
-"""Words that the engine and every L3 storage backend share: outcomes, pools, transfers, settings.
+"""Types that the engine and every L3 storage backend share: outcomes, pools, results, settings.
 
 Import them from `sglang.srt.mem_cache.hicache_storage`. Plain data, any thread.
 """
@@ -15,57 +15,57 @@ if TYPE_CHECKING:
 
 
 class CacheOutcome(StrEnum):
-    """How one page, or one operation, ended. Label values of metrics, words of the logs.
+    """The outcome of one page or one operation; also a label in metrics and a word in logs.
 
-    True in a condition only for LANDED, so that results mix with a third party's plain bools.
+    Only LANDED is true in a condition, so that outcomes mix with the bools of third parties.
     """
 
     LANDED = "landed"
-    """The bytes are where they were wanted, verified. For a write: the object is in the store."""
+    """The bytes arrived and are verified. For a write: the object is in the store."""
     MISS = "miss"
     """Not in the store."""
     SHORT = "short"
-    """Fewer pages than asked for: a page before this one did not land."""
+    """Not usable or not tried, because an earlier page did not land."""
     DAMAGED = "damaged"
-    """There, but truncated, altered or another key's object."""
+    """Truncated, altered, or the object of another key."""
     LATE = "late"
-    """Not there in time."""
+    """Did not arrive in time."""
     OVERTAKEN = "overtaken"
-    """A read that was cut, because computing was going to be done sooner, or was."""
+    """A read that was cut, because computing was faster or was going to be."""
     REVOKED = "revoked"
-    """Given up as not worth it: below the threshold."""
+    """Not read, because the hit is below the threshold."""
     UNAVAILABLE = "unavailable"
-    """Not tried: the store has been failing and is left alone for a while."""
+    """Not tried, because the store fails and is not used for a while."""
     FAILED = "failed"
-    """Tried and refused: store full, read-only, transfer error."""
+    """Tried and failed: store full, read-only, transfer error."""
 
     def __bool__(self) -> bool:
         return self is CacheOutcome.LANDED
 
 
 PageResult: TypeAlias = CacheOutcome | bool
-"""Result of one page. Our backends give outcomes; a third party may give bools."""
+"""Result of one page. Built-in backends return outcomes; third parties may return bools."""
 
 PoolResults: TypeAlias = Mapping[str, Sequence[PageResult]]
-"""Per pool name, one result a key, in the order of the transfer's keys."""
+"""Pool name to one result for each key, in the order of the transfer's keys."""
 
 
 class StorageUnavailable(Exception):
-    """The whole store failed, not one page of it. The caller's breaker counts these."""
+    """The whole store failed, not just one page. The caller's circuit breaker counts these."""
 
 
 class StorageUnreachable(StorageUnavailable):
-    """The store could not be reached when it was set up. The message is one line with a remedy."""
+    """The store did not answer during set-up. The message is one line with a remedy."""
 
 
 @dataclass(slots=True)
 class PoolTransferResult:
-    """How far a prefix is in the store. A report, not a lease: objects may vanish at any time."""
+    """The hit length of a prefix. A report, not a lease: objects may vanish at any time."""
 
     kv_hit_pages: int
     """Pages of the longest prefix that every pool can serve."""
     extra_pool_hit_pages: dict[str, int] = field(default_factory=dict)
-    """Per extra pool, the pages of the longest prefix that it and the anchor could serve."""
+    """Extra pool to pages of the longest prefix that it and the anchor can serve."""
 
     @classmethod
     def empty(cls) -> PoolTransferResult:
@@ -76,24 +76,24 @@ class PoolTransferResult:
         self.kv_hit_pages = min(self.kv_hit_pages, kv_hit_pages)
 
     def update_extra_pool_hit_pages(self, results: Mapping[str, int]) -> None:
-        """Record extra pools' hits, in pages."""
+        """Record the hits of extra pools, in pages."""
         self.extra_pool_hit_pages.update(results)
 
 
 @dataclass(frozen=True, slots=True)
 class HiCacheStorageConfig:
-    """What a backend has to know about the engine that uses it."""
+    """The properties of an engine that its backend needs."""
 
     tp_rank: int
-    """Rank in the attention-TP group: which share of the heads this engine process holds."""
+    """Rank in the attention-TP group, which determines this process's share of the heads."""
     tp_size: int
     pp_rank: int
     pp_size: int
     attn_cp_rank: int
-    """Never part of a key: context-parallel ranks hold the same KV."""
+    """Never part of a key, because context-parallel ranks have the same KV."""
     attn_cp_size: int
     is_mla_model: bool
-    """Every rank holds the same bytes, so objects are not split by rank."""
+    """Whether all ranks have the same bytes, so that objects are not split by rank."""
     enable_storage_metrics: bool
     is_page_first_layout: bool
     model_name: str | None
@@ -105,21 +105,21 @@ class HiCacheStorageConfig:
 
     @property
     def shard(self) -> str:
-        """Last part of an object's key, or "" where all ranks share the object."""
+        """Last part of an object's key; "" if all ranks share the object."""
         if self.is_mla_model or self.tp_size <= 1:
             return ""
         return f"{self.tp_rank}_{self.tp_size}"
 
     @property
     def verify_checksum(self) -> bool:
-        """Whether readers hash the pages that they read. Raises ValueError if not a bool."""
+        """Whether to write and verify checksums of pages. Raises ValueError if not a bool."""
         value = (self.extra_config or {}).get("verify_checksum", True)
         if not isinstance(value, bool):
             raise ValueError(f"extra config verify_checksum: true or false, not {value!r}")
         return value
 
     def object_key(self, key: str, pool: str) -> str:
-        """`{key}/{pool}[/{shard}]`: the key of one pool's object of a page."""
+        """`{key}/{pool}[/{shard}]`: the key of a page's object of one pool."""
         base = f"{key}/{pool}"
         shard = self.shard
         return f"{base}/{shard}" if shard else base
@@ -140,7 +140,7 @@ class PrefetchTimeoutConfig:
 
     base: float = 2.0
     per_ki_token: float = 0.1
-    """Per 1,024 tokens that are fetched."""
+    """Seconds for each 1,024 tokens of the prefetch."""
     max: float = 30.0
 
     def seconds_for(self, num_tokens: int) -> float:
@@ -149,7 +149,7 @@ class PrefetchTimeoutConfig:
 
 
 class StoragePool(Protocol):
-    """What a backend needs of a host pool. `indices` are int64 CPU tensors of whole pages."""
+    """The part of a host pool that backends use. `indices` are int64 CPU tensors of whole pages."""
 
     @property
     def page_size(self) -> int: ...

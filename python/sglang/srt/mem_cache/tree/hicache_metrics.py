@@ -1,4 +1,4 @@
-"""What the hierarchical cache counts. Names: interfaces.md, "Metrics"; counts are tokens."""
+"""Prometheus metrics of the hierarchical cache, under SGLang's names; counts are tokens."""
 
 from __future__ import annotations
 

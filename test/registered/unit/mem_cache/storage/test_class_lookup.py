@@ -1,4 +1,4 @@
-"""A dynamic backend's class, looked for without running anything of its package."""
+"""The lookup of a dynamic backend's class does not run its package."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "l3_here.star",
         "l3_here.lazy",
         "l3_there.inner.plain",
-        # Compiled, and built into Python.
+        # Compiled into Python.
         "msgspec._core",
         "sys",
         "sglang.srt.mem_cache.storage.file_store",
     ],
 )
-def test_what_could_be_there_is_let_through(module: str) -> None:
+def test_a_class_that_may_exist_is_accepted(module: str) -> None:
     before = set(sys.modules)
     name = "HiCacheFile" if module.startswith("sglang") else "Store"
     check_findable(ClassPath(module, name))
@@ -63,7 +63,7 @@ def test_what_could_be_there_is_let_through(module: str) -> None:
         (".plain", "Store", "no module"),
     ],
 )
-def test_what_cannot_be_there_is_refused_by_name(module: str, name: str, cause: str) -> None:
+def test_a_class_that_cannot_exist_is_refused_by_name(module: str, name: str, cause: str) -> None:
     with pytest.raises(ValueError, match=f"cannot load {module}.{name}: .*{cause}") as error:
         check_findable(ClassPath(module, name))
     assert "\n" not in str(error.value)

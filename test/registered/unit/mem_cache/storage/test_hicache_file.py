@@ -1,4 +1,4 @@
-"""HiCacheFile: bit-exact pages in a directory, whatever happens to the directory."""
+"""HiCacheFile: bit-exact pages in a directory, and results for every fault of the directory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_object_is_the_page_and_its_trailer(bench: Bench) -> None:
     assert raw[:-TRAILER_BYTES] == bench.pages[1]
     assert bench.get() == [LANDED] * 3
     assert bench.landed_pages() == bench.pages
-    # Atomic writes leave nothing behind.
+    # Atomic writes leave no temporary files.
     assert list((bench.root / ".tmp").iterdir()) == []
 
 
@@ -133,7 +133,7 @@ def test_a_flipped_byte_is_damage_and_heals(bench: Bench, offset: int) -> None:
     flip(bench.file(1), offset)
     assert bench.get() == [LANDED, DAMAGED, SHORT]
     assert bench.storage.get_stats()["get_damaged_pages"] == 1
-    # The object is gone, so the next writer puts a good one.
+    # The object was removed, so the next writer stores a good one.
     assert bench.storage.batch_exists_v2(bench.keys).kv_hit_pages == 1
     again = Bench(bench.root)
     assert again.put() == [LANDED] * 3
@@ -163,7 +163,7 @@ def test_swapped_objects_are_damage_with_or_without_checksums(tmp_path: Path, ve
 
 
 @pytest.mark.parametrize("writer_verifies", [True, False])
-def test_a_reader_without_checksums_takes_every_object(
+def test_a_reader_without_checksums_accepts_every_object(
     tmp_path: Path, writer_verifies: bool
 ) -> None:
     assert Bench(tmp_path, verify_checksum=writer_verifies).put() == [LANDED] * 3
@@ -172,7 +172,9 @@ def test_a_reader_without_checksums_takes_every_object(
     assert reader.landed_pages() == reader.pages
 
 
-def test_what_has_no_checksum_is_damage_to_who_verifies_and_heals(tmp_path: Path) -> None:
+def test_an_object_without_a_checksum_is_damage_to_a_verifying_reader(
+    tmp_path: Path,
+) -> None:
     trusting = Bench(tmp_path, verify_checksum=False)
     trusting.put()
     verifying = Bench(tmp_path, verify_checksum=True)
@@ -373,7 +375,7 @@ def test_clear_removes_this_namespace_only(bench: Bench) -> None:
     bench.storage.close()
 
 
-def test_leftovers_of_dead_writers_go_after_an_hour(tmp_path: Path) -> None:
+def test_temporary_files_of_dead_writers_are_removed_after_an_hour(tmp_path: Path) -> None:
     folder = tmp_path / ".tmp"
     folder.mkdir()
     for name, age in (("old", 7200), ("new", 60)):
@@ -407,7 +409,7 @@ def test_clear_meets_a_foreign_file_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o755, False), (0o777, True), (0o1777, True)])
-def test_a_directory_in_which_others_may_write_is_warned_of(
+def test_a_directory_that_others_may_write_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
 ) -> None:
     tmp_path.chmod(mode)
@@ -416,7 +418,7 @@ def test_a_directory_in_which_others_may_write_is_warned_of(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory to another user")
-def test_a_directory_of_another_user_is_warned_of(
+def test_a_directory_of_another_user_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.chown(tmp_path, 12345, -1)

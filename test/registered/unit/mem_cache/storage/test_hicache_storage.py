@@ -40,7 +40,7 @@ register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 
 class DictStorage(HiCacheStorage):
-    """The least that a third party has to write."""
+    """The smallest possible third-party backend."""
 
     def __init__(self) -> None:
         self.storage_config = storage_config(tp_rank=1, tp_size=2)
@@ -60,7 +60,7 @@ class DictStorage(HiCacheStorage):
 
 
 class V1Storage(DictStorage):
-    """A third party with v1 calls for the anchor pool, answering plain bools."""
+    """A third-party backend with v1 calls for the anchor pool that return bools."""
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -78,7 +78,7 @@ class V1Storage(DictStorage):
         return [True] * len(keys)
 
 
-# -- words ---------------------------------------------------------------------------------------
+# -- outcomes ------------------------------------------------------------------------------------
 
 
 def test_only_landed_is_true() -> None:
@@ -178,7 +178,7 @@ def test_trailer_covers_the_bytes_and_the_key(k: bytes, v: bytes, key: str) -> N
     assert not is_intact(trailer[:-1], [k, v], key, verify_checksum=True)
     for verify in (True, False):
         assert not is_intact(trailer, [k, v], key + "x", verify_checksum=verify)
-    # Without verification the page is not hashed, and nothing else changes.
+    # Without verification only the page's hash is skipped.
     assert is_intact(trailer, [k, v + b"x"], key, verify_checksum=False)
 
 
@@ -193,7 +193,7 @@ def test_every_flipped_bit_is_noticed() -> None:
     assert is_intact(trailer, [page], key, verify_checksum=True)
 
 
-def test_a_trailer_without_a_checksum_passes_for_the_key_alone() -> None:
+def test_a_trailer_without_a_checksum_only_checks_the_key() -> None:
     page, key = bytes(range(64)), "ns/ab/kv"
     trailer = seal([page], key, with_checksum=False)
     assert len(trailer) == TRAILER_BYTES
@@ -269,7 +269,7 @@ def test_v1_calls_are_used_for_the_anchor() -> None:
 
 
 class Scripted(DictStorage):
-    """A third party's calls, each answering what a test says."""
+    """A third-party backend whose answers a test sets."""
 
     def __init__(self, **answers: object) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class Scripted(DictStorage):
         ({"set": 0}, "Scripted.set answered 0 where True or False is due"),
     ],
 )
-def test_answers_of_the_plain_and_v1_calls_have_a_type_and_a_length(
+def test_answers_of_a_wrong_type_or_length_are_refused(
     answers: dict[str, object], words: str
 ) -> None:
     storage, keys = Scripted(**answers), page_keys(3)

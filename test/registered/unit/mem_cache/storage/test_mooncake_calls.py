@@ -84,10 +84,10 @@ def failed(code: int) -> Callable[[list[str]], list[int]]:
 
 
 @pytest.mark.parametrize("way", ["get", "put", "probe"])
-def test_a_call_that_lasted_a_minute_takes_its_client_along(
+def test_a_transfer_that_lasted_a_minute_closes_its_client(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Mooncake returns after 60 s and goes on with what it was asked for."""
+    """Mooncake returns after 60 s, but its transfers continue."""
     if way == "get":
         assert bench.put() == [LANDED] * PAGES
     call = {
@@ -99,13 +99,13 @@ def test_a_call_that_lasted_a_minute_takes_its_client_along(
     bench.answer(batch_get_into_multi_buffers=failed(BROKEN), put=lambda *_: BROKEN)
     bench.answer(batch_put_from_multi_buffers=failed(BROKEN))
     with monkeypatch.context() as slow:
-        slow.setattr(client, "_UNENDED_AFTER_S", -1.0)
+        slow.setattr(client, "_UNFINISHED_AFTER_S", -1.0)
         if way == "probe":
             assert not bench.store.probe()
         else:
             with pytest.raises(StorageUnavailable, match="a store node hangs"):
                 getattr(bench, way)()
-    assert first.calls[-2:] == [call, "close"], "before its pages are anybody else's"
+    assert first.calls[-2:] == [call, "close"], "closed before its pages are released"
     for use in (bench.get, bench.put):
         with pytest.raises(StorageUnavailable, match="given up"):
             use()
@@ -116,10 +116,10 @@ def test_a_call_that_lasted_a_minute_takes_its_client_along(
     assert first.calls.count("close") == 1
 
 
-def test_pages_are_nobodys_before_the_client_is_closed(
+def test_pages_are_released_only_after_the_client_was_closed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A get and a put give the same client up: one closes it, and both wait for that."""
+    """A get and a put give up the same client: one closes it, and both wait for the close."""
     assert bench.put() == [LANDED] * PAGES
     closing, may_close = threading.Event(), threading.Event()
 
@@ -156,7 +156,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("way", ["get", "put"])
-def test_pages_that_a_stand_alone_client_may_still_use_are_kept_until_it_has_ended(
+def test_pages_are_kept_until_an_unresponsive_stand_alone_client_has_ended(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     listener: socket.socket,
@@ -184,12 +184,14 @@ def test_pages_that_a_stand_alone_client_may_still_use_are_kept_until_it_has_end
         assert ended.wait(10)
         thread.join(10)
     assert not bench.fakes[0].is_closed
-    # Nothing is left: no further call waits.
+    # No transfer is left, so that no further call waits.
     with pytest.raises(StorageUnavailable, match="Mooncake failed a"):
         getattr(bench, way)()
 
 
-def test_what_has_ended_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_wait_for_a_client_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench(monkeypatch, client_server_address=f"127.0.0.1:{get_free_port()}")
     bench.answer(batch_put_from_multi_buffers=failed(NO_MASTER))
     with monkeypatch.context() as slow:
@@ -198,11 +200,11 @@ def test_what_has_ended_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
             bench.put()
 
 
-# -- questions that take seconds -------------------------------------------------------------------
+# -- calls that take seconds -----------------------------------------------------------------------
 
 
-def test_the_first_question_without_a_master_decides_for_all(bench: Bench) -> None:
-    """Each takes 4.4 s: 64 pages would hold L3 up for five minutes."""
+def test_the_first_failed_call_without_a_master_decides_for_all_pages(bench: Bench) -> None:
+    """Each call takes 4.4 s, so that 64 pages would block L3 for five minutes."""
     assert bench.put() == [LANDED] * PAGES
     bench.answer(batch_get_into_multi_buffers=failed(BROKEN), get_size=lambda key: NO_MASTER)
     bench.store._client.has_read = True
@@ -211,7 +213,7 @@ def test_the_first_question_without_a_master_decides_for_all(bench: Bench) -> No
     assert bench.asked("get_size") == 1
 
 
-def test_with_a_master_each_failed_page_is_asked_about(bench: Bench) -> None:
+def test_with_a_master_the_size_of_each_failed_page_is_queried(bench: Bench) -> None:
     assert bench.put() == [LANDED] * PAGES
     objects = bench.fakes[0].objects
     objects[bench.key(2)] = objects[bench.key(2)][:-1]
@@ -225,7 +227,7 @@ def test_with_a_master_each_failed_page_is_asked_about(bench: Bench) -> None:
     assert bench.asked("get_size") == 3
 
 
-def test_damaged_objects_are_removed_as_long_as_the_master_answers(bench: Bench) -> None:
+def test_damaged_objects_are_removed_while_the_master_answers(bench: Bench) -> None:
     assert bench.put() == [LANDED] * PAGES
     objects = bench.fakes[0].objects
     for key in objects:
@@ -238,7 +240,7 @@ def test_damaged_objects_are_removed_as_long_as_the_master_answers(bench: Bench)
     assert not objects
 
 
-def test_a_probe_whose_put_fails_asks_no_more(bench: Bench) -> None:
+def test_a_probe_ends_after_a_failed_put(bench: Bench) -> None:
     bench.answer(put=lambda *_: NO_MASTER)
     assert not bench.store._moves_bytes()
     assert bench.fakes[0].calls == ["put"]

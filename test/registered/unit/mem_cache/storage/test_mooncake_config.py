@@ -75,7 +75,9 @@ def test_extra_config_then_file_then_environment(
     )
 
 
-def test_naming_a_client_attaches_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_a_client_selects_stand_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert host_allocator_type(None, None) == host_allocator_type("file", "{}") == "default"
     monkeypatch.setenv("MOONCAKE_MASTER", "h:1")
     assert host_allocator_type("mooncake", None) == "default"
@@ -153,8 +155,8 @@ def test_protocols() -> None:
         assert "unknown" not in message
 
 
-def test_rdma_and_efa_take_devices_of_their_own() -> None:
-    """EFA's devices look like any other to Mooncake, which then fails to create a queue pair."""
+def test_rdma_and_efa_use_different_devices() -> None:
+    """Mooncake takes EFA's devices for RDMA devices, and then fails to create a queue pair."""
     assert resolve("rdma", [MLX]) == resolve("rdma", [EFA, MLX]) == "rdma"
     assert resolve("efa", [EFA]) == resolve("efa", [EFA, MLX]) == "efa"
     for fallback in (False, True):
@@ -164,7 +166,7 @@ def test_rdma_and_efa_take_devices_of_their_own() -> None:
     assert "set MOONCAKE_PROTOCOL=rdma, which mlx5_0 can do" in refused("efa", [MLX])
 
 
-def test_what_this_host_has(tmp_path: Path) -> None:
+def test_devices_of_a_host_are_listed(tmp_path: Path) -> None:
     assert list_rdma_devices(tmp_path / "absent") == []
     for name, driver in (("rdmap0s6", "efa"), ("mlx5_0", "mlx5_core")):
         (tmp_path / "drivers" / driver).mkdir(parents=True)
@@ -178,7 +180,7 @@ def test_what_this_host_has(tmp_path: Path) -> None:
     assert {"rdma", "tcp"} <= wheel_protocols()
 
 
-def test_an_unreachable_master_is_said_at_once() -> None:
+def test_an_unreachable_master_is_reported_at_once() -> None:
     address = f"127.0.0.1:{get_free_port()}"
     started = time.monotonic()
     with pytest.raises(StorageUnreachable, match=f"MOONCAKE_MASTER={address}") as refused:
@@ -188,7 +190,7 @@ def test_an_unreachable_master_is_said_at_once() -> None:
     assert isinstance(refused.value, StorageUnavailable)
 
 
-def test_rdma_without_a_device_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_without_a_device_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "list_rdma_devices", lambda chosen: [])
     with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp"):
         MooncakeStore(storage_config(master_server_address="127.0.0.1:1"))
@@ -224,7 +226,7 @@ def test_return_codes(code: int, get: str, put: str) -> None:
 
 def test_mooncake_memory_lives_as_long_as_its_views() -> None:
     tensor = MooncakeHostTensorAllocator().allocate((3, 5), torch.bfloat16)
-    assert envs.MC_LOG_LEVEL.is_set(), "before Mooncake is loaded, whoever loads it first"
+    assert envs.MC_LOG_LEVEL.is_set(), "set before Mooncake is loaded"
     view = tensor[1:]
     view.fill_(2)
     del tensor
@@ -295,7 +297,7 @@ def test_a_large_batch_is_not_starved_by_small_ones() -> None:
     assert order == ["large", "small"]
 
 
-def test_what_can_never_fit_is_refused_and_failures_give_back() -> None:
+def test_oversized_batches_are_refused_and_failures_release_their_slices() -> None:
     budget = SliceBudget()
     with pytest.raises(ValueError, match="1025 slices"), budget.hold(MAX_SLICES + 1):
         pass
@@ -308,7 +310,7 @@ def test_what_can_never_fit_is_refused_and_failures_give_back() -> None:
 
 
 class Minimal(HiCacheStorage):
-    """A third party's backend that keeps nothing it is given."""
+    """A third-party backend that stores nothing."""
 
     def __init__(self, storage_config: object, **kwargs: object) -> None:
         self.kwargs = kwargs

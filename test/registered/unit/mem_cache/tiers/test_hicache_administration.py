@@ -137,7 +137,7 @@ def test_a_constructor_that_raises_anything_leaves_things_as_they_were(
         ("raise RuntimeError('two\\nlines')\n", "RuntimeError: two lines"),
         ("import no_such_module\n", "No module named 'no_such_module'"),
         ("class Other: ...\n", "has no attribute 'Backend'"),
-        ("class Backend: ...\n", "is no HiCacheStorage"),
+        ("class Backend: ...\n", "is not a HiCacheStorage"),
     ],
 )
 def test_a_module_with_anything_in_it_is_refused_in_one_line(

@@ -1,4 +1,4 @@
-"""The connection of a Mooncake Store backend: made, replaced where it broke, and closed."""
+"""The connection of a Mooncake Store backend: created, replaced after failures, and closed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ logger = logging.getLogger(__name__)
 
 
 class MooncakeBaseStore:
-    """Connects to the store, replaces a connection that broke, and registers memory with it.
+    """Connects to the store, replaces a broken connection, and registers memory with it.
 
     Raises:
         ValueError: A setting is missing, malformed or cannot work on this host.
-        StorageUnreachable: No master, said at once.
+        StorageUnreachable: There is no master. Raised without delay.
     """
 
     def __init__(self, config: MooncakeStoreConfig) -> None:
         self.config = config
         self.protocol = choose_protocol(config)
-        """What Mooncake really uses."""
+        """The protocol that Mooncake uses."""
         self._client = MooncakeClient(config, self.protocol)
         self._client_lock = threading.Lock()
-        """Held while the client is replaced; not while it is used."""
+        """Held while the client is replaced, not while it is used."""
         self._closed = False
 
     def register_buffer(self, tensor: torch.Tensor) -> None:
-        """Make a contiguous CPU tensor's memory known to the transport. Idempotent."""
+        """Register the memory of a contiguous CPU tensor with the transport. Idempotent."""
         self._client.register(tensor)
 
     def check_server(self) -> None:
@@ -44,17 +44,17 @@ class MooncakeBaseStore:
         check_health(self.config)
 
     def rebuild(self) -> None:
-        """Connect anew and register the same memory. Raises StorageUnavailable.
+        """Connect again and register the same memory. Raises StorageUnavailable.
 
-        The old client is dropped, not closed: another thread may still be inside a call of its,
-        and keeps it alive until that returns. Refused with a stand-alone client: that takes up a
-        process which came back at its address by itself, and memory that one client of this
-        process has shared cannot be shared by a second one.
+        The old client is dropped, not closed: another thread may still be inside one of its calls,
+        which keeps it alive. With a stand-alone client the rebuild is refused: Mooncake reconnects
+        to a restarted process by itself, and a second client of this process could not share the
+        memory that the first one has shared.
         """
         if self.config.standalone_storage:
             raise StorageUnavailable(
-                f"mooncake_client at {self.config.client_server_address} moves nothing yet; one "
-                "that was restarted within a second is not noticed: stop it for three"
+                f"mooncake_client at {self.config.client_server_address} moves nothing yet; a "
+                "restart within a second is not noticed: stop it for three seconds"
             )
         with self._client_lock:
             old = self._client

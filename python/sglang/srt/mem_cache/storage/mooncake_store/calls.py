@@ -1,6 +1,6 @@
-"""Calls on one Mooncake client: moving a batch, asking what a code left open, trying it out.
+"""Calls of one Mooncake client: moving a batch, resolving ambiguous codes, probing.
 
-Without a master each call takes seconds to fail: the first that does decides for the others.
+Without a master each call takes seconds to fail, so the first failure decides for the rest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sglang.srt.mem_cache.storage.types import StorageUnavailable
 
 
 def move(client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
-    """Get or put a batch; a code a page.
+    """Get or put a batch. Returns a code for each page.
 
-    Raises StorageUnavailable where transfers were left under way, or an answer is no answer.
+    Raises StorageUnavailable if transfers may still be under way or the answer is malformed.
     """
-    # A hung node takes a minute a key to open a session with: ask it for one key first.
+    # Opening a session with a hanging node takes a minute for each key: get one key first.
     first = int(is_get and not client.has_read)
     codes = _move_pages(client, batch, 0, first, is_get=is_get) if first else []
     if any(is_store_failure(code) for code in codes):
@@ -33,7 +33,7 @@ def move(client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]
         client.has_read = client.has_read or is_get
     if len(codes) != len(batch.keys):
         raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {len(batch.keys)}")
-    return _tell_truncated(client, batch, codes) if is_get else codes
+    return _mark_truncated(client, batch, codes) if is_get else codes
 
 
 def _move_pages(
@@ -48,13 +48,13 @@ def _move_pages(
         return codes
 
 
-def _tell_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) -> list[int]:
-    """Give failed transfers their object's size as a code, where that is not the one asked for.
+def _mark_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) -> list[int]:
+    """Replace the codes of failed transfers by the object's size if the size is wrong.
 
-    Mooncake answers a get into more bytes than the object has with the code of a broken
-    transfer. (A plain get answers with the size, but takes one buffer an object.)
+    For an object that is smaller than the buffers, Mooncake returns the code of a failed transfer.
+    A plain get would return the size, but supports only one buffer for each object.
     """
-    told = list(codes)
+    marked = list(codes)
     for index, code in enumerate(codes):
         if not is_transfer_failure(code):
             continue
@@ -63,12 +63,12 @@ def _tell_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) 
         if not is_about_object(size):
             break
         if size != sum(batch.sizes[index]):
-            told[index] = size
-    return told
+            marked[index] = size
+    return marked
 
 
 def remove(client: MooncakeClient, keys: Sequence[str]) -> None:
-    """Remove objects as far as the master answers. Raises StorageUnavailable for a lost client."""
+    """Remove objects while the master answers. Raises StorageUnavailable for a lost client."""
     for key in keys:
         with client.using() as store:
             code: int = store.remove(key, True)
@@ -77,14 +77,14 @@ def remove(client: MooncakeClient, keys: Sequence[str]) -> None:
 
 
 def moves_bytes(client: MooncakeClient, key: str, *, full_is_fine: bool) -> bool:
-    """Put and get a few bytes: a broken client still answers questions, but moves nothing.
+    """Whether a client can put and get a few bytes. A broken one answers, but moves nothing.
 
     Args:
-        key: Of no other object; it is removed again.
-        full_is_fine: A store that has no room for it works.
+        key: A key of no other object; the object is removed again.
+        full_is_fine: Whether a store without room for the object counts as working.
 
     Raises:
-        StorageUnavailable: The client was given up, before or because of this.
+        StorageUnavailable: The client was given up, before or because of this call.
     """
     payload = b"probe"
     with client.transferring(pages=False) as store:

@@ -1,6 +1,6 @@
-"""One connection to a Mooncake Store: set up in bounded time, and replaceable when it breaks.
+"""One connection to a Mooncake Store: set up in bounded time, and replaceable after a failure.
 
-All addresses that reach C++ come from tensors registered here.
+All addresses that are passed to C++ come from tensors that are registered here.
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ if TYPE_CHECKING:
     import torch
 
 _STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
-"""For the small objects that are no pages; a stand-alone client takes them through it."""
+"""Scratch memory through which a stand-alone client moves small objects other than pages."""
 REACH_SECONDS: Final = 1.5
-"""How long a TCP connect to the master may take; TCP repeats a lost packet after one second.
-Mooncake's own set-up tries for 90 s."""
-_UNENDED_AFTER_S: Final = 59.0
-"""Mooncake's calls wait 60 s for their transfers, and then return without ending them."""
+"""Limit of a TCP connect to the master. TCP repeats a lost packet after one second; Mooncake's own
+set-up tries for 90 s."""
+_UNFINISHED_AFTER_S: Final = 59.0
+"""A call that took longer may have left transfers under way: Mooncake returns after 60 s without
+ending them."""
 _UNANSWERED_AFTER_S: Final = 29.0
-"""The same of a stand-alone client, which is given 30 s to answer."""
+"""A call to a stand-alone client that took longer had no answer: the limit is 30 s."""
 
 
 class MooncakeClient:
-    """A set-up `MooncakeDistributedStore`, its slice budget, and the memory it knows.
+    """A set-up `MooncakeDistributedStore`, its slice budget, and the memory registered with it.
 
-    Calls on `store` may come from several threads at once, each within `using`, or within
-    `transferring` where bytes move. A client that is replaced is only let go of, not closed:
-    another thread may be inside one of its calls for up to a minute.
+    Several threads may call `store` at once, each within `using`, or within `transferring` for
+    calls that move bytes. A client that is replaced is dropped, not closed, because another thread
+    may be inside one of its calls for up to a minute.
     """
 
     def __init__(self, config: MooncakeStoreConfig, protocol: str) -> None:
-        """Connect. Raises StorageUnreachable with one line that names what does not answer."""
+        """Connect. Raises StorageUnreachable with one line that names the missing service."""
         check_reachable(config)
         self.is_standalone = config.standalone_storage
         self.budget = SliceBudget()
         self.has_read = False
-        """Some node has answered a get, so that there is a session with it. Prefetch thread."""
+        """Whether a node has answered a get, so that a session with it exists. Prefetch thread."""
         self._registered: dict[int, torch.Tensor] = {}
         self._users = 0
         self._given_up = False
         self._disconnected = False
-        self._left_transfers = False
-        """In a stand-alone client's process, where nothing of ours can end them."""
+        self._unfinished_transfers = False
+        """Whether a stand-alone client may have transfers under way, which only its end stops."""
         self._changed = threading.Condition()
         self._client_address = config.client_host_port()
         self.store: Any = load_mooncake().MooncakeDistributedStore()
@@ -87,7 +88,7 @@ class MooncakeClient:
     def _set_up(self, config: MooncakeStoreConfig, protocol: str) -> int:
         code: int
         if self.is_standalone:
-            # Nothing from a pool of its own: what is registered is memory that it can map already.
+            # No memory pool of its own, because the registered memory is already shared with it.
             scratch = config.local_buffer_size or _STANDALONE_SCRATCH_BYTES
             code = self.store.setup_dummy(0, scratch, config.client_server_address)
             return code
@@ -104,12 +105,12 @@ class MooncakeClient:
 
     @property
     def is_given_up(self) -> bool:
-        """It is to be replaced; every use of it raises."""
+        """Whether the client must be replaced; every use of it raises."""
         return self._given_up
 
     @contextmanager
     def using(self) -> Iterator[Any]:
-        """The store, for a call of its. Raises StorageUnavailable once it was given up."""
+        """The store, for one call. Raises StorageUnavailable if the client was given up."""
         with self._changed:
             if self._given_up:
                 raise StorageUnavailable("the Mooncake client was given up and not replaced yet")
@@ -123,19 +124,19 @@ class MooncakeClient:
 
     @contextmanager
     def transferring(self, *, pages: bool = True) -> Iterator[Any]:
-        """`using`, for one call that moves bytes: what it leaves under way is ended, or noted.
+        """`using`, for one call that moves bytes; ends or notes transfers that the call leaves.
 
-        A call that gave its node up leaves transfers in line. They go on when the node does,
-        minutes later: those of a get write into host pages, those of a put onto memory that the
-        master has given to another engine's object since. They end with their client, which is
-        therefore given up. Those of a stand-alone client are in its process: see
-        `wait_for_left_transfers`.
+        A call that times out on a hanging node leaves queued transfers. They continue when the node
+        does, minutes later: those of a get write into host pages, those of a put into memory that
+        the master may have given to another engine's object. They end with their client, so this
+        method gives the client up. Transfers of a stand-alone client are in that process: see
+        `wait_for_unfinished_transfers`.
 
         Args:
-            pages: The bytes are in registered memory, not in Mooncake's own.
+            pages: Whether the bytes are in registered memory, rather than in Mooncake's own.
 
         Raises:
-            StorageUnavailable: It was given up, before the call or because of it.
+            StorageUnavailable: The client was given up, before the call or because of it.
         """
         started = time.monotonic()
         try:
@@ -144,39 +145,39 @@ class MooncakeClient:
         finally:
             seconds = time.monotonic() - started
             if self.is_standalone and seconds > _UNANSWERED_AFTER_S:
-                self._left_transfers |= pages
+                self._unfinished_transfers |= pages
                 raise StorageUnavailable("mooncake_client did not answer within 30 s")
-            if not self.is_standalone and seconds > _UNENDED_AFTER_S:
+            if not self.is_standalone and seconds > _UNFINISHED_AFTER_S:
                 self.give_up()
                 raise StorageUnavailable(
                     "a store node hangs: Mooncake did not end a transfer within a minute"
                 )
 
-    def wait_for_left_transfers(self) -> None:
-        """Return once no call that has returned can touch registered memory any more.
+    def wait_for_unfinished_transfers(self) -> None:
+        """Block until no earlier call can touch registered memory any more.
 
-        That is at once, unless a stand-alone client left a call unanswered: it may go on with it
-        whenever what it waits for does, and nothing of ours ends that but its own end. Blocks
-        until then, however long.
+        Returns at once, unless a stand-alone client left a call unanswered. Such a client may
+        continue the call at any time, and only the end of its process stops that. Blocks until
+        then, without a limit.
         """
-        if not self._left_transfers:
+        if not self._unfinished_transfers:
             return
         assert self._client_address is not None
         logger.error(
             "mooncake_client at %s:%d hangs, and may still access the pages of a call that it did "
-            "not answer: L3 is off, and they are kept, until that process has ended; stop it, and "
-            "start it again three seconds later",
+            "not answer: L3 is off, and the pages stay reserved, until that process has ended; "
+            "stop it, and start it again three seconds later",
             *self._client_address,
         )
         wait_for_listener_to_end(*self._client_address)
-        self._left_transfers = False
+        self._unfinished_transfers = False
         logger.warning("mooncake_client has ended, and with it the call that it did not answer")
 
     def give_up(self) -> None:
-        """Disconnect for good: from the return on nothing accesses registered memory.
+        """Disconnect for good. After the return, nothing accesses registered memory.
 
-        Waits for other threads' calls to return. `registered` still tells what a replacement is
-        to know. Idempotent.
+        Waits until the calls of other threads have returned. `registered` still returns the
+        tensors, for a replacement. Idempotent.
         """
         with self._changed:
             is_first, self._given_up = not self._given_up, True
@@ -192,11 +193,13 @@ class MooncakeClient:
                 self._changed.notify_all()
 
     def register(self, tensor: torch.Tensor) -> None:
-        """Make a contiguous tensor's memory known, once. It is kept alive until `unregister`.
+        """Register the memory of a contiguous tensor, and keep it alive until `unregister`.
+
+        Idempotent.
 
         Raises:
-            StorageUnavailable: Mooncake refused.
-            ValueError: A stand-alone client cannot map this memory.
+            StorageUnavailable: Mooncake refused the memory.
+            ValueError: A stand-alone client cannot map the memory.
         """
         address = tensor.data_ptr()
         if address in self._registered:
@@ -205,7 +208,7 @@ class MooncakeClient:
         if code and self.is_standalone:
             raise ValueError(
                 f"mooncake_client cannot map {tensor.nbytes} bytes of L2: they are not from "
-                "Mooncake's allocator, which is chosen at start alone; restart the server with "
+                "Mooncake's allocator, which is chosen only at start; restart the server with "
                 "MOONCAKE_CLIENT (client_server_address) set"
             )
         if code:
@@ -215,23 +218,23 @@ class MooncakeClient:
         self._registered[address] = tensor
 
     def unregister(self, tensor: torch.Tensor) -> None:
-        """Forget a tensor; no transfer may be using it."""
+        """Unregister a tensor, which no transfer may be using."""
         if self._registered.pop(tensor.data_ptr(), None) is not None and not self._given_up:
             self.store.unregister_buffer(tensor.data_ptr())
 
     def registered(self) -> Iterable[torch.Tensor]:
-        """What is registered now."""
+        """The registered tensors."""
         return tuple(self._registered.values())
 
     def close(self) -> None:
-        """Unregister everything and disconnect. No other call may be in flight."""
+        """Unregister all tensors and disconnect. No other call may be in flight."""
         for tensor in self.registered():
             self.unregister(tensor)
         self.give_up()
 
 
 def choose_protocol(config: MooncakeStoreConfig) -> str:
-    """The transport for this host. Raises ValueError with one line; see mooncake_protocol."""
+    """The transport for this host; see `mooncake_protocol`. Raises ValueError with one line."""
     load_mooncake()
     return resolve_mooncake_protocol(
         config.protocol,
@@ -256,7 +259,7 @@ def _answers(address: tuple[str, int] | None) -> bool:
 
 
 def check_reachable(config: MooncakeStoreConfig) -> None:
-    """Raise StorageUnreachable, at once, where the master is not there (or not healthy)."""
+    """Raise StorageUnreachable, without delay, if master or client does not answer."""
     if not is_master_reachable(config):
         raise StorageUnreachable(
             f"no mooncake_master answers at MOONCAKE_MASTER={config.master_server_address}: start "

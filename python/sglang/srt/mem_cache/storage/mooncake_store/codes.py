@@ -1,4 +1,4 @@
-"""What Mooncake's return codes mean for one page. Measured with 0.3.13.post1."""
+"""The meaning of Mooncake's return codes for one page, as observed with 0.3.13.post1."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _NO_MASTER: Final = -900
 
 
 def is_store_failure(code: int) -> bool:
-    """Whether the store, rather than this page, failed: no master, or nothing was moved."""
+    """Whether the store failed, not just this page: no master, or no bytes moved."""
     return code in (_TRANSFER_FAILED, _NO_MASTER)
 
 
 def is_transfer_failure(code: int) -> bool:
-    """Whether bytes did not move: a broken client, a dead node, or a truncated object."""
+    """Whether no bytes moved: a broken client, a dead node or a truncated object."""
     return code == _TRANSFER_FAILED
 
 
 def is_about_object(code: int) -> bool:
-    """Whether a question about one object was answered, rather than that nobody can tell."""
+    """Whether the code answers a query about an object, rather than reporting a failed query."""
     return code >= 0 or code in (_NOT_READY, _NOT_FOUND, _UNDER_LEASE)
 
 
 def is_full(code: int) -> bool:
-    """Whether a put found no room; eviction may make some."""
+    """Whether a put found no room. Evictions may make room later."""
     return code == _NO_ROOM
 
 
 def get_outcome(code: int, size: int) -> CacheOutcome:
-    """Outcome of a get of `size` bytes; LANDED still has to pass its trailer.
+    """Outcome of a get of `size` bytes. After LANDED, the trailer must still be checked.
 
-    An object of another size than asked for is damaged, whichever way.
+    An object of another size is damaged.
     """
     if code == size:
         return CacheOutcome.LANDED
@@ -52,5 +52,5 @@ def get_outcome(code: int, size: int) -> CacheOutcome:
 
 
 def set_outcome(code: int) -> CacheOutcome:
-    """Outcome of a put. A key that exists already counts as written."""
+    """Outcome of a put. A key that already exists counts as written."""
     return CacheOutcome.LANDED if code in (0, _EXISTS) else CacheOutcome.FAILED

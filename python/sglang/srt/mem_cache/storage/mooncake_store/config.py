@@ -1,4 +1,4 @@
-"""Settings of the Mooncake Store client: extra config, then the JSON file, then the environment."""
+"""Settings of the Mooncake Store client, from extra config, JSON file and environment."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class MooncakeStoreConfig:
-    """A resolved configuration."""
+    """The resolved settings of a Mooncake Store client."""
 
     local_hostname: str
-    """Name under which other clients reach this one."""
+    """Host name or address at which other clients reach this one."""
     metadata_server: str
     global_segment_size: int
-    """Bytes that this client lends to the store; 0 where store nodes hold the objects."""
+    """Bytes that this client lends to the store; 0 if store nodes hold the objects."""
     protocol: str
-    """As asked for; not yet checked against the host."""
+    """The configured protocol, not yet checked against the host."""
     device_name: str
     master_server_address: str
     master_metrics_port: int
     check_server: bool
     standalone_storage: bool = False
-    """Attach to a `mooncake_client` process on this host, which holds the objects. Pages move
-    through memory that both have mapped."""
+    """Whether to attach to a `mooncake_client` process on this host, which holds the objects. Pages
+    move through shared memory."""
     client_server_address: str = ""
     """host:port of that process."""
     enable_ssd_offload: bool = False
@@ -46,7 +46,7 @@ class MooncakeStoreConfig:
 
     @property
     def host_allocator_type(self) -> str:
-        """Where host pools must be allocated: `mooncake` for memory that a client can map."""
+        """The allocator of host pools: `mooncake` for memory that a stand-alone client can map."""
         return "mooncake" if self.standalone_storage else "default"
 
     def __post_init__(self) -> None:
@@ -68,10 +68,10 @@ class MooncakeStoreConfig:
 
     @staticmethod
     def from_file() -> MooncakeStoreConfig:
-        """From the JSON file that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, then the environment.
+        """Load from the file at SGLANG_HICACHE_MOONCAKE_CONFIG_PATH and from the environment.
 
         Raises:
-            ValueError: No path is set, the file cannot be read, or a value is malformed.
+            ValueError: The path is not set, the file is unreadable, or a value is malformed.
         """
         if envs.SGLANG_HICACHE_MOONCAKE_CONFIG_PATH.get() is None:
             raise ValueError("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH is not set")
@@ -79,14 +79,14 @@ class MooncakeStoreConfig:
 
     @staticmethod
     def load_from_env() -> MooncakeStoreConfig:
-        """From environment variables alone. Raises ValueError for a malformed one."""
+        """Load from the environment only. Raises ValueError for a malformed variable."""
         return _build(_from_env())
 
     @staticmethod
     def load_from_extra_config(extra_config: Mapping[str, Any] | None) -> MooncakeStoreConfig:
-        """From all three sources; the first that has a setting gives it.
+        """Load from extra config, JSON file and environment, in this order of precedence.
 
-        Keys that are not Mooncake's are left to others. Raises ValueError naming the setting.
+        Ignores keys other than Mooncake's. Raises ValueError that names the setting.
         """
         extra = extra_config or {}
         known = {field.name for field in fields(MooncakeStoreConfig)}
@@ -94,13 +94,13 @@ class MooncakeStoreConfig:
         return _build(_from_env() | _read_file() | chosen)
 
     def master_host_port(self) -> tuple[str, int] | None:
-        """Where to reach the master over TCP; None for an address of a discovery service."""
+        """TCP address of the master; None if the setting is an address of a discovery service."""
         if "://" in self.master_server_address:
             return None
         return _host_port("MOONCAKE_MASTER (master_server_address)", self.master_server_address)
 
     def client_host_port(self) -> tuple[str, int] | None:
-        """Where to reach the stand-alone client; None where there is none."""
+        """TCP address of the stand-alone client, or None."""
         if not self.standalone_storage:
             return None
         return _host_port("MOONCAKE_CLIENT (client_server_address)", self.client_server_address)
@@ -162,7 +162,7 @@ def _build(settings: Mapping[str, Any]) -> MooncakeStoreConfig:
             if not isinstance(value, str | None):
                 raise ValueError(f"Mooncake setting {name}: a string, not {value!r}")
             checked[name] = value or ""
-    # Whoever names a client wants it; `false` in the config overrules the environment.
+    # The address of a client selects it, unless the config has `false`.
     checked.setdefault("standalone_storage", bool(checked.get("client_server_address")))
     return MooncakeStoreConfig(**checked)
 

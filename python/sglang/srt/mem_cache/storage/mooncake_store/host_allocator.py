@@ -1,4 +1,4 @@
-"""Host pool memory from Mooncake's own allocator (shared memory that its clients can map)."""
+"""Host pool memory from Mooncake's allocator: shared memory that its clients can map."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 
 
 class MooncakeHostTensorAllocator(HostTensorAllocator):
-    """Allocates from `MooncakeHostMemAllocator`; a block goes back when its tensor does."""
+    """Allocates from `MooncakeHostMemAllocator`. A block is freed together with its tensor."""
 
     def __init__(self) -> None:
-        """Raises ValueError where Mooncake cannot be loaded."""
+        """Raises ValueError if Mooncake cannot be loaded."""
         self._source = load_mooncake().MooncakeHostMemAllocator()
 
     def allocate(
@@ -37,10 +37,10 @@ class MooncakeHostTensorAllocator(HostTensorAllocator):
         if not address:
             raise MemoryError(f"Mooncake could not allocate {size} bytes of host memory")
         block = (ctypes.c_uint8 * size).from_address(address)
-        # torch keeps `block` alive as long as any view of the tensor.
+        # torch keeps `block` alive as long as the tensor or a view of it.
         finalizer = weakref.finalize(block, _release, self._source, address, pinned_by)
         if pinned_by is not None:
-            # At exit both go with the process, and the driver may be gone before.
+            # At exit the process frees both, and the driver may already have shut down.
             finalizer.atexit = False
             touch_and_lock(address, size, pinned_by)
         tensor = torch.frombuffer(block, dtype=dtype).view(tuple(dims))

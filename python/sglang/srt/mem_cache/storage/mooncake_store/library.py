@@ -1,4 +1,4 @@
-"""Mooncake's library, loaded with what of its settings differs here from its own defaults."""
+"""Loads Mooncake's library with this engine's defaults of its settings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MOONCAKE_MISSING: Final = (
 
 
 def load_mooncake() -> ModuleType:
-    """The module `mooncake.store`: its errors alone go to stderr, and its retries are bounded.
+    """Import the module `mooncake.store`, with bounded retries and only errors on stderr.
 
-    Mooncake reads the settings while its first library is loaded: nothing else here imports it.
+    Mooncake reads its settings while its first library loads, so nothing else here imports it.
 
     Raises:
-        ValueError: The package or a shared library that it needs is missing; names them.
+        ValueError: The package or a shared library is missing; the message names it.
     """
     for field in (envs.MC_STORE_CLIENT_SETUP_RETRIES, envs.MC_LOG_LEVEL, envs.GLOG_minloglevel):
         field.export_default()

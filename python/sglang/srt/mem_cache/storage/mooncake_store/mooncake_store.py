@@ -1,8 +1,8 @@
-"""L3 in a Mooncake Store: pages move between registered host memory and the store, zero copy.
+"""L3 in a Mooncake Store: pages move between registered host memory and the store without copies.
 
-Threads: one get (prefetch thread) and one set (backup thread) at a time, plus `exists`, `probe`
-and `get_stats` from any. A helper thread hashes a batch while the next one is on the wire.
-Mooncake's calls can block for up to a minute; nothing here bounds that, callers decide by time.
+Threads: one get (prefetch thread) and one set (backup thread) at a time; `exists`, `probe` and
+`get_stats` in any thread. A helper thread hashes a batch while the next one is on the wire.
+Mooncake's calls can block for up to a minute. This module does not bound that; its callers do.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from sglang.srt.utils.threads import leave_cores_to_model
 logger = logging.getLogger(__name__)
 
 _DAMAGED: Final = CacheOutcome.DAMAGED
-_GETS_AT_ONCE: Final = 4
-"""From a stand-alone client; one with `--threads=4` serves them side by side."""
+_CONCURRENT_GETS: Final = 4
+"""Gets under way from a stand-alone client, which serves them in parallel with `--threads=4`."""
 
 __all__ = [
     "MooncakeBaseStore",
@@ -64,11 +64,11 @@ __all__ = [
 
 
 class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
-    """Page objects in a Mooncake Store; see `HiCacheStorage` for the calls' meaning.
+    """Page objects in a Mooncake Store; `HiCacheStorage` documents the calls.
 
     Args:
-        storage_config: Ranks, namespace and extra config (`MooncakeStoreConfig`'s settings).
-        mem_pool: The anchor pool, where it exists already.
+        storage_config: Ranks, namespace and extra config (the settings of `MooncakeStoreConfig`).
+        mem_pool: The anchor pool, if it already exists.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             max_workers=2, thread_name_prefix="l3-hash", initializer=leave_cores_to_model
         )
         self._readers = (
-            ThreadPoolExecutor(_GETS_AT_ONCE, "l3-read", initializer=leave_cores_to_model)
+            ThreadPoolExecutor(_CONCURRENT_GETS, "l3-read", initializer=leave_cores_to_model)
             if self.config.standalone_storage
             else None
         )
-        """A stand-alone client copies the pages of one call with one thread."""
-        self._moved_nothing = False
-        """The last transfer that failed as a whole: the client may be beyond recovery."""
+        """Several readers, because a stand-alone client uses one thread for each call."""
+        self._has_failed_transfer = False
+        """Whether a whole transfer failed since the last good probe: the client may be broken."""
         self._direction_locks = {True: threading.Lock(), False: threading.Lock()}
         if mem_pool is not None:
             self.register_mem_pool_host(mem_pool)
@@ -115,9 +115,9 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         if known is not None and known.pool is pool:
             return
         shared = MooncakeHostTensorAllocator() if self.config.standalone_storage else None
-        gets_at_once = 1 if self._readers is None else _GETS_AT_ONCE
+        concurrent_gets = 1 if self._readers is None else _CONCURRENT_GETS
         rows = PoolRows(
-            pool, with_checksum=self._verify, allocator=shared, gets_at_once=gets_at_once
+            pool, with_checksum=self._verify, allocator=shared, concurrent_gets=concurrent_gets
         )
         for tensor in rows.buffers():
             self.register_buffer(tensor)
@@ -151,7 +151,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             return self._prompts_in_all_pools(prompts, pool_transfers)
         if len(prompts) == 1:
             return super().prompts_exist(prompts, extra_infos)
-        # A call costs as much as 500 keys more in it.
+        # One call costs as much as 500 more keys in a call.
         there = iter(self._exist(self.object_keys(list(chain(*prompts)), PoolName.KV)))
         return [PoolTransferResult(leading_run(list(islice(there, len(p))))) for p in prompts]
 
@@ -183,13 +183,13 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
 
     @contextmanager
     def _exclusively(self, *, is_get: bool) -> Iterator[None]:
-        """One get, one set at a time; host pages are the caller's again when nothing uses them."""
+        """Allow one get and one set at a time; return only when no transfer uses host pages."""
         with self._direction_locks[is_get]:
             client = self._client
             try:
                 yield
             finally:
-                client.wait_for_left_transfers()
+                client.wait_for_unfinished_transfers()
 
     def _move(
         self,
@@ -205,7 +205,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
         if is_prefix:
             run_length = leading_run([bool(one) for one in outcomes])
-            # Landed pages behind one that did not have no ancestors to be used with.
+            # A landed page is useless if an earlier page did not land.
             outcomes[run_length + 1 :] = [
                 CacheOutcome.SHORT if one else one for one in outcomes[run_length + 1 :]
             ]
@@ -215,18 +215,18 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def _get_batches(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor, is_prefix: bool
     ) -> list[CacheOutcome]:
-        """Get batch after batch; while some are on the wire the one before is verified."""
+        """Get one batch after another; verify one while later ones are on the wire."""
         outcomes: list[CacheOutcome] = []
         under_way: deque[Future[list[CacheOutcome]]] = deque()
         try:
             for batch_keys, batch_slots in rows.cut(keys, slots):
                 under_way.append(self._start_get(rows, batch_keys, batch_slots))
-                if len(under_way) > (_GETS_AT_ONCE if self._readers is not None else 1):
+                if len(under_way) > (_CONCURRENT_GETS if self._readers is not None else 1):
                     outcomes += under_way.popleft().result()
                     if is_prefix and not all(outcomes):
                         break
         finally:
-            # Also when one failed: the others are still writing into host pages.
+            # Also after a failure, because the other batches still write into host pages.
             wait(under_way)
         for future in under_way:
             outcomes += future.result()
@@ -235,25 +235,26 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def _start_get(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor
     ) -> Future[list[CacheOutcome]]:
-        """Get here and verify in the helper, or do both in a reader."""
+        """Get in this thread and verify in the helper; with readers, do both in a reader."""
         if self._readers is not None:
-            return self._readers.submit(lambda: self._verified(rows, *self._got(rows, keys, slots)))
-        got = self._got(rows, keys, slots)
-        return self._hasher.submit(self._verified, rows, *got)
+            return self._readers.submit(lambda: self._check(rows, *self._fetch(rows, keys, slots)))
+        fetched = self._fetch(rows, keys, slots)
+        return self._hasher.submit(self._check, rows, *fetched)
 
-    def _got(
+    def _fetch(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor
     ) -> tuple[PageBatch, list[int], ExitStack]:
-        """A batch that has been got, Mooncake's codes, and the borrowed rows to give back."""
+        """Get a batch. Returns it with Mooncake's codes, and the borrowed rows to release."""
         with ExitStack() as borrowed:
             memory = borrowed.enter_context(rows.borrow(is_get=True))
             batch = rows.lay_out(keys, slots, memory)
             codes = self._transfer(self._client, batch, is_get=True)
             return batch, codes, borrowed.pop_all()
 
-    def _verified(
+    def _check(
         self, rows: PoolRows, batch: PageBatch, codes: list[int], held: ExitStack
     ) -> list[CacheOutcome]:
+        """Check the pages of a batch, deliver the good ones, and remove damaged objects."""
         with held:
             outcomes = [
                 get_outcome(code, sum(sizes))
@@ -273,7 +274,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def _set_batches(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor, is_prefix: bool
     ) -> list[CacheOutcome]:
-        """Put what is absent, batch after batch; while one is on the wire the next is sealed."""
+        """Put absent pages, one batch after another; seal the next while one is on the wire."""
         client = self._client
         outcomes = [
             CacheOutcome.LANDED if there else CacheOutcome.SHORT for there in self._exist(keys)
@@ -294,11 +295,11 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
                 try:
                     codes = self._transfer(client, batch, is_get=False)
                 except BaseException:
-                    _give_back(ready)
+                    _release(ready)
                     raise
             written += [set_outcome(code) for code in codes]
             if is_prefix and not all(written):
-                _give_back(ready)
+                _release(ready)
                 break
             if ready is not None:
                 batch, held = ready.result()
@@ -309,7 +310,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def _seal(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor
     ) -> tuple[PageBatch, ExitStack]:
-        """A batch that is ready to be put, and the borrowed rows to give back."""
+        """A batch that is ready to be put, and the borrowed rows to release."""
         with ExitStack() as borrowed:
             memory = borrowed.enter_context(rows.borrow(is_get=False))
             batch = rows.lay_out(keys, slots, memory)
@@ -319,9 +320,9 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     # -- calls into Mooncake -----------------------------------------------------------------------
 
     def _transfer(self, client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
-        """One multi-buffer call within the budget: a code a page.
+        """Make one multi-buffer call within the budget. Returns a code for each page.
 
-        Raises StorageUnavailable when no page got through for want of a working store.
+        Raises StorageUnavailable if no page was moved because the store does not work.
         """
         with client.budget.hold(batch.num_slices):
             codes = move(client, batch, is_get=is_get)
@@ -333,13 +334,13 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
                 no_room, len(codes),
             )  # fmt: skip
         if codes and all(is_store_failure(code) for code in codes):
-            self._moved_nothing = True
+            self._has_failed_transfer = True
             way = "get" if is_get else "put"
             raise StorageUnavailable(f"Mooncake failed a {way} of {len(codes)} pages: {codes[0]}")
         return codes
 
     def _exist(self, object_keys: list[str]) -> list[bool]:
-        """Which objects exist. Raises StorageUnavailable if the master cannot say."""
+        """Whether each object exists. Raises StorageUnavailable if the master does not answer."""
         if not object_keys:
             return []
         with self._client.using() as store:
@@ -348,7 +349,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             raise StorageUnavailable(f"Mooncake's master does not answer: {codes[:1]}")
         return [code == 1 for code in codes]
 
-    # -- plain: page bytes without the trailer; convenience, not the engine's path -----------------
+    # -- plain calls: page bytes without the trailer; the engine does not use them -----------------
 
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
@@ -395,28 +396,28 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     # -- life --------------------------------------------------------------------------------------
 
     def warmup(self) -> None:
-        """Move one small object there and back. Raises StorageUnavailable."""
+        """Put and get one small object. Raises StorageUnavailable if that fails."""
         if not self._moves_bytes():
             raise StorageUnavailable("Mooncake does not store: no store node has room or answers")
 
     def probe(self) -> bool:
-        """Whether the store works (again); replaces the client if that is what it takes.
+        """Whether the store works; replaces the client if needed.
 
-        A full store works: it can be read.
+        A full store works, because it can be read.
 
-        Never raises. At most a few seconds where the master is gone; a call into a store node
-        that hangs may take a minute.
+        Never raises. Takes at most a few seconds if the master is gone; a call to a hanging store
+        node may take a minute.
         """
         if not is_reachable(self.config):
             return False
         try:
             if not self._client.is_given_up and self._moves_bytes(
-                full_is_fine=not self._moved_nothing
+                full_is_fine=not self._has_failed_transfer
             ):
-                self._moved_nothing = False
+                self._has_failed_transfer = False
                 return True
             self.rebuild()
-            self._moved_nothing = False
+            self._has_failed_transfer = False
             self._counters.bump("rebuilds")
             return self._moves_bytes()
         except StorageUnavailable as error:
@@ -428,7 +429,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         return moves_bytes(self._client, key, full_is_fine=full_is_fine)
 
     def clear(self) -> None:
-        """Remove this namespace's objects. Raises ValueError without one, StorageUnavailable."""
+        """Remove this namespace's objects. Raises ValueError without one, or StorageUnavailable."""
         namespace = self.storage_config.namespace
         if not namespace:
             raise ValueError("clear: the storage config has no namespace to clear")
@@ -453,7 +454,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         }
 
 
-def _give_back(ready: Future[tuple[PageBatch, ExitStack]] | None) -> None:
-    """Return the rows of a batch that was sealed but will not be put."""
+def _release(ready: Future[tuple[PageBatch, ExitStack]] | None) -> None:
+    """Release the rows of a batch that was sealed but will not be put."""
     if ready is not None:
         ready.result()[1].close()

@@ -1,8 +1,8 @@
-"""Registered side memory of a pool, and pages laid out as Mooncake objects.
+"""Registered side memory of a pool, and the layout of pages as Mooncake objects.
 
-An object is the page's bytes in page byte order, then the 32-byte trailer. Long pages that are runs
-of memory move in place, with the trailer in a side row; short ones, and `layer_first` pages, are
-staged, page and trailer in one row. Either way the object is the same.
+An object is the page's bytes in page byte order, then the 32-byte trailer. Long pages that are
+contiguous move in place, and a side row has the trailer. Short pages and `layer_first` pages are
+staged: one row has page and trailer. The object is the same in both cases.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, 
 from sglang.srt.mem_cache.storage.types import StoragePool
 
 _BATCH_BYTES: Final = 32 * MIB
-"""Enough to keep a link busy; small enough that hashing one batch hides behind the next."""
+"""Enough to keep a link busy, and small enough to hash one batch while the next is moved."""
 _MAX_BATCH_PAGES: Final = 64
 SHORT_PAGE_BYTES: Final = 512 * KIB
-"""Below it a copy costs less than moving K, V and trailer apart does: over TCP staging is 1.5 times
-as fast with pages of 64 KB, 1.3 times with 256 KB, 0.9 times with 1 MB."""
+"""Pages below this size are staged, because one copy costs less than moving K, V and trailer
+separately. Speed-up over TCP, measured: 1.5 with 64 KB, 1.3 with 256 KB, 0.9 with 1 MB."""
 _ROWS_PER_DIRECTION: Final = 2
-"""One batch is on the wire while the other is being hashed."""
+"""One batch is on the wire while the other is hashed."""
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class PageBatch:
     slots: torch.Tensor
     """Host slots, int64 `[pages * page_size]`."""
     rows: torch.Tensor
-    """uint8 `[pages, row bytes]`, registered: trailers, or whole objects where pages are staged."""
+    """uint8 `[pages, row bytes]`, registered: trailers, or whole objects if pages are staged."""
     ptrs: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
     views: list[list[memoryview]] = field(default_factory=list)
-    """Per page the same memory as `ptrs`, without the trailer; empty where nothing is hashed."""
+    """For each page the memory of `ptrs` without the trailer; empty if pages are not hashed."""
 
     @property
     def num_slices(self) -> int:
@@ -59,9 +59,9 @@ class PageBatch:
 
 
 class PoolRows:
-    """Side rows of one pool, some batches for each direction, so that neither waits for the other.
+    """Side rows of one pool. Gets and sets have separate rows, so that neither waits for the other.
 
-    Threads: one get and one set at a time, each with helpers of its own.
+    Threads: one get and one set at a time, each with its own helper threads.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class PoolRows:
         *,
         with_checksum: bool = True,
         allocator: HostTensorAllocator | None = None,
-        gets_at_once: int = 1,
+        concurrent_gets: int = 1,
     ) -> None:
         """Args:
-        with_checksum: Hash pages, both those that are put and those that were got.
-        allocator: Gives the side memory; None: any memory will do.
-        gets_at_once: Batches that may be on the wire together.
+        with_checksum: Whether to hash pages that are put and pages that were read.
+        allocator: Allocator of the side memory; None takes ordinary memory.
+        concurrent_gets: Most batches of gets on the wire at once.
         """
         self.pool = pool
         self._with_checksum = with_checksum
@@ -86,8 +86,8 @@ class PoolRows:
             True: queue.SimpleQueue(),
             False: queue.SimpleQueue(),
         }
-        for_gets = max(_ROWS_PER_DIRECTION, gets_at_once)
-        # One block, so that it is one registration.
+        for_gets = max(_ROWS_PER_DIRECTION, concurrent_gets)
+        # One block needs only one registration.
         self.memory = (allocator or HostTensorAllocator()).allocate(
             (for_gets + _ROWS_PER_DIRECTION, self.batch_pages, self.row_bytes), torch.uint8
         )
@@ -95,11 +95,11 @@ class PoolRows:
             self._free[index < for_gets].put(rows)
 
     def buffers(self) -> list[torch.Tensor]:
-        """Everything of the pool that transfers touch; to be registered."""
+        """All memory of the pool that transfers access and that must be registered."""
         return [*self.pool.get_hybrid_pool_buffer(), self.memory]
 
     def cut(self, keys: list[str], slots: torch.Tensor) -> list[tuple[list[str], torch.Tensor]]:
-        """Keys and their host slots in pieces of `batch_pages`."""
+        """Cut keys and their host slots into pieces of `batch_pages`."""
         size = self.batch_pages
         pages = slots.view(len(keys), -1)
         return [
@@ -109,7 +109,7 @@ class PoolRows:
 
     @contextmanager
     def borrow(self, is_get: bool) -> Iterator[torch.Tensor]:
-        """Rows for one batch; waits for a batch of the same direction to give some back."""
+        """Rows for one batch. Waits until a batch of the same direction releases some."""
         rows = self._free[is_get].get()
         try:
             yield rows
@@ -117,7 +117,11 @@ class PoolRows:
             self._free[is_get].put(rows)
 
     def lay_out(self, keys: list[str], slots: torch.Tensor, rows: torch.Tensor) -> PageBatch:
-        """Addresses of up to `batch_pages` pages. Raises ValueError for slots outside the pool."""
+        """A batch of up to `batch_pages` pages with their addresses.
+
+        Raises:
+            ValueError: A slot is outside the pool.
+        """
         batch = PageBatch(keys=keys, slots=slots, rows=rows[: len(keys)])
         first = rows.data_ptr()
         row_ptrs = [first + index * self.row_bytes for index in range(len(keys))]
@@ -139,7 +143,7 @@ class PoolRows:
         return batch
 
     def seal(self, batch: PageBatch) -> None:
-        """Make a batch ready to be put: stage its pages where needed and write its trailers."""
+        """Prepare a batch for a put: stage its pages if needed, and write its trailers."""
         if not self._in_place:
             self.pool.gather_pages(batch.slots, batch.rows[:, :-TRAILER_BYTES])
         raw = b"".join(
@@ -149,7 +153,7 @@ class PoolRows:
         batch.trailers[:] = np.frombuffer(raw, dtype=np.uint8).reshape(-1, TRAILER_BYTES)
 
     def find_damaged(self, batch: PageBatch, arrived: Sequence[int]) -> list[int]:
-        """Of the pages that were got, those that are not what was put under their keys."""
+        """Indices of the pages in `arrived` whose bytes or key do not match their trailer."""
         raw = batch.trailers.tobytes()
         return [
             index
@@ -166,13 +170,13 @@ class PoolRows:
         return batch.views[index] if self._with_checksum else []
 
     def deliver(self, batch: PageBatch, landed: Sequence[int]) -> None:
-        """Move staged pages (indices into the batch) to their slots; in place there is nothing."""
+        """Copy staged pages (indices into the batch) to their slots; nothing if moved in place."""
         if self._in_place or not landed:
             return
         slots = batch.slots.view(len(batch.keys), -1)
         count = len(landed)
         if landed[-1] == count - 1:
-            # The first pages, usually all: no index, hence no copy on the way.
+            # A prefix, usually all pages: slicing avoids the copy of an index.
             self.pool.scatter_pages(slots[:count].reshape(-1), batch.rows[:count, :-TRAILER_BYTES])
             return
         chosen = torch.tensor(landed, dtype=torch.int64)
