@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.channel import ZmqChannel
@@ -105,6 +106,7 @@ def build_scheduler(
             tp_size=server_args.tp_size,
         )
     )
+    mark_device_set(server_args.device)
     tiers = [init_pools(runner, server_args)]
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics)

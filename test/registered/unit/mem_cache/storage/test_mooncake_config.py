@@ -19,6 +19,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     resolve_mooncake_protocol,
     wheel_protocols,
 )
+from sglang.srt.distributed.device_communicators.slice_budget import MAX_SLICES, SliceBudget
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -35,7 +36,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeStore,
     MooncakeStoreConfig,
 )
-from sglang.srt.mem_cache.storage.slice_budget import MAX_SLICES, SliceBudget
 from sglang.srt.mem_cache.tiers.hicache_attachment import host_allocator_type
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
