@@ -15,7 +15,11 @@ from typing import Final, Protocol
 
 from sglang.srt.distributed.device_communicators.engine_settings import EngineSettings
 from sglang.srt.distributed.device_communicators.memory_book import MemoryBook
-from sglang.srt.distributed.device_communicators.transfer_types import RegistrationError
+from sglang.srt.distributed.device_communicators.transfer_plan import Request
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    RegistrationError,
+    TransferOp,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +50,42 @@ class RawEngine(Protocol):
 
 
 class PooledEngine:
-    """One engine object, and the peers that it must not be used for any more."""
+    """One engine object, the peers that it must not be used for any more, and its end."""
 
     def __init__(self, raw: RawEngine, *, is_home: bool = False) -> None:
-        self.raw = raw
+        self._raw: RawEngine | None = raw
         self.is_home = is_home
         self.spoiled: set[str] = set()
-        self.num_calls = 0
-        """Of its current peer, under way. Counted by `Peer`, which returns it after the last."""
+        self.ended = threading.Event()
+
+    @property
+    def raw(self) -> RawEngine:
+        """Mooncake's object. Who keeps it keeps it from ending."""
+        assert self._raw is not None, "ended"
+        return self._raw
+
+    def move(self, op: TransferOp, peer: str, requests: Sequence[Request]) -> int:
+        """Move one batch and return Mooncake's code. Blocks; releases the interpreter."""
+        raw = self.raw
+        call = (
+            raw.batch_transfer_sync_write
+            if op is TransferOp.WRITE
+            else raw.batch_transfer_sync_read
+        )
+        return call(
+            peer,
+            [request.local for request in requests],
+            [request.remote for request in requests],
+            [request.length for request in requests],
+        )
+
+    def end(self) -> None:
+        """End it, and with it all its transfers. No call may be under way.
+
+        Holds the interpreter for up to a second, in which Mooncake's threads look up.
+        """
+        self._raw = None
+        self.ended.set()
 
 
 class EnginePool:
@@ -75,6 +107,7 @@ class EnginePool:
         self.home = PooledEngine(self._start(), is_home=True)
         self._all = [self.home]
         self._idle: list[PooledEngine] = []
+        self._closed = False
 
     @property
     def num_engines(self) -> int:
@@ -103,15 +136,27 @@ class EnginePool:
         return engine
 
     def put_back(self, engine: PooledEngine, spoiled_for: str) -> None:
-        """Give up an engine object for a peer; others may still get it."""
+        """Give up an engine object for a peer; others may still get it. No call uses it."""
         with self._lock:
             engine.spoiled.add(spoiled_for)
             if engine.is_home:
                 return
-            self._idle.append(engine)
-            ended = [self._idle.pop(0)] if len(self._idle) > _MAX_IDLE else []
-            self._all = [kept for kept in self._all if kept not in ended]
-        del ended  # with its last reference the object ends, outside the lock
+            if self._closed:
+                ended: PooledEngine | None = engine
+            else:
+                self._idle.append(engine)
+                ended = self._idle.pop(0) if len(self._idle) > _MAX_IDLE else None
+            if ended in self._all:
+                self._all.remove(ended)
+        if ended is not None:
+            ended.end()
+
+    def discard(self, engine: PooledEngine) -> None:
+        """End an engine object that no call uses."""
+        with self._lock:
+            if engine in self._all:
+                self._all.remove(engine)
+        engine.end()
 
     def register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
         """Make memory known to every engine object, and enter it into the book: all or nothing.
@@ -145,9 +190,13 @@ class EnginePool:
                 _unregister(engine.raw, ptrs)
 
     def close(self) -> None:
-        """Forget all engine objects; each ends with its last call."""
+        """End all engine objects but those that calls use; these end with the calls."""
         with self._lock:
+            self._closed = True
+            ended = [self.home, *self._idle]
             self._all, self._idle = [], []
+        for engine in ended:
+            engine.end()
 
     def _start(self) -> RawEngine:
         settings = self._settings

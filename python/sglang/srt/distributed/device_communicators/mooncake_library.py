@@ -26,11 +26,10 @@ def load_mooncake() -> ModuleType:
 
 
 def load_transfer_engine() -> ModuleType:
-    """The module `mooncake.engine`, with stalled TCP transfers ended sooner than its calls are.
+    """The module `mooncake.engine`, which ends a TCP transfer that stalls after ten seconds.
 
-    A call that gives up after `MC_TRANSFER_TIMEOUT` leaves its transfers under way: they go on
-    when the peer does, into memory that belongs to others by then. A transfer that is ended for
-    want of progress leaves nothing behind.
+    Its own default is as long as its calls wait: whether a transfer or the call ends first would
+    be chance.
 
     Raises:
         ValueError: The package or a shared library that it needs is missing; names them.

@@ -294,11 +294,18 @@ class MooncakeTransferEngine:
             peer.close()
 
     def close(self) -> None:
-        """Take no more calls. Calls under way end by themselves. Idempotent."""
+        """End the engine, a second for each engine object. Calls under way end by themselves.
+
+        Idempotent. Nothing but `close` may be called afterwards.
+        """
         with self._lock:
-            self._closed = True
-            self._peers.clear()
+            was_closed, self._closed = self._closed, True
+            peers, self._peers = list(self._peers.values()), {}
+        if was_closed:
+            return
         self._threads.close()
+        for peer in peers:
+            peer.close()
         self._pool.close()
 
     def _peer(self, session_id: str) -> Peer:

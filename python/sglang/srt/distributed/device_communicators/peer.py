@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
+from weakref import WeakSet
 
 from sglang.srt.distributed.device_communicators.engine_pool import EnginePool, PooledEngine
 from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
@@ -29,11 +31,23 @@ _CONNECT_S: Final = 1.5
 
 
 class CallFailed(Exception):
-    """Mooncake's call returned an error soon: the connection, or a request of it, is bad."""
+    """Mooncake's call returned an error."""
+
+    def __init__(self, code: int, seconds: float, num_requests: int) -> None:
+        super().__init__(f"code {code} after {seconds:.0f} s")
+        self.seconds = seconds
+        self.is_stall = seconds >= _stall_seconds()
+        """It took as long as the transport waits for a sign of the peer."""
+        self.may_go_on = num_requests > 1 or self.is_stall
+        """Requests of it may still move."""
+
+
+class ConnectionGone(Exception):
+    """The connection was given up before the call began."""
 
 
 class TransfersLeft(Exception):
-    """Mooncake's call gave up and left its transfers under way; they end with the process."""
+    """What a failed call left under way cannot be ended without the engine that all peers share."""
 
 
 class Peer:
@@ -47,8 +61,13 @@ class Peer:
         self._pool = pool
         self._engine: PooledEngine | None = None
         """Connected. Replaced as a whole; calls keep the one that they began with."""
-        self._dropped: set[PooledEngine] = set()
-        """Given up with calls still under way."""
+        self._num_calls: Counter[PooledEngine] = Counter()
+        self._gone: WeakSet[PooledEngine] = WeakSet()
+        """Ended, or another peer's by now."""
+        self._retired: set[PooledEngine] = set()
+        """To be ended after their last call."""
+        self._shelved: set[PooledEngine] = set()
+        """To go back to the pool after their last call."""
         self._connecting = threading.Lock()
         self._calls: dict[object, float] = {}
         """Calls of the library under way, and when each began."""
@@ -82,7 +101,7 @@ class Peer:
         engine = self._pool.take(self.name)
         with self._calling(engine):
             # Nothing to move: only what comes before the first transfer.
-            code = engine.raw.batch_transfer_sync_read(self.name, [], [], [])
+            code = engine.move(TransferOp.READ, self.name, [])
         if code:
             self._pool.put_back(engine, spoiled_for=self.name)
             raise PeerUnreachable(self.name, f"ended its first contact (code {code})")
@@ -96,76 +115,93 @@ class Peer:
         """Move one batch, over the connection of `engine`. Returns when all of it has arrived.
 
         Raises:
-            CallFailed: Not all has; nothing is in flight.
-            PeerStalled: Nothing moved until the transport gave up; nothing is in flight.
-            TransfersLeft: The requests are still in flight, and stay so.
+            CallFailed: Not all has. Where it was more than one request, or nothing moved for long,
+                the others may go on, now or when the peer does: see `retire`.
+            ConnectionGone: The connection was given up meanwhile; nothing was sent.
         """
-        move: Callable[[str, list[int], list[int], list[int]], int]
-        raw = engine.raw
-        move = (
-            raw.batch_transfer_sync_write
-            if op is TransferOp.WRITE
-            else raw.batch_transfer_sync_read
-        )
         with self._calling(engine) as started:
-            code = move(
-                self.name,
-                [request.local for request in requests],
-                [request.remote for request in requests],
-                [request.length for request in requests],
-            )
-        if code == 0:
-            return
-        seconds = time.monotonic() - started
-        num_bytes = sum(request.length for request in requests)
-        if seconds >= envs.MC_TRANSFER_TIMEOUT.get() + num_bytes / 1e9:
-            self.drop(engine)
-            raise TransfersLeft(f"the call gave up after {seconds:.0f} s")
-        if seconds >= _stall_seconds():
-            self.drop(engine)
-            raise PeerStalled(self.name, f"moved nothing for {seconds:.0f} s")
-        raise CallFailed(f"code {code}")
+            code = engine.move(op, self.name, requests)
+            failure = CallFailed(code, time.monotonic() - started, len(requests))
+            if code and failure.may_go_on:
+                self._mark_retired(engine)
+        if code:
+            raise failure
 
-    def drop(self, engine: PooledEngine) -> None:
-        """Use this connection no more; the next call makes a new one. Idempotent.
+    def retire(self, engine: PooledEngine, failure: CallFailed) -> None:
+        """Use this connection no more; return once nothing of the failed call touches memory.
 
-        Other peers get the engine object once this one's calls have returned: a call that
-        connects again by itself holds it up.
+        Mooncake returns at the first request that fails; those behind it in the connections'
+        queues stay there, and move as soon as the peer takes them. They end with their engine
+        object, after its other calls: one of these may hang for as long as the peer does.
+
+        Raises:
+            TransfersLeft: All peers share the engine object, which therefore cannot be ended.
         """
-        with self._lock:
-            if self._engine is not engine:
-                return
-            self._engine = None
-            is_free = engine.num_calls == 0
-            if not is_free:
-                self._dropped.add(engine)
-        logger.warning("the connection to peer %s is given up", self.name)
-        if is_free:
+        if engine.is_home:
+            self._mark_retired(engine)
             self._pool.put_back(engine, spoiled_for=self.name)
+            if failure.may_go_on:
+                raise TransfersLeft
+            return
+        with self._lock:
+            is_gone = engine in self._gone
+        if not is_gone:
+            self._mark_retired(engine)
+            self._let_go(engine)
+        if failure.may_go_on:
+            engine.ended.wait()
 
     def close(self) -> None:
-        """Give the connection up."""
-        engine = self._engine
-        if engine is not None:
-            self.drop(engine)
+        """Give the connection up; calls under way keep theirs."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is None:
+                return
+            self._shelved.add(engine)
+        self._let_go(engine)
+
+    def _mark_retired(self, engine: PooledEngine) -> None:
+        with self._lock:
+            was_used = self._engine is engine
+            if was_used:
+                self._engine = None
+            if not engine.is_home:
+                self._shelved.discard(engine)
+                self._retired.add(engine)
+        if was_used:
+            logger.warning("the connection to peer %s is given up", self.name)
+
+    def _let_go(self, engine: PooledEngine) -> None:
+        """After the last call: end it, or let other peers have it."""
+        with self._lock:
+            if self._num_calls[engine]:
+                return
+            is_retired, is_shelved = engine in self._retired, engine in self._shelved
+            if is_retired or is_shelved:
+                self._gone.add(engine)
+                del self._num_calls[engine]
+            self._retired.discard(engine)
+            self._shelved.discard(engine)
+        if is_retired:
+            self._pool.discard(engine)
+        elif is_shelved:
+            self._pool.put_back(engine, spoiled_for=self.name)
 
     @contextmanager
     def _calling(self, engine: PooledEngine) -> Iterator[float]:
         token, started = object(), time.monotonic()
         with self._lock:
+            if engine in self._gone:
+                raise ConnectionGone
             self._calls[token] = started
-            engine.num_calls += 1
+            self._num_calls[engine] += 1
         try:
             yield started
         finally:
             with self._lock:
                 del self._calls[token]
-                engine.num_calls -= 1
-                was_dropped = engine.num_calls == 0 and engine in self._dropped
-                if was_dropped:
-                    self._dropped.remove(engine)
-            if was_dropped:
-                self._pool.put_back(engine, spoiled_for=self.name)
+                self._num_calls[engine] -= 1
+            self._let_go(engine)
 
     def _longest_call(self) -> float:
         with self._lock:

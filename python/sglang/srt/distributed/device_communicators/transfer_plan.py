@@ -98,11 +98,19 @@ def cut_batches(requests: Sequence[Request], most: int = BATCH_REQUESTS) -> Iter
         yield Batch(pending)
 
 
-def split_request(request: Request, blocks: Sequence[Block]) -> list[Request]:
-    """A merged request, block by block."""
-    if request.first == request.last:
-        return [request]
+def one_by_one(batch: Batch) -> Iterator[Batch]:
+    """The requests of a batch, each a batch."""
+    for single in cut_batches(batch.requests, most=1):
+        if single.requests[0] is batch.requests[-1]:
+            single.is_last_whole = batch.is_last_whole
+        yield single
+
+
+def split_merged(batch: Batch, blocks: Sequence[Block]) -> list[Batch]:
+    """A batch of one merged request, block by block; nothing where it is of one block."""
+    if batch.first == batch.last:
+        return []
     return [
-        Request(block.local, block.remote, block.length, index, index)
-        for index, block in enumerate(blocks[request.first : request.last + 1], request.first)
+        Batch([Request(block.local, block.remote, block.length, index, index)])
+        for index, block in enumerate(blocks[batch.first : batch.last + 1], batch.first)
     ]

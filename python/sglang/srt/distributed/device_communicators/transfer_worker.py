@@ -1,8 +1,9 @@
 """One transfer, from its requests to an outcome for each block. Runs in a worker thread.
 
-A call of the transport has one code for all its requests. Where that is an error, the connection
-is made anew once (it may have been broken by an earlier call, or lead to a process that is gone);
-what fails then too is halved until the blocks are found that the peer refuses.
+A call of the transport has one code for all its requests, and returns at the first that fails.
+Where it is an error, all that the call left is ended first. Then the connection is made anew (it
+may have been broken by an earlier call, or lead to a process that is gone), and the requests go one
+by one: an error then is that request's own.
 """
 
 from __future__ import annotations
@@ -11,15 +12,22 @@ import logging
 from collections.abc import Sequence
 
 from sglang.srt.distributed.device_communicators.engine_pool import PooledEngine
-from sglang.srt.distributed.device_communicators.peer import CallFailed, Peer, TransfersLeft
+from sglang.srt.distributed.device_communicators.peer import (
+    CallFailed,
+    ConnectionGone,
+    Peer,
+    TransfersLeft,
+)
 from sglang.srt.distributed.device_communicators.transfer_plan import (
     Batch,
     Request,
     cut_batches,
-    split_request,
+    one_by_one,
+    split_merged,
 )
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,
+    PeerStalled,
     PeerUnreachable,
     Transfer,
     TransferError,
@@ -60,14 +68,15 @@ class TransferWorker:
             for batch in cut_batches(self._requests):
                 if not self._move(batch):
                     break
-        except TransfersLeft as left:
+        except TransfersLeft:
             logger.error(
-                "%s: %d blocks stay in flight with peer %s until this process ends",
-                left,
+                "a transfer failed: %d blocks stay in flight with peer %s until this process ends",
                 len(self._transfer.in_flight),
                 self._peer.name,
             )
-            self._transfer.leave(TransferError(f"peer {self._peer.name}: {left}"))
+            self._transfer.leave(
+                TransferError(f"a transfer with peer {self._peer.name} failed, and may go on")
+            )
             return
         except TransferError as known:
             error = known
@@ -78,13 +87,15 @@ class TransferWorker:
 
     def _move(self, batch: Batch) -> bool:
         """False: there was no time left to begin it."""
-        engine = self._peer.connect(self._deadline)
         num_slices = len(batch.requests)
-        if engine is None or not self._peer.budget.acquire(num_slices, self._deadline):
+        # Connected first: who waits for a peer's first answer holds no budget.
+        if self._peer.connect(self._deadline) is None:
+            return False
+        if not self._peer.budget.acquire(num_slices, self._deadline):
             return False
         has_let_go = True
         try:
-            return self._move_over(engine, batch)
+            return self._move_batch(batch)
         except TransfersLeft:
             has_let_go = False
             raise
@@ -92,55 +103,48 @@ class TransferWorker:
             if has_let_go:
                 self._peer.budget.release(num_slices)
 
-    def _move_over(self, engine: PooledEngine, batch: Batch) -> bool:
-        if not self._begin(batch):
-            return False
-        try:
-            self._peer.call(engine, self._op, batch.requests)
-        except CallFailed:
-            self._end(batch, BlockOutcome.NOT_SENT)
-        except TransferError:
-            self._end(batch, BlockOutcome.FAILED)
-            raise
-        else:
-            self._end(batch, BlockOutcome.DONE)
-            return True
-        self._peer.drop(engine)
-        return self._move_anew(batch)
-
-    def _move_anew(self, batch: Batch) -> bool:
-        """The same over a new connection, and one by one what that does not move either."""
+    def _move_batch(self, batch: Batch) -> bool:
         engine = self._peer.connect(self._deadline)
         if engine is None or not self._begin(batch):
             return False
         try:
-            refused = self._move_in_halves(engine, batch.requests)
-        except TransferError:
-            self._end(batch, BlockOutcome.FAILED)
-            raise
-        for request in refused:
-            self._transfer.fail(request.first)
+            self._peer.call(engine, self._op, batch.requests)
+        except ConnectionGone:
+            self._end(batch, BlockOutcome.NOT_SENT)
+            return self._move_batch(batch)
+        except CallFailed as failure:
+            self._retire(engine, batch, failure)
+            return all(self._move_single(single) for single in one_by_one(batch))
         self._end(batch, BlockOutcome.DONE)
-        if len(refused) >= len(batch.requests) and not self._peer.is_listening():
-            self._peer.drop(engine)
-            raise PeerUnreachable(self._peer.name, "ended during a transfer")
         return True
 
-    def _move_in_halves(self, engine: PooledEngine, requests: Sequence[Request]) -> list[Request]:
-        """The requests, of one block each, that the peer refuses; the others have arrived."""
+    def _move_single(self, single: Batch) -> bool:
+        """A batch of one request, and where the peer refuses that, its blocks."""
+        engine = self._peer.connect(self._deadline)
+        if engine is None or not self._begin(single):
+            return False
         try:
-            self._peer.call(engine, self._op, requests)
-        except CallFailed:
-            if len(requests) == 1:
-                parts = split_request(requests[0], self._transfer.blocks)
-                if len(parts) == 1:
-                    return parts
-                return self._move_in_halves(engine, parts)
-            middle = len(requests) // 2
-            return self._move_in_halves(engine, requests[:middle]) + self._move_in_halves(
-                engine, requests[middle:]
-            )
-        return []
+            self._peer.call(engine, self._op, single.requests)
+        except ConnectionGone:
+            self._end(single, BlockOutcome.NOT_SENT)
+            return self._move_single(single)
+        except CallFailed as failure:
+            if failure.is_stall or not self._peer.is_listening():
+                self._retire(engine, single, failure)
+            blocks = split_merged(single, self._transfer.blocks)
+            self._end(single, BlockOutcome.NOT_SENT if blocks else BlockOutcome.FAILED)
+            return all(self._move_single(block) for block in blocks)
+        self._end(single, BlockOutcome.DONE)
+        return True
+
+    def _retire(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> None:
+        """End what a failed batch left. Raises PeerError where the peer is to blame."""
+        self._peer.retire(engine, failure)
+        self._end(batch, BlockOutcome.NOT_SENT)
+        if failure.is_stall:
+            raise PeerStalled(self._peer.name, f"moved nothing for {failure.seconds:.0f} s")
+        if not self._peer.is_listening():
+            raise PeerUnreachable(self._peer.name, "ended during a transfer")
 
     def _begin(self, batch: Batch) -> bool:
         return self._transfer.begin(batch.first, batch.last, self._deadline)

@@ -1,0 +1,508 @@
+"""Transfers over a transport that records what reaches it and answers as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.srt.constants import MIB
+from sglang.srt.distributed import device_context
+from sglang.srt.distributed.device_communicators import peer as peer_module
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    BlockOutcome,
+    OverlappingRange,
+    PeerStalled,
+    PeerUnreachable,
+    RangeInUse,
+    RegistrationError,
+    TransferError,
+    TransferOp,
+    UnknownRange,
+)
+from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_transfer_engine import (
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    listening_peer,
+)
+
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+BASE = 1 << 20
+"""Address of the registered memory, 64 MiB."""
+
+
+def start(fakes: FakeTransferEngines) -> MooncakeTransferEngine:
+    engine = MooncakeTransferEngine(
+        "127.0.0.1", new_engine=fakes.new_engine, supported=("tcp",), rdma_root=Path("/nowhere")
+    )
+    engine.register(BASE, 64 * MIB)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in envs.fields():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    monkeypatch.setattr(device_context, "_process", DeviceContext())
+    mark_device_set("cpu")
+
+
+@pytest.fixture
+def fakes() -> FakeTransferEngines:
+    return FakeTransferEngines()
+
+
+@pytest.fixture
+def engine(fakes: FakeTransferEngines) -> Iterator[MooncakeTransferEngine]:
+    made = start(fakes)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[str]:
+    with listening_peer() as name:
+        yield name
+
+
+def apart(count: int, length: int = 10, gap: int = 20) -> list[Block]:
+    """Blocks that do not touch."""
+    return [Block(BASE + i * gap, 1000 + i * gap, length) for i in range(count)]
+
+
+def statuses(outcomes: list[BlockOutcome]) -> str:
+    return " ".join(outcome.value for outcome in outcomes)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_all_engine_objects_know_the_same_memory(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    assert engine.batch_register([BASE * 1000, BASE * 1001], [10, 20]) == 0
+    known = {BASE: 64 * MIB, BASE * 1000: 10, BASE * 1001: 20}
+    assert [made.registered for made in fakes.made] == [known, known]
+    assert engine.describe()["registered_bytes"] == 64 * MIB + 30
+    assert engine.batch_deregister([BASE * 1001, BASE]) == 0
+    engine.deregister(BASE * 1000)
+    assert [made.registered for made in fakes.made] == [{}, {}]
+
+
+def test_memory_that_is_refused_is_in_no_book(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine
+) -> None:
+    with pytest.raises(OverlappingRange):
+        engine.register(BASE + 5, 1)
+    with pytest.raises(UnknownRange):
+        engine.deregister(BASE + 5)
+    fakes.register_code = -1
+    with pytest.raises(RegistrationError, match=r"30 bytes in 2 ranges \(code -1\)"):
+        engine.batch_register([10, 100], [10, 20])
+    fakes.register_code = 0
+    assert engine.batch_register([10, 100], [10, 20]) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 400), st.integers(1, 60)).map(lambda r: (r[0] * 10 + 1, r[1])),
+        max_size=6,
+    ),
+    st.lists(
+        st.tuples(st.integers(-10, 5000), st.integers(0, 4000), st.integers(-1, 70)), max_size=6
+    ),
+)
+def test_no_address_outside_the_registered_ranges_reaches_the_library(
+    ranges: list[tuple[int, int]], wanted: list[tuple[int, int, int]]
+) -> None:
+    fakes = FakeTransferEngines()
+    engine = MooncakeTransferEngine(
+        "127.0.0.1", new_engine=fakes.new_engine, supported=("tcp",), rdma_root=Path("/nowhere")
+    )
+    known: set[int] = set()
+    for ptr, length in ranges:
+        with contextlib.suppress(OverlappingRange):
+            engine.register(ptr, length)
+            known |= set(range(ptr, ptr + length))
+    with listening_peer() as peer:
+        everything = [Block(*parts) for parts in wanted]
+        for blocks in (everything, *([block] for block in everything)):
+            with contextlib.suppress(ValueError):
+                engine.transfer(peer, TransferOp.READ, blocks, timeout=10)
+    for call in fakes.calls:
+        for local, _, length in call.requests:
+            assert set(range(local, local + length)) <= known
+    engine.close()
+
+
+# -- transfers -----------------------------------------------------------------------------------
+
+
+def test_neighbours_travel_as_one(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    blocks = [Block(BASE + i * 10, 1000 + i * 10, 10) for i in range(5)]
+    transfer = engine.transfer(peer, TransferOp.READ, blocks, timeout=10)
+    assert fakes.calls == [FakeCall("read", peer, [(BASE, 1000, 50)])]
+    assert transfer.is_done and transfer.is_settled and transfer.in_flight == []
+    assert statuses(transfer.outcomes) == "done done done done done"
+
+
+def test_ten_thousand_blocks_go_in_batches_that_the_transport_takes(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    assert engine.transfer(peer, TransferOp.WRITE, apart(10_000), timeout=60).is_done
+    assert sum(len(call.requests) for call in fakes.calls) == 10_000
+    assert max(len(call.requests) for call in fakes.calls) == 512
+
+
+def test_all_users_of_a_peer_share_one_budget(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    lock = threading.Lock()
+    held = {"now": 0, "most": 0}
+    pairs = threading.Semaphore(0)
+
+    def answer(_: FakeTransferEngine, call: FakeCall) -> int:
+        with lock:
+            held["now"] += len(call.requests)
+            held["most"] = max(held["most"], held["now"])
+        pairs.acquire(timeout=0.002)
+        with lock:
+            held["now"] -= len(call.requests)
+        return 0
+
+    fakes.answer = answer
+    threads = [
+        threading.Thread(
+            target=engine.transfer, args=(peer, op, apart(2_000)), kwargs={"timeout": 60}
+        )
+        for op in (TransferOp.WRITE, TransferOp.READ) * 4
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sum(len(call.requests) for call in fakes.calls) == 16_000
+    assert 512 <= held["most"] <= 1024
+    assert engine.describe()["requests_in_flight"] == {peer: 0}
+
+
+def test_upstreams_calls_answer_with_numbers(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    assert engine.transfer_sync(peer, BASE, 7, 10) == 0
+    assert engine.batch_transfer_sync(peer, [BASE, BASE + 50], [7, 70], [10, 20]) == 0
+    assert [call.requests for call in fakes.calls] == [
+        [(BASE, 7, 10)],
+        [(BASE, 7, 10), (BASE + 50, 70, 20)],
+    ]
+    fakes.answer = lambda _, call: -1 if call.requests else 0
+    assert engine.transfer_sync(peer, BASE, 7, 10) == -1
+    assert engine.transfer_sync(f"127.0.0.1:{get_free_port()}", BASE, 7, 10) == -1
+    with pytest.raises(UnknownRange):
+        engine.transfer_sync(peer, 5, 7, 10)
+    with pytest.raises(ValueError, match="zip"):
+        engine.batch_transfer_sync(peer, [BASE], [7, 8], [10])
+
+
+@pytest.mark.parametrize("name", ["", "host", "host:", ":5", "host:99999", "host:5x"])
+def test_what_is_no_session_id(engine: MooncakeTransferEngine, name: str) -> None:
+    with pytest.raises(ValueError, match="is no session id; it is HOST:PORT"):
+        engine.transfer(name, TransferOp.WRITE, apart(1), timeout=1)
+
+
+def test_a_probe_is_a_connection(engine: MooncakeTransferEngine, peer: str) -> None:
+    assert engine.send_probe(peer) == 0
+    assert engine.send_probe(f"127.0.0.1:{get_free_port()}") == -1
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_broken_connection_is_replaced(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    """As after a batch that was too large: every later one fails, until the engine object goes."""
+    engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10)
+    poisoned = fakes.made[1]
+    fakes.answer = lambda at, call: -1 if at is poisoned else 0
+    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10).is_done
+    assert len(fakes.made) == 3
+    assert fakes.made[2].registered == {BASE: 64 * MIB}
+    assert engine.describe()["engine_objects"] == 2, "what is left of a failed batch ends with it"
+
+
+def test_only_the_blocks_that_the_peer_refuses_fail(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    bad = {1000 + 20 * 3, 1000 + 20 * 90 + 10}
+
+    def answer(_: FakeTransferEngine, call: FakeCall) -> int:
+        touched = {x for _, there, length in call.requests for x in range(there, there + length)}
+        return -1 if bad & touched else 0
+
+    fakes.answer = answer
+    # Block 91 is the second half of a merged request.
+    blocks = apart(91)
+    blocks.append(Block(blocks[-1].local + 10, blocks[-1].remote + 10, 10))
+    transfer = engine.transfer(peer, TransferOp.WRITE, blocks, timeout=30)
+    failed = [i for i, o in enumerate(transfer.outcomes) if o is BlockOutcome.FAILED]
+    assert failed == [3, 91]
+    assert transfer.outcomes.count(BlockOutcome.DONE) == 90
+    assert transfer.is_settled and not transfer.is_done
+
+
+def test_a_peer_that_is_not_there(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine
+) -> None:
+    name = f"127.0.0.1:{get_free_port()}"
+    with pytest.raises(PeerUnreachable, match=f"peer {name} accepts no connection"):
+        engine.transfer(name, TransferOp.WRITE, apart(3), timeout=10)
+    assert fakes.calls == fakes.contacts == []
+    engine.deregister(BASE)
+
+
+def test_a_peer_that_ends_in_between(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine
+) -> None:
+    fakes.answer = lambda _, call: -1 if call.requests else 0
+    with listening_peer() as name:
+        assert statuses(engine.transfer(name, TransferOp.WRITE, apart(2), timeout=10).outcomes) == (
+            "failed failed"
+        )
+    with pytest.raises(PeerUnreachable):
+        engine.transfer(name, TransferOp.WRITE, apart(2), timeout=10)
+
+
+class Hanging:
+    """Batches that return when they are told to."""
+
+    def __init__(self, code: int = 0, *, contacts: bool = False) -> None:
+        self.go_on, self.entered = threading.Event(), threading.Event()
+        self._code, self._contacts = code, contacts
+
+    def __call__(self, engine: FakeTransferEngine, call: FakeCall) -> int:
+        if bool(call.requests) == self._contacts:
+            return 0
+        self.entered.set()
+        assert self.go_on.wait(30)
+        return self._code
+
+
+@pytest.mark.parametrize(("code", "end"), [(0, "done"), (-1, "not sent")])
+def test_what_hangs_stays_in_flight_until_it_returns(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str, code: int, end: str
+) -> None:
+    fakes.answer = hanging = Hanging(code)
+    transfer = engine.transfer(peer, TransferOp.READ, apart(600), timeout=0.2)
+    assert not transfer.is_settled
+    assert transfer.in_flight == list(range(512)), "the first batch is in the library"
+    assert set(transfer.outcomes[512:]) == {BlockOutcome.NOT_SENT}
+    with pytest.raises(RangeInUse):
+        engine.deregister(BASE)
+    facts = engine.describe()
+    assert (facts["requests_in_flight"], facts["transfers_under_way"]) == ({peer: 512}, 1)
+    hanging.go_on.set()
+    assert transfer.wait(10)
+    assert transfer.in_flight == []
+    assert {outcome.value for outcome in transfer.outcomes[:512]} == {end}
+    assert set(transfer.outcomes[512:]) == {BlockOutcome.NOT_SENT}, "it was abandoned"
+    engine.deregister(BASE)
+    assert wait_until(lambda: engine.describe()["requests_in_flight"] == {peer: 0}, 10)
+
+
+def test_a_first_contact_that_hangs_has_nothing_in_flight(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    fakes.answer = hanging = Hanging(contacts=True)
+    transfer = engine.transfer(peer, TransferOp.READ, apart(3), timeout=0.1)
+    assert transfer.is_settled
+    assert statuses(transfer.outcomes) == "not sent not sent not sent"
+    assert engine.describe()["requests_in_flight"] == {peer: 0}
+    engine.deregister(BASE)
+    hanging.go_on.set()
+    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 10)
+    assert fakes.calls == []
+
+
+def test_a_peer_that_hangs_holds_up_no_other(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    hanging = Hanging(contacts=True)
+    fakes.answer = lambda at, call: hanging(at, call) if call.peer == peer else 0
+    for _ in range(3):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.01)
+    with listening_peer() as other:
+        assert engine.transfer(other, TransferOp.WRITE, apart(1), timeout=10).is_done
+    engine.register(BASE * 1000, 10)
+    hanging.go_on.set()
+
+
+def test_calls_to_a_peer_that_hangs_do_not_pile_up(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_module, "STALLED_AFTER_S", 0.05)
+    fakes.answer = hanging = Hanging()
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.1)
+    for _ in range(3):
+        with pytest.raises(PeerStalled, match=f"peer {peer} has not answered a call for 0 s"):
+            engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    assert len(fakes.calls) == 1
+    hanging.go_on.set()
+    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 10)
+    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+
+
+def test_a_transfer_that_made_no_progress_is_the_peers_fault(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mooncake ended it, so nothing is in flight; the connection is not used again."""
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "0")
+    fakes.answer = lambda _, call: -1 if call.requests else 0
+    with pytest.raises(PeerStalled, match="moved nothing for 0 s"):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.deregister(BASE)
+    engine.register(BASE, 10)
+    fakes.answer = lambda _, call: 0
+    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+    assert len(fakes.made) == 3
+
+
+def test_what_a_failed_batch_left_keeps_its_memory_where_it_cannot_be_ended(
+    fakes: FakeTransferEngines,
+    peer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All peers share the engine object over rdma."""
+    engine = start_over_rdma(fakes, tmp_path, monkeypatch)
+    fakes.answer = lambda _, call: -1 if call.requests else 0
+    with pytest.raises(TransferError, match="failed, and may go on"):
+        engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+    assert f"2 blocks stay in flight with peer {peer}" in caplog.text
+    with pytest.raises(RangeInUse):
+        engine.deregister(BASE)
+    assert engine.describe()["requests_in_flight"] == {peer: 2}
+
+
+def test_a_library_that_raises_is_an_error_of_the_transfer(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    def fail(_: FakeTransferEngine, call: FakeCall) -> int:
+        raise TypeError("incompatible function arguments")
+
+    fakes.answer = fail
+    with pytest.raises(TransferError, match="TypeError: incompatible"):
+        engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+    fakes.answer = lambda _, call: 0
+    assert engine.transfer(peer, TransferOp.READ, apart(2), timeout=10).is_done
+    engine.deregister(BASE)
+
+
+def test_a_peer_that_is_forgotten_is_connected_anew(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.forget_peer(peer)
+    engine.forget_peer(peer)
+    assert engine.describe()["requests_in_flight"] == {}
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    assert fakes.contacts == [peer, peer]
+    assert len(fakes.made) == 3, "its old address may be another process by now"
+
+
+def test_engine_objects_do_not_pile_up(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    for _ in range(12):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+        engine.forget_peer(peer)
+    assert engine.describe()["engine_objects"] <= 1 + 4
+
+
+def test_a_closed_engine_takes_no_calls(engine: MooncakeTransferEngine, peer: str) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=1)
+
+
+def start_over_rdma(
+    fakes: FakeTransferEngines, root: Path, patch: pytest.MonkeyPatch
+) -> MooncakeTransferEngine:
+    (root / "mlx5_0").mkdir()
+    patch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    engine = MooncakeTransferEngine(
+        "127.0.0.1", new_engine=fakes.new_engine, supported=("rdma",), rdma_root=root
+    )
+    engine.register(BASE, 64 * MIB)
+    return engine
+
+
+def test_over_rdma_peers_share_the_engine_until_one_breaks_it(
+    fakes: FakeTransferEngines, peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_over_rdma(fakes, tmp_path, monkeypatch)
+    with listening_peer() as other:
+        for name in (peer, other):
+            engine.transfer(name, TransferOp.WRITE, apart(1), timeout=10)
+        assert len(fakes.made) == 1
+        home = fakes.made[0]
+        fakes.answer = lambda at, call: -1 if at is home and call.peer == peer else 0
+        for name in (peer, other):
+            assert engine.transfer(name, TransferOp.WRITE, apart(1), timeout=10).is_done
+    assert len(fakes.made) == 2
+    assert engine.get_session_id() == "127.0.0.1:15000"
+    engine.close()
+
+
+def test_what_one_peer_left_serves_another(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.forget_peer(peer)
+    with listening_peer() as other:
+        engine.transfer(other, TransferOp.WRITE, apart(1), timeout=10)
+    assert len(fakes.made) == 2
+
+
+def test_a_connection_that_is_given_up_between_two_batches_is_made_anew(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    def answer(_: FakeTransferEngine, call: FakeCall) -> int:
+        if call.requests and len(fakes.calls) == 1:
+            engine._peer(peer).close()
+        return 0
+
+    fakes.answer = answer
+    assert engine.transfer(peer, TransferOp.WRITE, apart(600), timeout=10).is_done
+    assert len(fakes.made) == 3
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
