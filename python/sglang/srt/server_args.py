@@ -184,6 +184,11 @@ class ServerArgs:
         "Serve whole requests (null), or half of them.",
         choices=("null", "prefill", "decode"),
     )
+    disaggregation_ib_device: str | None = flag(
+        None,
+        "InfiniBand devices of transfers between the halves: a list, a JSON object by GPU, or a "
+        ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
+    )
 
     # HiCache
     enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
@@ -313,6 +318,7 @@ def _check_not_yet(args: ServerArgs) -> None:
         raise _not_yet(
             args, "disaggregation_mode", "a server prefills and decodes; leave it at null"
         )
+    _refuse_ignored(args, "disaggregation_ib_device", "with --disaggregation-mode null")
     if args.device == "npu":
         raise _not_yet(args, "device", "models run on the CPU or on a GPU; use cpu or cuda")
     if args.attention_backend == "ascend":

@@ -22,7 +22,8 @@ def test_idle_threads_are_taken_again() -> None:
     seen: list[int] = []
     for count in range(1, 6):
         threads.submit(lambda: seen.append(threading.get_ident()))
-        assert wait_until(lambda count=count: len(seen) == count and not threads.num_busy, 10)
+        assert wait_until(lambda: not threads.num_busy, 10)
+        assert len(seen) == count
     assert len(set(seen)) == 1
     threads.close()
     assert wait_until(lambda: not named("reuse"), 10)
@@ -31,8 +32,12 @@ def test_idle_threads_are_taken_again() -> None:
 def test_work_that_hangs_holds_up_nothing() -> None:
     threads = CallThreads("hang")
     go_on, ran = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        go_on.wait(60)
+
     for _ in range(20):
-        threads.submit(lambda: go_on.wait() and None)
+        threads.submit(wait)
     threads.submit(ran.set)
     assert ran.wait(10)
     assert threads.num_busy >= 20

@@ -276,7 +276,7 @@ def test_a_peer_that_is_not_there(
     name = f"127.0.0.1:{get_free_port()}"
     with pytest.raises(PeerUnreachable, match=f"peer {name} accepts no connection"):
         engine.transfer(name, TransferOp.WRITE, apart(3), timeout=10)
-    assert fakes.calls == fakes.contacts == []
+    assert not fakes.calls and not fakes.contacts
     engine.deregister(BASE)
 
 
