@@ -201,10 +201,9 @@ class EnginePool:
     def _start(self) -> RawEngine:
         settings = self._settings
         engine = self._new_engine()
-        with settings.installing():
-            code = engine.initialize(
-                settings.local_name, _METADATA, settings.protocol, settings.ib_device
-            )
+        code = engine.initialize(
+            settings.local_name, _METADATA, settings.protocol, settings.ib_device
+        )
         if code:
             raise RuntimeError(
                 f"Mooncake's Transfer Engine does not start (code {code}) over "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +11,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     RdmaDevice,
     resolve_mooncake_protocol,
 )
-from sglang.srt.environ import envs
+from sglang.srt.environ import EnvOptionalStr, envs
 from sglang.srt.utils.network import get_free_port
 
 logger = logging.getLogger(__name__)
@@ -20,6 +19,12 @@ logger = logging.getLogger(__name__)
 _ON_IB: Final = ("rdma", "efa")
 """Protocols that InfiniBand devices carry."""
 _ON_CUDA: Final = ("nvlink", "nvlink_intra")
+_NEEDS: Final = {
+    "tcp": envs.MC_FORCE_TCP,
+    "nvlink": envs.MC_FORCE_MNNVL,
+    "nvlink_intra": envs.MC_INTRANODE_NVLINK,
+}
+"""For tcp only where there is something else, which Mooncake would prefer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +41,22 @@ class EngineSettings:
     """What the engine is told: the hostname, on Ascend with a port and the NPU."""
     ib_device: str
     """Comma separated; empty: the transport chooses."""
+    variable: EnvOptionalStr | None = None
+    """What Mooncake must find set to install this protocol's transport."""
 
     @property
     def is_fallback(self) -> bool:
         """Whether the user allowed another protocol than the one asked for, and it came to that."""
         return self.requested != self.protocol
 
-    def installing(self) -> AbstractContextManager[None]:
-        """Within it Mooncake's engine installs the transport of this protocol.
+    def export(self) -> None:
+        """Make Mooncake's engine install the transport of this protocol, for good.
 
-        Mooncake goes by the devices that it sees, and by these variables, not by the name that it
-        is given. They stand only while an engine starts: a store in this process has its own.
+        It goes by the devices that it sees, and by these variables, not by the name that it is
+        given. To be called before other threads read the environment.
         """
-        match self.protocol:
-            case "tcp":
-                return envs.MC_FORCE_TCP.override("1")
-            case "nvlink":
-                return envs.MC_FORCE_MNNVL.override("1")
-            case "nvlink_intra":
-                return envs.MC_INTRANODE_NVLINK.override("1")
-        return nullcontext()
+        if self.variable is not None and not self.variable.is_set():
+            self.variable.set("1")
 
 
 def settle_engine(
@@ -104,7 +105,10 @@ def settle_engine(
     if protocol not in _ON_IB and ib_device:
         logger.warning("%s uses no InfiniBand device: %s is ignored", protocol, ib_device)
     local_name = _ascend_name(hostname, device, gpu_id) if protocol == "ascend" else hostname
-    return EngineSettings(requested, protocol, hostname, local_name, ib_device)
+    variable = _NEEDS.get(protocol)
+    if protocol == "tcp" and not devices and not set(_ON_CUDA) & set(supported):
+        variable = None
+    return EngineSettings(requested, protocol, hostname, local_name, ib_device, variable)
 
 
 def _chosen(ib_device: str, devices: Sequence[RdmaDevice]) -> list[RdmaDevice]:

@@ -134,6 +134,7 @@ class MooncakeTransferEngine:
             devices=list_rdma_devices(self._rdma_root),
             supported=self._supported,
         )
+        self._settings.export()
         self._pool = EnginePool(self._settings, self._new_engine, self._book)
         logger.info(
             "Mooncake's Transfer Engine: %s over %s", self.get_session_id(), self._settings.protocol
@@ -221,7 +222,8 @@ class MooncakeTransferEngine:
                 until it lets go (`Transfer.in_flight`, `Transfer.wait`); None: wait for that.
 
         Returns:
-            The transfer, with an outcome a block. It is settled unless the time was up.
+            The transfer, with an outcome a block. It is settled unless the time was up, or a batch
+            failed that cannot be ended (see `Peer.retire`).
 
         Raises:
             PeerError: The peer is not there, or moves nothing. Nothing is in flight.

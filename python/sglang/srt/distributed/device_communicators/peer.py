@@ -24,8 +24,8 @@ from sglang.srt.utils.network import can_connect
 
 logger = logging.getLogger(__name__)
 
-STALLED_AFTER_S: Final = 5.0
-"""A healthy call takes a second or so. One that takes this long keeps others from beginning."""
+STALLED_AFTER_S: Final = 10.0
+"""Calls under way for so long, of which none succeeds, keep others from beginning."""
 _CONNECT_S: Final = 1.5
 """TCP repeats a lost packet after one second."""
 
@@ -71,11 +71,14 @@ class Peer:
         self._connecting = threading.Lock()
         self._calls: dict[object, float] = {}
         """Calls of the library under way, and when each began."""
+        self._succeeded = 0.0
+        """When the last call did."""
+        self._is_forgotten = False
         self._lock = threading.Lock()
 
     def check_moving(self) -> None:
         """Raise PeerStalled where a call to this peer hangs: another would only hang too."""
-        seconds = self._longest_call()
+        seconds = self._seconds_without_success()
         if seconds > STALLED_AFTER_S:
             raise PeerStalled(self.name, f"has not answered a call for {seconds:.0f} s")
 
@@ -84,14 +87,20 @@ class Peer:
         beyond `deadline`. An attempt of one's own blocks for as long as the peer does not answer.
 
         Raises:
-            PeerUnreachable: Nothing accepts connections at its address.
+            PeerUnreachable: Nothing accepts connections at its address, or it was forgotten.
         """
         if not self._connecting.acquire(timeout=_seconds_until(deadline)):
             return None
         try:
-            if self._engine is None:
-                self._engine = self._connect()
-            return self._engine
+            if self._engine is not None:
+                return self._engine
+            engine = self._connect()
+            with self._lock:
+                if not self._is_forgotten:
+                    self._engine = engine
+                    return engine
+            self._pool.put_back(engine, spoiled_for=self.name)
+            raise PeerUnreachable(self.name, "was forgotten by this process")
         finally:
             self._connecting.release()
 
@@ -126,6 +135,7 @@ class Peer:
                 self._mark_retired(engine)
         if code:
             raise failure
+        self._succeeded = time.monotonic()
 
     def retire(self, engine: PooledEngine, failure: CallFailed) -> None:
         """Use this connection no more; return once nothing of the failed call touches memory.
@@ -143,17 +153,15 @@ class Peer:
             if failure.may_go_on:
                 raise TransfersLeft
             return
-        with self._lock:
-            is_gone = engine in self._gone
-        if not is_gone:
-            self._mark_retired(engine)
-            self._let_go(engine)
+        self._mark_retired(engine)
+        self._let_go(engine)
         if failure.may_go_on:
             engine.ended.wait()
 
     def close(self) -> None:
-        """Give the connection up; calls under way keep theirs."""
+        """Give the connection up for good; calls under way keep it until they return."""
         with self._lock:
+            self._is_forgotten = True
             engine, self._engine = self._engine, None
             if engine is None:
                 return
@@ -165,7 +173,7 @@ class Peer:
             was_used = self._engine is engine
             if was_used:
                 self._engine = None
-            if not engine.is_home:
+            if not engine.is_home and engine not in self._gone:
                 self._shelved.discard(engine)
                 self._retired.add(engine)
         if was_used:
@@ -203,9 +211,11 @@ class Peer:
                 self._num_calls[engine] -= 1
             self._let_go(engine)
 
-    def _longest_call(self) -> float:
+    def _seconds_without_success(self) -> float:
+        """Since the last call that succeeded, or the first one under way began."""
         with self._lock:
-            return time.monotonic() - min(self._calls.values(), default=time.monotonic())
+            now = time.monotonic()
+            return now - max(min(self._calls.values(), default=now), self._succeeded)
 
 
 def _seconds_until(deadline: float | None) -> float:

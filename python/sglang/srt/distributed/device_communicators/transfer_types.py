@@ -46,7 +46,7 @@ class BlockOutcome(Enum):
 
 
 class TransferError(RuntimeError):
-    """A transfer did not happen. Nothing of it is in flight unless the error says so."""
+    """A transfer did not happen, or not all of it. Nothing of it is in flight."""
 
 
 class PeerError(TransferError):
@@ -158,11 +158,6 @@ class Transfer:
         with self._lock:
             self._mark(first, last, outcome)
 
-    def fail(self, index: int) -> None:
-        """Worker: block `index` was refused by the peer."""
-        with self._lock:
-            self._outcomes[index] = BlockOutcome.FAILED
-
     def settle(self, error: Exception | None = None) -> None:
         """Worker: nothing is in flight any more. The first call counts."""
         with self._lock:
@@ -174,9 +169,8 @@ class Transfer:
             self._on_settled()
             self._ended.set()
 
-    def leave(self, error: Exception) -> None:
+    def leave(self) -> None:
         """Worker: what is in flight stays so for as long as this process lives."""
-        self._error = error
         self._ended.set()
 
     def _mark_all_ended(self) -> None:

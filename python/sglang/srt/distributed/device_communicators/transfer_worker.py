@@ -74,9 +74,7 @@ class TransferWorker:
                 len(self._transfer.in_flight),
                 self._peer.name,
             )
-            self._transfer.leave(
-                TransferError(f"a transfer with peer {self._peer.name} failed, and may go on")
-            )
+            self._transfer.leave()
             return
         except TransferError as known:
             error = known

@@ -72,7 +72,8 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     for name in envs.fields():
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test exports is taken back
+        monkeypatch.delenv(name)
     made = Host(tmp_path, monkeypatch)
     made.set_device("cuda:0")
     return made
@@ -184,7 +185,14 @@ def test_mooncake_is_made_to_install_what_was_chosen(
     host.add_device("mlx5_0", "mlx5_core")
     host.start(protocol)
     assert host.engines.made[0].forced == forced
-    assert not envs.MC_FORCE_TCP.is_set()
+
+
+@pytest.mark.parametrize(("wheel", "forced"), [(ALL, ["MC_FORCE_TCP"]), (PLAIN, [])])
+def test_tcp_is_forced_only_where_mooncake_would_prefer_something(
+    host: Host, wheel: tuple[str, ...], forced: list[str]
+) -> None:
+    host.start("tcp", wheel=wheel)
+    assert host.engines.made[0].forced == forced
 
 
 def test_forced_tcp_is_not_taken_for_rdma(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from sglang.srt.distributed.device_communicators import peer as peer_module
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
+from sglang.srt.distributed.device_communicators.peer import CallFailed, ConnectionGone
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     BlockOutcome,
@@ -402,8 +403,10 @@ def test_what_a_failed_batch_left_keeps_its_memory_where_it_cannot_be_ended(
     """All peers share the engine object over rdma."""
     engine = start_over_rdma(fakes, tmp_path, monkeypatch)
     fakes.answer = lambda _, call: -1 if call.requests else 0
-    with pytest.raises(TransferError, match="failed, and may go on"):
-        engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+    transfer = engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+    assert transfer.in_flight == [0, 1]
+    assert not transfer.is_settled and not transfer.wait(60)
+    assert engine.transfer_sync(peer, BASE, 7, 10) == -1
     assert f"2 blocks stay in flight with peer {peer}" in caplog.text
     with pytest.raises(RangeInUse):
         engine.deregister(BASE)
@@ -491,17 +494,58 @@ def test_what_one_peer_left_serves_another(
     assert len(fakes.made) == 2
 
 
-def test_a_connection_that_is_given_up_between_two_batches_is_made_anew(
+def test_a_peer_that_is_forgotten_gets_no_further_batch(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
     def answer(_: FakeTransferEngine, call: FakeCall) -> int:
-        if call.requests and len(fakes.calls) == 1:
-            engine._peer(peer).close()
+        if call.requests:
+            engine.forget_peer(peer)
         return 0
 
     fakes.answer = answer
-    assert engine.transfer(peer, TransferOp.WRITE, apart(600), timeout=10).is_done
-    assert len(fakes.made) == 3
+    with pytest.raises(PeerUnreachable, match="was forgotten by this process"):
+        engine.transfer(peer, TransferOp.WRITE, apart(600), timeout=10)
+    assert len(fakes.calls) == 1
+    engine.deregister(BASE)
+
+
+def test_a_connection_that_another_call_gave_up_is_made_anew(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the moment in which a call takes the connection and its beginning."""
+    remote = engine._peer(peer)
+    old = remote.connect(None)
+    assert old is not None
+    remote.retire(old, CallFailed(-1, 0.0, 2))
+    assert old.ended.is_set()
+    with pytest.raises(ConnectionGone):
+        remote.call(old, TransferOp.WRITE, [])
+    connections = iter((old, old, *[remote.connect(None)] * 3))
+    monkeypatch.setattr(remote, "connect", lambda deadline: next(connections))
+    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10).is_done
+    assert len(fakes.calls) == 1
+
+
+def test_a_slow_peer_is_not_one_that_hangs(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Calls that succeed beside a long one show that it moves."""
+    monkeypatch.setattr(peer_module, "STALLED_AFTER_S", 0.3)
+    hanging = Hanging()
+    fakes.answer = lambda at, call: hanging(at, call) if len(fakes.calls) == 1 else 0
+    long = engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.01)
+    assert hanging.entered.wait(10)
+    for _ in range(8):
+        assert not long.wait(0.1)
+        assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+    hanging.go_on.set()
+    assert long.wait(10)
 
 
 if __name__ == "__main__":
