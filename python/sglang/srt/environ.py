@@ -258,7 +258,7 @@ class Envs:
         10, "The same while a peer's answer to a request is awaited."
     )
     MC_TRANSFER_TIMEOUT = EnvInt(
-        60, "Seconds after which a call of Mooncake's engine gives up (its own default: 30)."
+        120, "Seconds after which a call of Mooncake's engine gives up (its own default: 30)."
     )
     MC_FORCE_TCP = EnvOptionalStr("Set: Mooncake's engine uses TCP beside RDMA devices too.")
     MC_FORCE_MNNVL = EnvOptionalStr("Set: Mooncake's engine uses NVLink between nodes.")

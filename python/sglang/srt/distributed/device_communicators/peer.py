@@ -24,7 +24,7 @@ from sglang.srt.utils.network import can_connect
 
 logger = logging.getLogger(__name__)
 
-STALLED_AFTER_S: Final = 10.0
+STALLED_AFTER_S: Final = 20.0
 """Calls under way for so long, of which none succeeds, keep others from beginning."""
 _CONNECT_S: Final = 1.5
 """TCP repeats a lost packet after one second."""

@@ -19,8 +19,8 @@ REQUEST_BYTES: Final = 16 * MIB
 """Most bytes of a request. Mooncake's rates grow up to about there."""
 BATCH_REQUESTS: Final = 512
 """Most requests of one call: two such calls may share a peer's budget."""
-BATCH_BYTES: Final = 128 * MIB
-"""Most bytes of one call. A call gives up after a minute, however well it goes: 2 MB/s will do."""
+BATCH_BYTES: Final = 256 * MIB
+"""Most bytes of one call. A call gives up after two minutes, however well it goes: 3 MB/s will do."""
 
 
 @dataclass(slots=True)

@@ -62,12 +62,10 @@ def test_batches_hold_what_a_call_takes() -> None:
     assert [len(batch.requests) for batch in cut_batches(tiny)] == [512, 512, 176]
     batches = list(cut_batches(merge_blocks([Block(0, 0, 300 * MIB), Block(0, 0, 1)], [ONE] * 2)))
     assert [sum(r.length for r in batch.requests) for batch in batches] == [
-        128 * MIB,
-        128 * MIB,
+        256 * MIB,
         44 * MIB + 1,
     ]
     assert [(b.first, b.last, b.is_last_whole) for b in batches] == [
-        (0, 0, False),
         (0, 0, False),
         (0, 1, True),
     ]
