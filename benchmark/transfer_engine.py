@@ -1,9 +1,10 @@
 """Transfers between two processes: this engine's wrapper beside a bare loop over Mooncake's own.
 
-    python benchmark/transfer_engine.py [--megabytes 256] [--repeat 7] [--out FILE]
+    python benchmark/transfer_engine.py [--megabytes 256] [--rounds 4] [--repeat 5] [--out FILE]
 
 One peer process and this one, TCP over loopback. The same blocks, bytes and order in the same run;
-the two take turns. Blocks lie apart, so that none are merged, and side by side, where the wrapper
+the two take turns. Each round connects both anew: some connections are slower than others for as
+long as they last. Blocks lie apart, so that none are merged, and side by side, where the wrapper
 merges them and the bare loop does not. Target: 0.8 of the bare rate for blocks apart.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +32,18 @@ from sglang.test.transfer_peer import TransferPeer
 
 BLOCK_SIZES = (64 << 10, MIB, 16 * MIB)
 GAP = 4096
+GAPS = {"apart": GAP, "side by side": 0}
+"""Bytes between two blocks."""
 BARE_BATCH = 1024
 """Requests of one call of the bare loop: half of what the transport takes."""
+
+
+class Case(NamedTuple):
+    """What one line of the results is about."""
+
+    op: TransferOp
+    size: int
+    placement: str
 
 
 class Bench:
@@ -76,6 +88,10 @@ class Bench:
             )
             assert code == 0
 
+    def close(self) -> None:
+        self._wrapped.close()
+        del self._bare
+
     def compare(self, op: TransferOp, size: int, gap: int, repeat: int) -> dict[str, list[float]]:
         """GB/s of each turn. The first turn of each connects and touches memory: not counted."""
         blocks = self.blocks(size, gap)
@@ -102,31 +118,39 @@ def memory_bytes(num_bytes: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="Moved in one turn.")
-    parser.add_argument("--repeat", type=int, default=7, help="Turns that count.")
+    parser.add_argument("--rounds", type=int, default=4, help="How often both connect.")
+    parser.add_argument("--repeat", type=int, default=5, help="Turns of a round that count.")
     parser.add_argument("--out", type=writable_file, help="Append the lines to this file.")
     args = parser.parse_args()
     mark_device_set("cpu")
     envs.MOONCAKE_PROTOCOL.set("tcp")
     num_bytes = args.megabytes * MIB
+    cases = [
+        Case(op, size, placement) for placement in GAPS for size in BLOCK_SIZES for op in TransferOp
+    ]
+    raw: dict[Case, dict[str, list[float]]] = {case: {} for case in cases}
     with TransferPeer(memory_bytes(num_bytes)) as peer:
-        bench = Bench(peer, num_bytes)
-        for gap, placement in ((GAP, "apart"), (0, "side by side")):
-            for size in BLOCK_SIZES:
-                for op in TransferOp:
-                    rates = bench.compare(op, size, gap, args.repeat)
-                    median = {name: statistics.median(values) for name, values in rates.items()}
-                    record = {
-                        "benchmark": "transfer_engine",
-                        **provenance(),
-                        "op": op.value,
-                        "block_bytes": size,
-                        "blocks": num_bytes // size,
-                        "placement": placement,
-                        "gb_per_second": median,
-                        "ratio": round(median["wrapped"] / median["bare"], 3),
-                        "raw": rates,
-                    }
-                    emit(record, args.out)
+        for _ in range(args.rounds):
+            bench = Bench(peer, num_bytes)
+            for case in cases:
+                rates = bench.compare(case.op, case.size, GAPS[case.placement], args.repeat)
+                for name, values in rates.items():
+                    raw[case].setdefault(name, []).extend(values)
+            bench.close()
+    for case, rates in raw.items():
+        median = {name: statistics.median(values) for name, values in rates.items()}
+        record = {
+            "benchmark": "transfer_engine",
+            **provenance(),
+            "op": case.op.value,
+            "block_bytes": case.size,
+            "blocks": num_bytes // case.size,
+            "placement": case.placement,
+            "gb_per_second": median,
+            "ratio": round(median["wrapped"] / median["bare"], 3),
+            "raw": rates,
+        }
+        emit(record, args.out)
 
 
 if __name__ == "__main__":

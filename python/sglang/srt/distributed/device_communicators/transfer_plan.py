@@ -20,7 +20,7 @@ REQUEST_BYTES: Final = 16 * MIB
 BATCH_REQUESTS: Final = 512
 """Most requests of one call: two such calls may share a peer's budget."""
 BATCH_BYTES: Final = 256 * MIB
-"""Most bytes of one call. A call gives up after two minutes, however well it goes: 3 MB/s will do."""
+"""Most bytes of one call, which gives up after two minutes however well it goes: 3 MB/s will do."""
 
 
 @dataclass(slots=True)
