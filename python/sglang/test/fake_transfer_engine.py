@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
+
+from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.environ import envs
+
+BASE = 1 << 20
+"""Address of the registered memory, 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +110,45 @@ def listening_peer() -> Iterator[str]:
     """The session id of a peer that accepts connections, and does no more."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def start_engine(fakes: FakeTransferEngines) -> MooncakeTransferEngine:
+    """An engine over TCP with 64 MiB at `BASE` registered."""
+    engine = MooncakeTransferEngine(
+        "127.0.0.1", new_engine=fakes.new_engine, supported=("tcp",), rdma_root=Path("/nowhere")
+    )
+    engine.register(BASE, 64 * MIB)
+    return engine
+
+
+def start_over_rdma(
+    fakes: FakeTransferEngines, root: Path, patch: pytest.MonkeyPatch
+) -> MooncakeTransferEngine:
+    """The same over a made-up RDMA device below `root`."""
+    (root / "mlx5_0").mkdir()
+    patch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    engine = MooncakeTransferEngine(
+        "127.0.0.1", new_engine=fakes.new_engine, supported=("rdma",), rdma_root=root
+    )
+    engine.register(BASE, 64 * MIB)
+    return engine
+
+
+def apart(count: int, length: int = 10, gap: int = 20) -> list[Block]:
+    """Blocks that do not touch, from `BASE` on."""
+    return [Block(BASE + i * gap, 1000 + i * gap, length) for i in range(count)]
+
+
+class Hanging:
+    """Batches that return when they are told to."""
+
+    def __init__(self, code: int = 0, *, contacts: bool = False) -> None:
+        self.go_on, self.entered = threading.Event(), threading.Event()
+        self._code, self._contacts = code, contacts
+
+    def __call__(self, engine: FakeTransferEngine, call: FakeCall) -> int:
+        if bool(call.requests) == self._contacts:
+            return 0
+        self.entered.set()
+        assert self.go_on.wait(30)
+        return self._code

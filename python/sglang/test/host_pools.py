@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.utils.device import detect_device
 
 PAGE = 4
 """Tokens per page of the pools made here."""
@@ -88,8 +89,8 @@ def copy_to_device(
 def storage_config(
     namespace: str = "ns", *, tp_rank: int = 0, tp_size: int = 1, **extra: Any
 ) -> HiCacheStorageConfig:
-    """A storage config of one engine on the CPU; `extra` is its extra config."""
-    mark_device_set("cpu")
+    """A storage config of one engine; `extra` is its extra config."""
+    mark_device_set(detect_device())
     return HiCacheStorageConfig(
         tp_rank=tp_rank,
         tp_size=tp_size,

@@ -23,6 +23,7 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.utils.device import detect_device
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (
@@ -46,7 +47,7 @@ class Here:
     """This process's end: an engine and as much memory twice, to send and to receive."""
 
     def __init__(self) -> None:
-        mark_device_set("cpu")
+        mark_device_set(detect_device())
         with envs.MOONCAKE_PROTOCOL.override("tcp"):
             self.engine = MooncakeTransferEngine(LOOPBACK)
         self.sent = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)

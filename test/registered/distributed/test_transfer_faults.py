@@ -30,6 +30,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
+from sglang.srt.utils.device import detect_device
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tcp_forwarder import TcpForwarder
@@ -89,7 +90,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def here() -> Iterator[Here]:
-    mark_device_set("cpu")
+    mark_device_set(detect_device())
     made = Here()
     yield made
     made.engine.close()

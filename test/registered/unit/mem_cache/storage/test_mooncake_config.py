@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeStoreConfig,
 )
 from sglang.srt.mem_cache.tiers.hicache_attachment import host_allocator_type
+from sglang.srt.utils.device import detect_device
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import make_device_pool, make_host_pool, storage_config
@@ -193,7 +194,7 @@ def test_rdma_without_a_device_is_said_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_store_needs_a_config() -> None:
-    mark_device_set("cpu")
+    mark_device_set(detect_device())
     with pytest.raises(ValueError, match="storage_config"):
         MooncakeStore()
 
