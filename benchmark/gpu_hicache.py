@@ -42,8 +42,8 @@ from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
+from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
-from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 from sglang.test.engine_server import EngineServer
 from sglang.test.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 

@@ -28,6 +28,7 @@ from storage_peers import BareFiles, BareMooncake, MemoryCopy, Peer, gb_per_seco
 from tqdm import tqdm
 
 from sglang.benchmark.report import emit, provenance, writable_file
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
@@ -105,6 +106,7 @@ def peers(
 ) -> Iterator[dict[str, Peer]]:
     """The three ways to use the API of one backend, by name."""
     pages = host.page_num
+    mark_device_set("cpu")
     with ExitStack() as stack:
         made: dict[str, Peer] = {}
 

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 
 from sglang.benchmark.report import emit, provenance
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
@@ -55,6 +56,7 @@ class Bench:
         config = HiCacheStorageConfig(
             0, 1, 0, 1, 0, 1, False, False, True, None, extra_config=extra, namespace="bench"
         )
+        mark_device_set("cpu")
         self.store = MooncakeStore(config, self.host)
         self.slots = torch.arange(pages * PAGE_TOKENS)
         self.keys = [f"bench/{index:064x}" for index in range(pages)]

@@ -206,6 +206,13 @@ class Envs:
     SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK = EnvBool(
         False, "Use `tcp` in place of `rdma`, with a warning, if there is no RDMA device."
     )
+    SGLANG_MOONCAKE_CUSTOM_MEM_POOL = EnvOptionalStr(
+        "Memory pool of KV that is transferred: NVLINK, BAREX or INTRA_NODE_NVLINK."
+    )
+    ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE = EnvBool(
+        False, "Transfer over Ascend's links, whatever MOONCAKE_PROTOCOL says."
+    )
+    ASCEND_NPU_PHY_ID = EnvInt(-1, "Physical id of this process's NPU; -1: the rank's device.")
     HICACHE_HOST_MEMORY_RESERVE_BYTES = EnvSize(
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
@@ -245,6 +252,22 @@ class Envs:
     GLOG_minloglevel = EnvInt(
         2, "The severity until Mooncake's engine has started: 0 info, 1 warning, 2 error."
     )
+    MC_TCP_PROGRESS_TIMEOUT_SEC = EnvInt(
+        10, "Seconds without a byte after which Mooncake ends a TCP transfer (its own default: 30)."
+    )
+    MC_TCP_STATUS_TIMEOUT_SEC = EnvInt(
+        10, "The same while a peer's answer to a request is awaited."
+    )
+    MC_TRANSFER_TIMEOUT = EnvInt(
+        120, "Seconds after which a call of Mooncake's engine gives up (its own default: 30)."
+    )
+    MC_FORCE_TCP = EnvOptionalStr("Set: Mooncake's engine uses TCP beside RDMA devices too.")
+    MC_FORCE_MNNVL = EnvOptionalStr("Set: Mooncake's engine uses NVLink between nodes.")
+    MC_INTRANODE_NVLINK = EnvOptionalStr("Set: Mooncake's engine uses NVLink within a node.")
+
+    # Read by torch's allocator, not by us.
+    PYTORCH_CUDA_ALLOC_CONF = EnvStr("", "Settings of torch's allocator of GPU memory.")
+    PYTORCH_ALLOC_CONF = EnvStr("", "The same by its newer name.")
 
     @classmethod
     def fields(cls) -> Mapping[str, EnvField[object]]:

@@ -187,6 +187,11 @@ class ServerArgs:
         "Serve whole requests (null), or only their prefill or decode half.",
         choices=("null", "prefill", "decode"),
     )
+    disaggregation_ib_device: str | None = flag(
+        None,
+        "InfiniBand devices of transfers between the halves: a list, a JSON object by GPU, or a "
+        ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
+    )
 
     # HiCache
     enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
@@ -317,6 +322,7 @@ def _check_not_yet(args: ServerArgs) -> None:
         raise _not_yet(
             args, "disaggregation_mode", "a server prefills and decodes; leave it at null"
         )
+    _refuse_ignored(args, "disaggregation_ib_device", "with --disaggregation-mode null")
 
 
 def _check_device(args: ServerArgs, kind: DeviceKind) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -102,6 +103,7 @@ class CacheRig:
     tree: RadixCache = field(init=False)
 
     def __post_init__(self) -> None:
+        mark_device_set(RIG_DEVICE)
         size = self.l1_pages * self.page_size
         self.pool = MHATokenToKVPool(
             size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, RIG_DEVICE

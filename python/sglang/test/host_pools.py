@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -88,6 +90,7 @@ def storage_config(
     namespace: str = "ns", *, tp_rank: int = 0, tp_size: int = 1, **extra: Any
 ) -> HiCacheStorageConfig:
     """A storage config of one engine; `extra` is its extra config."""
+    mark_device_set(detect_device())
     return HiCacheStorageConfig(
         tp_rank=tp_rank,
         tp_size=tp_size,

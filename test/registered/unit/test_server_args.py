@@ -149,6 +149,7 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--enable-mixed-chunk"], "not yet: prefill and decode in one batch .--target-inter"),
         (["--disaggregation-bootstrap-port", "1"], "does not yet: prefill and decode"),
         (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill: SGLang has it"),
+        (["--disaggregation-ib-device", "mlx5_0"], "no effect with --disaggregation-mode null"),
         (["--tensor-parallel-size", "2"], "--tp-size 2: SGLang has it, .* not yet"),
         (["--attn-cp-size", "2"], "--attn-cp-size 2: SGLang has it"),
         (["--nnodes", "2"], "--nnodes 2: SGLang has it"),
@@ -249,8 +250,8 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_flag_of_ours_is_in_the_table_of_refusals() -> None:
     refused = [f.name for f in dataclasses.fields(ServerArgs) if refusal(f.name)]
-    # The mode has one value that works; its other values are refused by `resolve`.
-    assert refused == ["disaggregation_mode"]
+    # The mode has one value that works; its other values, and what they need, `resolve` refuses.
+    assert refused == ["disaggregation_mode", "disaggregation_ib_device"]
 
 
 def test_from_kwargs_explains_unknown_names() -> None:

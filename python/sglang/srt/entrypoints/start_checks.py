@@ -10,6 +10,10 @@ from pathlib import Path
 
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.configs.config_file import supported_architecture
+from sglang.srt.distributed.device_communicators.mooncake_library import (
+    MOONCAKE_MISSING,
+    STORE_USER,
+)
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     list_rdma_devices,
     resolve_mooncake_protocol,
@@ -21,7 +25,6 @@ from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSetti
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
 from sglang.srt.mem_cache.storage.mooncake_store.client import check_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
-from sglang.srt.mem_cache.storage.mooncake_store.library import MOONCAKE_MISSING
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.model_loader.weight_files import weight_files
 from sglang.srt.server_args import ServerArgs
@@ -90,7 +93,9 @@ def check_storage(args: ServerArgs) -> None:
 
 def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
     if importlib.util.find_spec("mooncake") is None:
-        raise ValueError(MOONCAKE_MISSING.format(cause="there is no package 'mooncake'"))
+        raise ValueError(
+            MOONCAKE_MISSING.format(user=STORE_USER, cause="there is no package 'mooncake'")
+        )
     resolve_mooncake_protocol(
         config.protocol,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),

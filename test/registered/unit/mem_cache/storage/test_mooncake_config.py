@@ -1,10 +1,8 @@
-"""Mooncake without a master: settings, protocol, return codes, the slice budget, the factory."""
+"""Mooncake without a master: settings, protocol, return codes, the factory."""
 
 from __future__ import annotations
 
 import json
-import random
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,9 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     resolve_mooncake_protocol,
     wheel_protocols,
 )
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheFile,
@@ -35,7 +35,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeStore,
     MooncakeStoreConfig,
 )
-from sglang.srt.mem_cache.storage.slice_budget import MAX_SLICES, SliceBudget
 from sglang.srt.mem_cache.tiers.hicache_attachment import host_allocator_type
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -197,6 +196,7 @@ def test_rdma_without_a_device_is_reported_at_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_store_needs_a_config() -> None:
+    mark_device_set(detect_device())
     with pytest.raises(ValueError, match="storage_config"):
         MooncakeStore()
 
@@ -233,77 +233,6 @@ def test_mooncake_memory_lives_as_long_as_its_views() -> None:
     assert view.sum() == 20
     with pytest.raises(ValueError, match="host memory only"):
         MooncakeHostTensorAllocator().allocate((1,), torch.uint8, device="cuda")
-
-
-# -- budget --------------------------------------------------------------------------------------
-
-
-def test_two_threads_never_exceed_the_budget() -> None:
-    budget = SliceBudget(100)
-    over: list[int] = []
-    held = 0
-    lock = threading.Lock()
-
-    def work(seed: int) -> None:
-        nonlocal held
-        rng = random.Random(seed)
-        for _ in range(300):
-            slices = rng.randint(1, 100)
-            with budget.hold(slices):
-                with lock:
-                    held += slices
-                    if held > 100:
-                        over.append(held)
-                with lock:
-                    held -= slices
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not over
-    assert budget.in_flight == 0
-    assert 0 < budget.peak <= 100
-
-
-def test_a_large_batch_is_not_starved_by_small_ones() -> None:
-    budget = SliceBudget(10)
-    order: list[str] = []
-
-    def large() -> None:
-        with budget.hold(10):
-            order.append("large")
-
-    def small() -> None:
-        with budget.hold(1):
-            order.append("small")
-
-    def waiting(count: int) -> None:
-        deadline = time.monotonic() + 10
-        while len(budget._waiting) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    with budget.hold(5):
-        threads = [threading.Thread(target=large), threading.Thread(target=small)]
-        threads[0].start()
-        waiting(1)
-        threads[1].start()
-        waiting(2)
-        assert order == []
-    for thread in threads:
-        thread.join(10)
-    assert order == ["large", "small"]
-
-
-def test_oversized_batches_are_refused_and_failures_release_their_slices() -> None:
-    budget = SliceBudget()
-    with pytest.raises(ValueError, match="1025 slices"), budget.hold(MAX_SLICES + 1):
-        pass
-    with pytest.raises(RuntimeError), budget.hold(MAX_SLICES):
-        raise RuntimeError
-    assert budget.in_flight == 0
 
 
 # -- factory -------------------------------------------------------------------------------------

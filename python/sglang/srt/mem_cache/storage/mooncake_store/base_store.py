@@ -7,6 +7,7 @@ import threading
 
 import torch
 
+from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.mem_cache.storage.mooncake_store.client import (
     MooncakeClient,
     check_health,
@@ -24,9 +25,11 @@ class MooncakeBaseStore:
     Raises:
         ValueError: A setting is missing, malformed or cannot work on this host.
         StorageUnreachable: There is no master. Raised without delay.
+        RuntimeError: No device is set in this process yet.
     """
 
     def __init__(self, config: MooncakeStoreConfig) -> None:
+        require_device_set("Mooncake Store")
         self.config = config
         self.protocol = choose_protocol(config)
         """The protocol that Mooncake uses."""

@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     list_rdma_devices,
     resolve_mooncake_protocol,
     wheel_protocols,
 )
+from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
-from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
-from sglang.srt.mem_cache.storage.slice_budget import SliceBudget
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
 from sglang.srt.utils.network import can_connect, wait_for_listener_to_end
 

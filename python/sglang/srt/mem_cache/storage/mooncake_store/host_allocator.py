@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
 from sglang.srt.mem_cache.host.host_memory import HOST_DEVICE, HostTensorAllocator, nbytes, touch
 from sglang.srt.mem_cache.host.pinned_memory import touch_and_lock
-from sglang.srt.mem_cache.storage.mooncake_store.library import load_mooncake
 
 
 class MooncakeHostTensorAllocator(HostTensorAllocator):

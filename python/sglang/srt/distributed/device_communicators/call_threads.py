@@ -1,0 +1,65 @@
+"""Threads for calls that may hang: a caller hands one over and waits as long as it likes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final
+
+_MAX_IDLE: Final = 8
+
+Work = Callable[[], None]
+
+
+class CallThreads:
+    """Runs each piece of work at once, in an idle thread or a new one. Any thread.
+
+    The threads are daemons: one that hangs in a library does not keep the process from ending.
+    Work must not raise. `close` ends the idle ones; the others end with their work.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Args:
+        name: Of every thread.
+        """
+        self._name = name
+        self._idle: list[SimpleQueue[Work | None]] = []
+        self._num_busy = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def num_busy(self) -> int:
+        """Pieces of work under way."""
+        return self._num_busy
+
+    def submit(self, work: Work) -> None:
+        """Run `work` now, beside the caller."""
+        with self._lock:
+            assert not self._closed, f"{self._name}: closed"
+            self._num_busy += 1
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            threading.Thread(
+                target=self._serve, args=(inbox,), name=self._name, daemon=True
+            ).start()
+        inbox.put(work)
+
+    def close(self) -> None:
+        """Take no more work. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for inbox in idle:
+            inbox.put(None)
+
+    def _serve(self, inbox: SimpleQueue[Work | None]) -> None:
+        while (work := inbox.get()) is not None:
+            work()
+            with self._lock:
+                self._num_busy -= 1
+                if self._closed or len(self._idle) >= _MAX_IDLE:
+                    return
+                self._idle.append(inbox)

@@ -1,0 +1,166 @@
+"""What a process's Transfer Engine is started with, decided and checked before anything starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    RdmaDevice,
+    resolve_mooncake_protocol,
+)
+from sglang.srt.environ import EnvOptionalStr, envs
+from sglang.srt.utils.network import get_free_port
+
+logger = logging.getLogger(__name__)
+
+_ON_IB: Final = ("rdma", "efa")
+"""Protocols that InfiniBand devices carry."""
+_ON_CUDA: Final = ("nvlink", "nvlink_intra")
+_NEEDS: Final = {
+    "tcp": envs.MC_FORCE_TCP,
+    "nvlink": envs.MC_FORCE_MNNVL,
+    "nvlink_intra": envs.MC_INTRANODE_NVLINK,
+}
+"""For tcp only where there is something else, which Mooncake would prefer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settled, and known to be possible on this machine as far as that can be seen."""
+
+    requested: str
+    """The protocol that was asked for."""
+    protocol: str
+    """The one that is used."""
+    hostname: str
+    """Name or address of this process for its peers."""
+    local_name: str
+    """What the engine is told: the hostname, on Ascend with a port and the NPU."""
+    ib_device: str
+    """Comma separated; empty: the transport chooses."""
+    variable: EnvOptionalStr | None = None
+    """What Mooncake must find set to install this protocol's transport."""
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether the user allowed another protocol than the one asked for, and it came to that."""
+        return self.requested != self.protocol
+
+    def export(self) -> None:
+        """Make Mooncake's engine install the transport of this protocol, for good.
+
+        It goes by the devices that it sees, and by these variables, not by the name that it is
+        given. To be called before other threads read the environment.
+        """
+        if self.variable is not None and not self.variable.is_set():
+            self.variable.set("1")
+
+
+def settle_engine(
+    hostname: str,
+    *,
+    device: str,
+    gpu_id: int | None,
+    ib_device: str,
+    devices: Sequence[RdmaDevice],
+    supported: Collection[str],
+) -> EngineSettings:
+    """Decide on the protocol and refuse what cannot work here. Touches no transport.
+
+    Args:
+        hostname: Name or address under which peers reach this process.
+        device: This process's own, as `mark_device_set` has it.
+        gpu_id: The rank's device; NPUs are told apart by it where ASCEND_NPU_PHY_ID is not set.
+        ib_device: Comma separated; empty: any.
+        devices: All InfiniBand devices of the host.
+        supported: Protocols of the installed wheel.
+
+    Raises:
+        ValueError: One line with the setting and the remedy.
+    """
+    requested = envs.MOONCAKE_PROTOCOL.get()
+    if envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
+        requested = "ascend"
+    protocol = resolve_mooncake_protocol(
+        requested,
+        allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
+        devices=_chosen(ib_device, devices) if requested in _ON_IB else devices,
+        supported=supported,
+    )
+    if protocol != "tcp" and envs.MC_FORCE_TCP.is_set():
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL={protocol}, but MC_FORCE_TCP is set, which makes Mooncake use TCP: "
+            "unset MC_FORCE_TCP, or set MOONCAKE_PROTOCOL=tcp"
+        )
+    if protocol == "efa":
+        _check_efa_memory()
+    if protocol in _ON_CUDA and not device.startswith("cuda"):
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL={protocol} connects CUDA devices, and this process is on {device}: "
+            "set MOONCAKE_PROTOCOL=rdma, or tcp where there is no RDMA device"
+        )
+    if protocol not in _ON_IB and ib_device:
+        logger.warning("%s uses no InfiniBand device: %s is ignored", protocol, ib_device)
+    local_name = _ascend_name(hostname, device, gpu_id) if protocol == "ascend" else hostname
+    variable = _NEEDS.get(protocol)
+    if protocol == "tcp" and not devices and not set(_ON_CUDA) & set(supported):
+        variable = None
+    return EngineSettings(requested, protocol, hostname, local_name, ib_device, variable)
+
+
+def _chosen(ib_device: str, devices: Sequence[RdmaDevice]) -> list[RdmaDevice]:
+    names = [name for name in ib_device.split(",") if name]
+    there = {device.name: device for device in devices}
+    missing = [name for name in names if name not in there]
+    if missing and devices:
+        raise ValueError(
+            f"--disaggregation-ib-device (MOONCAKE_DEVICE) names {', '.join(missing)}, which this "
+            f"host does not have; it has: {', '.join(there)}"
+        )
+    return [there[name] for name in names if name in there] if names else list(devices)
+
+
+def _check_efa_memory() -> None:
+    """EFA registers memory of plain allocations alone."""
+    pool = envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()
+    if pool is not None:
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL=efa cannot register memory of a custom pool: unset "
+            f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL ({pool})"
+        )
+    for field in (envs.PYTORCH_CUDA_ALLOC_CONF, envs.PYTORCH_ALLOC_CONF):
+        if _has_expandable_segments(field.get()):
+            raise ValueError(
+                "MOONCAKE_PROTOCOL=efa cannot register expandable segments: take "
+                f"expandable_segments:True out of {field.name} ({field.get()})"
+            )
+
+
+def _has_expandable_segments(conf: str) -> bool:
+    """As torch reads it: `key:value`, comma separated; the last one counts."""
+    values = [
+        value.strip().lower()
+        for key, _, value in (part.partition(":") for part in conf.split(","))
+        if key.strip().lower() == "expandable_segments"
+    ]
+    return bool(values) and values[-1] in ("true", "1")
+
+
+def _ascend_name(hostname: str, device: str, gpu_id: int | None) -> str:
+    if not device.startswith("npu"):
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL=ascend connects NPUs, and this process is on {device}: set "
+            "MOONCAKE_PROTOCOL=rdma or tcp, and unset ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE"
+        )
+    npu = envs.ASCEND_NPU_PHY_ID.get()
+    if npu == -1:
+        npu = gpu_id if gpu_id is not None else -1
+    if npu < 0:
+        raise ValueError(
+            f"ASCEND_NPU_PHY_ID={npu} is no NPU, and the rank's device is not known: set it to "
+            "the physical id of this process's NPU"
+        )
+    return f"{hostname}:{get_free_port()}:npu_{npu}"

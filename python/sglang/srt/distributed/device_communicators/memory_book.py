@@ -1,0 +1,143 @@
+"""The book of memory that the transport knows: no other address may reach it.
+
+Mooncake takes any address over TCP and reads what is there, or crashes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    OverlappingRange,
+    RangeInUse,
+    UnknownRange,
+)
+
+
+@dataclass(slots=True, eq=False)
+class MemoryRange:
+    """Registered bytes `[start, end)`."""
+
+    start: int
+    end: int
+    users: int = field(default=0)
+    """Transfers that may still access it."""
+
+
+class MemoryBook:
+    """Registered ranges, disjoint, sorted by address. Any thread."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ranges: list[MemoryRange] = []
+        self._lock = threading.Lock()
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """(address, bytes) of all that is registered."""
+        with self._lock:
+            return [(known.start, known.end - known.start) for known in self._ranges]
+
+    def add(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
+        """Enter ranges, all or none.
+
+        Raises:
+            ValueError: A length below one, an address of nothing, or lists of unlike lengths.
+            OverlappingRange: Bytes are registered already, or named twice.
+        """
+        if len(ptrs) != len(lengths):
+            raise ValueError(f"{len(ptrs)} addresses with {len(lengths)} lengths")
+        with self._lock:
+            entered: list[int] = []
+            try:
+                for ptr, length in zip(ptrs, lengths, strict=True):
+                    self._insert(ptr, length)
+                    entered.append(ptr)
+            except ValueError:
+                for ptr in entered:
+                    self._delete(ptr)
+                raise
+
+    def remove(self, ptrs: Sequence[int]) -> None:
+        """Strike ranges out, all or none.
+
+        Raises:
+            UnknownRange: No range begins at one of the addresses, or one is named twice.
+            RangeInUse: A transfer in flight may still access one.
+        """
+        with self._lock:
+            if len(set(ptrs)) != len(ptrs):
+                raise UnknownRange("a range is named twice")
+            for ptr in ptrs:
+                known = self._at(ptr)
+                if known is None or known.start != ptr:
+                    raise UnknownRange(f"no registered range begins at {ptr:#x}")
+                if known.users:
+                    raise RangeInUse(
+                        f"the range at {ptr:#x} is in use by {known.users} transfers; wait until "
+                        "they are settled (Transfer.wait)"
+                    )
+            for ptr in ptrs:
+                self._delete(ptr)
+
+    def pin(self, blocks: Sequence[Block]) -> list[MemoryRange]:
+        """The range of each block, kept until `unpin`.
+
+        Raises:
+            UnknownRange: Not all bytes of a block are in one range; nothing is kept.
+            ValueError: A block without bytes, or with a negative address of the peer.
+        """
+        with self._lock:
+            ranges = [self._range_of(index, block) for index, block in enumerate(blocks)]
+            for known in set(ranges):
+                known.users += 1
+            return ranges
+
+    def unpin(self, ranges: Sequence[MemoryRange]) -> None:
+        """Let go of what one `pin` kept."""
+        with self._lock:
+            for known in set(ranges):
+                known.users -= 1
+
+    def _range_of(self, index: int, block: Block) -> MemoryRange:
+        if block.length < 1 or block.remote < 0:
+            raise ValueError(
+                f"block {index}: {block.length} bytes at the peer's {block.remote}; a block has "
+                "at least one byte and no negative address"
+            )
+        known = self._at(block.local)
+        if known is None or block.local + block.length > known.end:
+            raise UnknownRange(
+                f"block {index}: {block.length} bytes at {block.local:#x} are not within one "
+                "registered range; register the memory first"
+            )
+        return known
+
+    def _at(self, address: int) -> MemoryRange | None:
+        """The range that holds `address`."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._ranges[index].end:
+            return None
+        return self._ranges[index]
+
+    def _insert(self, ptr: int, length: int) -> None:
+        if length < 1 or ptr < 1:
+            raise ValueError(f"cannot register {length} bytes at {ptr:#x}")
+        index = bisect.bisect_left(self._starts, ptr)
+        before = self._ranges[index - 1] if index else None
+        after = self._ranges[index] if index < len(self._ranges) else None
+        for known in (before, after):
+            if known is not None and ptr < known.end and known.start < ptr + length:
+                raise OverlappingRange(
+                    f"{length} bytes at {ptr:#x} overlap the registered range of "
+                    f"{known.end - known.start} bytes at {known.start:#x}"
+                )
+        self._starts.insert(index, ptr)
+        self._ranges.insert(index, MemoryRange(ptr, ptr + length))
+
+    def _delete(self, ptr: int) -> None:
+        index = bisect.bisect_left(self._starts, ptr)
+        del self._starts[index], self._ranges[index]

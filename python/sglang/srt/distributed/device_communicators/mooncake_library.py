@@ -1,0 +1,53 @@
+"""Mooncake's library, loaded with what of its settings differs here from its own defaults."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Final
+
+from sglang.srt.environ import envs
+
+MOONCAKE_MISSING: Final = (
+    "{user}: Mooncake cannot be loaded ({cause}); install mooncake-transfer-engine and the "
+    "libraries libibverbs1 and libnuma1"
+)
+STORE_USER: Final = "--hicache-storage-backend mooncake"
+ENGINE_USER: Final = "Transfer Engine"
+
+
+def load_mooncake() -> ModuleType:
+    """The module `mooncake.store`: its errors alone go to stderr, and its retries are bounded.
+
+    Raises:
+        ValueError: The package or a shared library that it needs is missing; names them.
+    """
+    return _load("mooncake.store", STORE_USER)
+
+
+def load_transfer_engine() -> ModuleType:
+    """The module `mooncake.engine`, which ends a TCP transfer that stalls after ten seconds.
+
+    Its own default is as long as its calls wait: whether a transfer or the call ends first would
+    be chance.
+
+    Raises:
+        ValueError: The package or a shared library that it needs is missing; names them.
+    """
+    for field in (
+        envs.MC_TCP_PROGRESS_TIMEOUT_SEC,
+        envs.MC_TCP_STATUS_TIMEOUT_SEC,
+        envs.MC_TRANSFER_TIMEOUT,
+    ):
+        field.export_default()
+    return _load("mooncake.engine", ENGINE_USER)
+
+
+def _load(module: str, user: str) -> ModuleType:
+    # Mooncake reads these while its first library is loaded: nothing else here imports it.
+    for field in (envs.MC_STORE_CLIENT_SETUP_RETRIES, envs.MC_LOG_LEVEL, envs.GLOG_minloglevel):
+        field.export_default()
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(MOONCAKE_MISSING.format(user=user, cause=error)) from error

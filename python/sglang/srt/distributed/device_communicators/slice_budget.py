@@ -1,0 +1,91 @@
+"""Bounds how many slices one user of Mooncake's transport has in flight, over all threads.
+
+A slice is one buffer of one request. Beyond about 2,048 in flight to a peer Mooncake's TCP
+transport fails or hangs for a minute, and the connection stays broken after that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+MAX_SLICES: Final = 1024
+"""Half of what was measured to break the transport."""
+
+
+class SliceBudget:
+    """A counting semaphore that takes several permits at once, in order of arrival.
+
+    Order matters: without it small puts would starve a large get for ever. Any thread. Permits
+    may be given back by another thread than the one that took them.
+    """
+
+    def __init__(self, capacity: int = MAX_SLICES) -> None:
+        self.capacity = capacity
+        self._condition = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._in_flight = 0
+        self._peak = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Slices held now."""
+        return self._in_flight
+
+    @property
+    def peak(self) -> int:
+        """Most slices ever held at once."""
+        return self._peak
+
+    def acquire(self, slices: int, deadline: float | None = None) -> bool:
+        """Wait for room for `slices` and hold them until `release`.
+
+        Args:
+            slices: How many.
+            deadline: On the clock of `time.monotonic`; None: wait as long as it takes.
+
+        Returns:
+            Whether they are held; False once the deadline has passed.
+
+        Raises:
+            ValueError: They can never fit; split the batch.
+        """
+        if not 0 <= slices <= self.capacity:
+            raise ValueError(f"{slices} slices do not fit a budget of {self.capacity}")
+        ticket = object()
+        with self._condition:
+            self._waiting.append(ticket)
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            has_room = self._condition.wait_for(
+                lambda: self._waiting[0] is ticket and self._in_flight + slices <= self.capacity,
+                timeout,
+            )
+            self._waiting.remove(ticket)
+            if has_room:
+                self._in_flight += slices
+                self._peak = max(self._peak, self._in_flight)
+            self._condition.notify_all()
+            return has_room
+
+    def release(self, slices: int) -> None:
+        """Give back what `acquire` took."""
+        with self._condition:
+            self._in_flight -= slices
+            self._condition.notify_all()
+
+    @contextmanager
+    def hold(self, slices: int) -> Iterator[None]:
+        """Wait for room for `slices`, and hold them for the length of the block.
+
+        Raises:
+            ValueError: They can never fit; split the batch.
+        """
+        self.acquire(slices)
+        try:
+            yield
+        finally:
+            self.release(slices)

@@ -1,0 +1,116 @@
+"""How blocks become requests, and requests batches: pure, any thread.
+
+The transport moves few large requests faster than many small ones, over a few connections a peer:
+neighbours are merged up to a bound that leaves all of these something to do, and what is larger is
+cut there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators.memory_book import MemoryRange
+from sglang.srt.distributed.device_communicators.transfer_types import Block
+
+REQUEST_BYTES: Final = 16 * MIB
+"""Most bytes of a request. Mooncake's rates grow up to about there."""
+BATCH_REQUESTS: Final = 512
+"""Most requests of one call: two such calls may share a peer's budget."""
+BATCH_BYTES: Final = 256 * MIB
+"""Most bytes of one call, which gives up after two minutes however well it goes: 3 MB/s will do."""
+
+
+@dataclass(slots=True)
+class Request:
+    """Contiguous bytes of the blocks `first` to `last`."""
+
+    local: int
+    remote: int
+    length: int
+    first: int
+    last: int
+
+
+def merge_blocks(blocks: Sequence[Block], ranges: Sequence[MemoryRange]) -> list[Request]:
+    """Requests for all blocks, in their order.
+
+    Args:
+        blocks: What to move.
+        ranges: The registered range of each; a request never spans two.
+    """
+    requests: list[Request] = []
+    joined: MemoryRange | None = None
+    for index, (block, known) in enumerate(zip(blocks, ranges, strict=True)):
+        if requests and known is joined:
+            end = requests[-1]
+            if (
+                end.length + block.length <= REQUEST_BYTES
+                and end.local + end.length == block.local
+                and end.remote + end.length == block.remote
+            ):
+                end.length += block.length
+                end.last = index
+                continue
+        joined = known
+        requests.extend(_cut(index, block))
+    return requests
+
+
+def _cut(index: int, block: Block) -> Iterator[Request]:
+    for offset in range(0, block.length, REQUEST_BYTES):
+        length = min(REQUEST_BYTES, block.length - offset)
+        yield Request(block.local + offset, block.remote + offset, length, index, index)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Requests of one call, and the blocks `first` to `last` that they are of."""
+
+    requests: list[Request]
+    is_last_whole: bool = True
+    """False: the last block goes on in the next batch."""
+
+    @property
+    def first(self) -> int:
+        """Index of the first block."""
+        return self.requests[0].first
+
+    @property
+    def last(self) -> int:
+        """Index of the last block."""
+        return self.requests[-1].last
+
+
+def cut_batches(requests: Sequence[Request], most: int = BATCH_REQUESTS) -> Iterator[Batch]:
+    """Runs of requests, each what one call takes."""
+    pending: list[Request] = []
+    num_bytes = 0
+    for request in requests:
+        if pending and (len(pending) == most or num_bytes + request.length > BATCH_BYTES):
+            yield Batch(pending, is_last_whole=pending[-1].last != request.first)
+            pending, num_bytes = [], 0
+        pending.append(request)
+        num_bytes += request.length
+    if pending:
+        yield Batch(pending)
+
+
+def one_by_one(batch: Batch) -> Iterator[Batch]:
+    """The requests of a batch, each a batch."""
+    for single in cut_batches(batch.requests, most=1):
+        if single.requests[0] is batch.requests[-1]:
+            single.is_last_whole = batch.is_last_whole
+        yield single
+
+
+def split_merged(batch: Batch, blocks: Sequence[Block]) -> list[Batch]:
+    """A batch of one merged request, block by block; nothing where it is of one block."""
+    if batch.first == batch.last:
+        return []
+    return [
+        Batch([Request(block.local, block.remote, block.length, index, index)])
+        for index, block in enumerate(blocks[batch.first : batch.last + 1], batch.first)
+    ]

@@ -1,0 +1,153 @@
+"""One transfer, from its requests to an outcome for each block. Runs in a worker thread.
+
+A call of the transport has one code for all its requests, and returns at the first that fails.
+Where it is an error, all that the call left is ended first. Then the connection is made anew (it
+may have been broken by an earlier call, or lead to a process that is gone), and the requests go one
+by one: an error then is that request's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from sglang.srt.distributed.device_communicators.engine_pool import PooledEngine
+from sglang.srt.distributed.device_communicators.peer import (
+    CallFailed,
+    ConnectionGone,
+    Peer,
+    TransfersLeft,
+)
+from sglang.srt.distributed.device_communicators.transfer_plan import (
+    Batch,
+    Request,
+    cut_batches,
+    one_by_one,
+    split_merged,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    BlockOutcome,
+    PeerStalled,
+    PeerUnreachable,
+    Transfer,
+    TransferError,
+    TransferOp,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TransferWorker:
+    """Moves one transfer's requests to or from one peer."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        op: TransferOp,
+        transfer: Transfer,
+        requests: Sequence[Request],
+        deadline: float | None,
+    ) -> None:
+        """Args:
+        peer: The other side.
+        op: Which way.
+        transfer: Its blocks' outcomes are kept here.
+        requests: All of its blocks.
+        deadline: On the clock of `time.monotonic`: nothing is begun after it; None: none.
+        """
+        self._peer = peer
+        self._op = op
+        self._transfer = transfer
+        self._requests = requests
+        self._deadline = deadline
+
+    def run(self) -> None:
+        """Move all that is begun in time. Never raises: the transfer has the error."""
+        error: Exception | None = None
+        try:
+            for batch in cut_batches(self._requests):
+                if not self._move(batch):
+                    break
+        except TransfersLeft:
+            logger.error(
+                "a transfer failed: %d blocks stay in flight with peer %s until this process ends",
+                len(self._transfer.in_flight),
+                self._peer.name,
+            )
+            self._transfer.leave()
+            return
+        except TransferError as known:
+            error = known
+        except Exception as unknown:
+            logger.exception("a transfer with peer %s failed", self._peer.name)
+            error = TransferError(f"{type(unknown).__name__}: {unknown}")
+        self._transfer.settle(error)
+
+    def _move(self, batch: Batch) -> bool:
+        """False: there was no time left to begin it."""
+        num_slices = len(batch.requests)
+        # Connected first: who waits for a peer's first answer holds no budget.
+        if self._peer.connect(self._deadline) is None:
+            return False
+        if not self._peer.budget.acquire(num_slices, self._deadline):
+            return False
+        has_let_go = True
+        try:
+            return self._move_batch(batch)
+        except TransfersLeft:
+            has_let_go = False
+            raise
+        finally:
+            if has_let_go:
+                self._peer.budget.release(num_slices)
+
+    def _move_batch(self, batch: Batch) -> bool:
+        engine = self._peer.connect(self._deadline)
+        if engine is None or not self._begin(batch):
+            return False
+        try:
+            self._peer.call(engine, self._op, batch.requests)
+        except ConnectionGone:
+            self._end(batch, BlockOutcome.NOT_SENT)
+            return self._move_batch(batch)
+        except CallFailed as failure:
+            self._retire(engine, batch, failure)
+            return all(self._move_single(single) for single in one_by_one(batch))
+        self._end(batch, BlockOutcome.DONE)
+        return True
+
+    def _move_single(self, single: Batch) -> bool:
+        """A batch of one request, and where the peer refuses that, its blocks."""
+        engine = self._peer.connect(self._deadline)
+        if engine is None or not self._begin(single):
+            return False
+        try:
+            self._peer.call(engine, self._op, single.requests)
+        except ConnectionGone:
+            self._end(single, BlockOutcome.NOT_SENT)
+            return self._move_single(single)
+        except CallFailed as failure:
+            if failure.is_stall or not self._peer.is_listening():
+                self._retire(engine, single, failure)
+            blocks = split_merged(single, self._transfer.blocks)
+            self._end(single, BlockOutcome.NOT_SENT if blocks else BlockOutcome.FAILED)
+            return all(self._move_single(block) for block in blocks)
+        self._end(single, BlockOutcome.DONE)
+        return True
+
+    def _retire(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> None:
+        """End what a failed batch left. Raises PeerError where the peer is to blame."""
+        self._peer.retire(engine, failure)
+        self._end(batch, BlockOutcome.NOT_SENT)
+        if failure.is_stall:
+            raise PeerStalled(self._peer.name, f"moved nothing for {failure.seconds:.0f} s")
+        if not self._peer.is_listening():
+            raise PeerUnreachable(self._peer.name, "ended during a transfer")
+
+    def _begin(self, batch: Batch) -> bool:
+        return self._transfer.begin(batch.first, batch.last, self._deadline)
+
+    def _end(self, batch: Batch, outcome: BlockOutcome) -> None:
+        self._transfer.end(batch.first, batch.last, outcome)
+        if outcome is BlockOutcome.DONE and not batch.is_last_whole:
+            self._transfer.end(batch.last, batch.last, BlockOutcome.NOT_SENT)

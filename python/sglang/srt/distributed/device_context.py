@@ -1,0 +1,60 @@
+"""Whether this process has set its device: what libraries that look for a device context wait for.
+
+Mooncake's transports take the device that is current when they start. One that starts too early
+meets none, or the first one of the machine instead of its rank's.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class DeviceContext:
+    """The device of one process, once it is set. Any thread."""
+
+    def __init__(self) -> None:
+        self._device: str | None = None
+        self._lock = threading.Lock()
+
+    def mark(self, device: str) -> None:
+        """Say that `device` (`cpu`, `cuda:1`, ...) is current from now on. Idempotent.
+
+        Raises:
+            RuntimeError: Another one was set before; what was started since uses that one.
+        """
+        with self._lock:
+            if self._device not in (None, device):
+                raise RuntimeError(
+                    f"the device of this process is {self._device} already; it cannot become "
+                    f"{device}"
+                )
+            self._device = device
+
+    def require(self, user: str) -> str:
+        """The device.
+
+        Raises:
+            RuntimeError: None is set yet; names `user`, who came too early.
+        """
+        with self._lock:
+            if self._device is None:
+                raise RuntimeError(
+                    f"{user} was started before a device was set, and would find no device context "
+                    "(on Ascend: aclrtGetDevice failed, ret: 107002): set the device first "
+                    "(init_torch_distributed), then call mark_device_set"
+                )
+            return self._device
+
+
+_process = DeviceContext()
+"""Marked by who sets the device, and by nobody else."""
+
+
+def mark_device_set(device: str) -> None:
+    """See `DeviceContext.mark`; for this process."""
+    _process.mark(device)
+
+
+def require_device_set(user: str) -> str:
+    """See `DeviceContext.require`; for this process."""
+    return _process.require(user)

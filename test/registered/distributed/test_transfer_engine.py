@@ -1,0 +1,216 @@
+"""Transfers between real processes over Mooncake's TCP transport: sizes, numbers, users at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from sglang.embedded_mooncake import LOOPBACK
+from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    BlockOutcome,
+    TransferOp,
+    UnknownRange,
+)
+from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTransfer
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import (
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    storage_config,
+)
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.transfer_peer import TransferPeer
+
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+
+KIB = 1024
+SIZE = 64 * MIB
+TIMEOUT = 60.0
+
+
+class Here:
+    """This process's end: an engine and as much memory twice, to send and to receive."""
+
+    def __init__(self) -> None:
+        mark_device_set(detect_device())
+        with envs.MOONCAKE_PROTOCOL.override("tcp"):
+            self.engine = MooncakeTransferEngine(LOOPBACK)
+        self.sent = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
+        self.got = np.zeros(SIZE, np.uint8)
+        for memory in (self.sent, self.got):
+            self.engine.register(memory.ctypes.data, SIZE)
+
+    def blocks(self, memory: np.ndarray, peer: TransferPeer, parts: list[slice]) -> list[Block]:
+        return [
+            Block(memory.ctypes.data + p.start, peer.address + p.start, p.stop - p.start)
+            for p in parts
+        ]
+
+    def round_trip(self, peer: TransferPeer, parts: list[slice]) -> None:
+        """There and back, bit by bit."""
+        write = self.blocks(self.sent, peer, parts)
+        read = self.blocks(self.got, peer, parts)
+        assert self.engine.transfer(
+            peer.session_id, TransferOp.WRITE, write, timeout=TIMEOUT
+        ).is_done
+        assert self.engine.transfer(peer.session_id, TransferOp.READ, read, timeout=TIMEOUT).is_done
+        for part in parts:
+            assert np.array_equal(self.got[part], self.sent[part])
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Here]:
+    made = Here()
+    yield made
+    made.engine.close()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[list[TransferPeer]]:
+    with TransferPeer(SIZE) as first, TransferPeer(SIZE) as second:
+        yield [first, second]
+
+
+def parts_of(size: int, gap: int) -> list[slice]:
+    return [slice(at, at + size) for at in range(0, SIZE - size + 1, size + gap)]
+
+
+@pytest.mark.parametrize("size", [64 * KIB, MIB, 16 * MIB])
+def test_writes_and_reads(here: Here, peers: list[TransferPeer], size: int) -> None:
+    here.got[:] = 0
+    here.round_trip(peers[0], parts_of(size, gap=64))
+
+
+def test_odd_places_and_sizes(here: Here, peers: list[TransferPeer]) -> None:
+    here.got[:] = 0
+    here.round_trip(peers[0], [slice(1, 2), slice(5, 70_001), slice(70_001, SIZE - 3)])
+    assert here.got[0] == here.got[2] == here.got[-1] == 0, "neighbouring bytes are untouched"
+
+
+def test_ten_thousand_blocks_at_once_from_several_threads(
+    here: Here, peers: list[TransferPeer]
+) -> None:
+    here.got[:] = 0
+    parts = parts_of(4 * KIB, gap=64)[:10_000]
+    failures: list[BaseException] = []
+
+    def work(peer: TransferPeer, mine: list[slice]) -> None:
+        try:
+            here.round_trip(peer, mine)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [
+        threading.Thread(target=work, args=(peers[index % 2], parts[index::4]))
+        for index in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    here.round_trip(peers[0], parts)
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not failures
+    wanted = {peer.session_id: 0 for peer in peers}
+    assert wait_until(lambda: here.engine.describe()["requests_in_flight"] == wanted, 10)
+
+
+def test_a_peer_takes_only_what_it_registered(here: Here, peers: list[TransferPeer]) -> None:
+    inside, outside = peers[0].address, peers[0].address + SIZE
+    local = here.sent.ctypes.data
+    transfer = here.engine.transfer(
+        peers[0].session_id,
+        TransferOp.WRITE,
+        [Block(local, inside, 10), Block(local, outside, 10), Block(local, outside - 5, 10)],
+        timeout=TIMEOUT,
+    )
+    done, failed = BlockOutcome.DONE, BlockOutcome.FAILED
+    assert transfer.outcomes == [done, failed, failed]
+    here.round_trip(peers[0], [slice(0, MIB)])
+
+
+def test_local_memory_that_is_not_registered_is_refused(
+    here: Here, peers: list[TransferPeer]
+) -> None:
+    other = np.zeros(100, np.uint8)
+    with pytest.raises(UnknownRange):
+        here.engine.transfer_sync(peers[0].session_id, other.ctypes.data, peers[0].address, 100)
+
+
+def test_upstreams_calls(here: Here, peers: list[TransferPeer]) -> None:
+    session_id, address, local = peers[0].session_id, peers[0].address, here.sent.ctypes.data
+    assert here.engine.transfer_sync(session_id, local, address, 4096) == 0
+    assert here.engine.batch_transfer_sync(session_id, [local], [address + SIZE], [1]) == -1
+    assert here.engine.send_probe(session_id) == 0
+
+
+def test_three_processes_meet_in_one_memory(here: Here, peers: list[TransferPeer]) -> None:
+    """What this process wrote to one peer is read there by an engine that is no peer's own."""
+    third = Here()
+    third.sent[:] = 7
+    ours, theirs = slice(0, 3 * MIB), slice(3 * MIB, 5 * MIB)
+    here.round_trip(peers[1], [ours])
+    third.round_trip(peers[1], [theirs])
+    here.got[:] = 0
+    both = here.blocks(here.got, peers[1], [ours, theirs])
+    assert here.engine.transfer(peers[1].session_id, TransferOp.READ, both, timeout=TIMEOUT).is_done
+    assert np.array_equal(here.got[ours], here.sent[ours])
+    assert (here.got[theirs] == 7).all()
+    third.engine.close()
+
+
+def test_the_store_and_the_engine_at_once(here: Here, peers: list[TransferPeer]) -> None:
+    """Each has its transport in this process; neither sees the other's load."""
+    num_pages, rounds = 64, 4
+    device = make_device_pool(num_pages, head_dim=512)
+    host = make_host_pool(device, "page_first_direct")
+    with MooncakeCluster(num_nodes=1, segment_size="256mb") as cluster:
+        store = MooncakeStore(
+            storage_config(
+                master_server_address=cluster.engine_env()["MOONCAKE_MASTER"],
+                protocol="tcp",
+                global_segment_size=0,
+            )
+        )
+        store.register_mem_host_pool_v2(host, PoolName.KV)
+        slots = copy_to_host(device, host, list(range(num_pages)))
+        outcomes: list[object] = []
+
+        def use_store() -> None:
+            for index in range(rounds):
+                transfer = PoolTransfer(
+                    PoolName.KV, host_indices=slots, keys=page_keys(num_pages, f"ns{index}")
+                )
+                outcomes.extend(store.batch_set_v2([transfer])[PoolName.KV])
+                outcomes.extend(store.batch_get_v2([transfer])[PoolName.KV])
+
+        thread = threading.Thread(target=use_store)
+        thread.start()
+        parts = parts_of(4 * KIB, gap=64)[:10_000]
+        for _ in range(2):
+            here.round_trip(peers[0], parts)
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+        assert store._client.budget.peak <= 1024
+        store.close()
+    assert len(outcomes) == 2 * rounds * num_pages
+    assert set(outcomes) == {CacheOutcome.LANDED}
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

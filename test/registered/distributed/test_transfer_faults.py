@@ -1,0 +1,258 @@
+"""Peers that stop, end, come back as another process, or have a broken connection (real processes).
+
+Callers return by their deadline; what is in flight is told and kept; nothing leaks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.embedded_mooncake import LOOPBACK
+from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    BlockOutcome,
+    PeerError,
+    PeerStalled,
+    PeerUnreachable,
+    RangeInUse,
+    Transfer,
+    TransferOp,
+)
+from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tcp_forwarder import TcpForwarder
+from sglang.test.transfer_peer import TransferPeer
+
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+
+SIZE = 32 * MIB
+BLOCK = 64 * 1024
+PROGRESS_S = 2
+"""After so many seconds without a byte the transport ends a transfer."""
+LONG = 60.0
+READ, WRITE = TransferOp.READ, TransferOp.WRITE
+
+
+class Here:
+    """This process's end, with its memory."""
+
+    def __init__(self) -> None:
+        self.engine = MooncakeTransferEngine(LOOPBACK)
+        self.memory = np.zeros(SIZE, np.uint8)
+        self.engine.register(self.memory.ctypes.data, SIZE)
+
+    def move(
+        self,
+        op: TransferOp,
+        peer: TransferPeer,
+        *,
+        timeout: float,
+        blocks: int = 256,
+        via: str | None = None,
+    ) -> Transfer:
+        """Blocks that do not touch, from the memories' start."""
+        local, remote = self.memory.ctypes.data, peer.address
+        step = 2 * BLOCK
+        wanted = [Block(local + i * step, remote + i * step, BLOCK) for i in range(blocks)]
+        return self.engine.transfer(via or peer.session_id, op, wanted, timeout=timeout)
+
+    def settles(self) -> bool:
+        """Whether within a while no call is under way and no budget is held."""
+
+        def is_idle() -> bool:
+            facts = self.engine.describe()
+            return not facts["transfers_under_way"] and not any(
+                facts["requests_in_flight"].values()
+            )
+
+        return wait_until(is_idle, 30)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    for field in (envs.MC_TCP_PROGRESS_TIMEOUT_SEC, envs.MC_TCP_STATUS_TIMEOUT_SEC):
+        monkeypatch.setenv(field.name, str(PROGRESS_S))
+
+
+@pytest.fixture
+def here() -> Iterator[Here]:
+    mark_device_set(detect_device())
+    made = Here()
+    yield made
+    made.engine.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[TransferPeer]:
+    with TransferPeer(SIZE) as running:
+        yield running
+
+
+def in_time(seconds: float, started: float) -> bool:
+    """With what two busy cores may add."""
+    return time.monotonic() - started < seconds + 1.5
+
+
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_a_stopped_peer(here: Here, peer: TransferPeer, op: TransferOp) -> None:
+    assert here.move(WRITE, peer, timeout=LONG).is_done
+    here.memory[:] = 0xA5
+    peer.suspend()
+    started = time.monotonic()
+    transfer = here.move(op, peer, timeout=0.3)
+    assert in_time(0.3, started)
+    assert transfer.in_flight == list(range(256))
+    with pytest.raises(RangeInUse):
+        here.engine.deregister(here.memory.ctypes.data)
+    assert transfer.wait(LONG), "the transport ends what makes no progress"
+    assert isinstance(transfer.error, PeerStalled)
+    assert BlockOutcome.IN_FLIGHT not in transfer.outcomes
+    assert here.settles()
+
+    # Its memory is free now: nothing comes late, and nothing was kept of it.
+    here.memory[:] = 0x5A
+    peer.resume()
+    assert here.move(WRITE, peer, timeout=LONG, blocks=1).is_done
+    assert (here.memory == 0x5A).all()
+    here.engine.deregister(here.memory.ctypes.data)
+
+
+def test_a_peer_that_is_stopped_at_the_first_contact(here: Here, peer: TransferPeer) -> None:
+    """Mooncake waits for its answer without bound: the caller does not, and nobody else does."""
+    peer.suspend()
+    for _ in range(3):
+        started = time.monotonic()
+        transfer = here.move(WRITE, peer, timeout=0.2)
+        assert in_time(0.2, started)
+        assert transfer.is_settled
+        assert set(transfer.outcomes) == {BlockOutcome.NOT_SENT}
+    with TransferPeer(SIZE) as other:
+        assert here.move(WRITE, other, timeout=LONG).is_done
+    peer.resume()
+    assert here.settles()
+    assert here.move(WRITE, peer, timeout=LONG).is_done
+
+
+def test_one_stopped_peer_holds_up_no_other(here: Here, peer: TransferPeer) -> None:
+    with TransferPeer(SIZE) as other:
+        for each in (peer, other):
+            assert here.move(WRITE, each, timeout=LONG).is_done
+        peer.suspend()
+        hanging = here.move(READ, peer, timeout=0.1)
+        for _ in range(5):
+            assert here.move(READ, other, timeout=LONG).is_done
+        assert not hanging.is_settled, "or this test showed nothing"
+        peer.kill()
+        assert hanging.wait(LONG)
+        assert here.move(READ, other, timeout=LONG).is_done
+    assert here.settles()
+
+
+def test_a_killed_peer(here: Here, peer: TransferPeer) -> None:
+    assert here.move(WRITE, peer, timeout=LONG).is_done
+    peer.kill()
+    for _ in range(3):
+        started = time.monotonic()
+        with pytest.raises(PeerUnreachable, match=peer.session_id):
+            here.move(WRITE, peer, timeout=LONG)
+        assert in_time(0.5, started)
+    assert here.settles()
+
+
+def test_a_peer_that_is_killed_in_the_middle(here: Here, peer: TransferPeer) -> None:
+    assert here.move(WRITE, peer, timeout=LONG).is_done
+    errors: list[PeerError] = []
+    under_way = threading.Event()
+
+    def work() -> None:
+        try:
+            while True:
+                here.move(READ, peer, timeout=LONG)
+                under_way.set()
+        except PeerError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert under_way.wait(LONG)
+    peer.kill()
+    started = time.monotonic()
+    for thread in threads:
+        thread.join(LONG)
+    assert len(errors) == 3
+    assert in_time(PROGRESS_S, started)
+    assert here.settles()
+
+
+def test_a_peer_that_was_replaced_at_the_same_address(here: Here) -> None:
+    with (
+        TransferPeer(SIZE) as old,
+        TransferPeer(SIZE) as new,
+        TcpForwarder(old.session_id) as address,
+    ):
+        assert here.move(WRITE, old, timeout=LONG, via=address.address).is_done
+        old.kill()
+        address.target = new.session_id
+        here.memory[:] = 3
+        assert here.move(WRITE, new, timeout=LONG, via=address.address).is_done
+        here.memory[:] = 0
+        assert here.move(READ, new, timeout=LONG, via=address.address).is_done
+        assert here.memory[0] == here.memory[2 * BLOCK] == 3
+        assert here.settles()
+
+
+def test_a_poisoned_connection(here: Here, peer: TransferPeer) -> None:
+    """2,500 requests at once break a connection of Mooncake's for good; no call of ours does it."""
+    assert here.move(WRITE, peer, timeout=LONG).is_done
+    broken: Any = here.engine._peer(peer.session_id).connect(None)
+    local, remote = here.memory.ctypes.data, peer.address
+    parts = [i * 1024 for i in range(3000)]
+    arguments = ([local + i for i in parts], [remote + i for i in parts], [512] * len(parts))
+    assert broken.raw.batch_transfer_sync_write(peer.session_id, *arguments) == -1
+    one = ([local], [remote], [512])
+    assert broken.raw.batch_transfer_sync_write(peer.session_id, *one) == -1
+    for _ in range(2):
+        assert here.move(WRITE, peer, timeout=LONG).is_done
+    assert here.settles()
+
+
+def test_nothing_piles_up(here: Here) -> None:
+    """Ten peers that come and go: no thread, no engine object and no budget is theirs for good."""
+
+    def transfer_threads() -> int:
+        return sum(thread.name == "mooncake-transfer" for thread in threading.enumerate())
+
+    before = transfer_threads()
+    for index in range(10):
+        with TransferPeer(SIZE) as peer:
+            assert here.move(WRITE, peer, timeout=LONG, blocks=4).is_done
+            if index % 2:
+                peer.kill()
+                with pytest.raises(PeerUnreachable):
+                    here.move(WRITE, peer, timeout=LONG, blocks=4)
+            here.engine.forget_peer(peer.session_id)
+    assert here.settles()
+    facts = here.engine.describe()
+    assert facts["requests_in_flight"] == {}
+    assert facts["engine_objects"] <= 1 + 4
+    assert transfer_threads() <= before + 2
+    here.engine.deregister(here.memory.ctypes.data)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

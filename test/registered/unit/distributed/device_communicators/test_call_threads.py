@@ -1,0 +1,53 @@
+"""Threads for calls that may hang: reused when idle, never waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_idle_threads_are_taken_again() -> None:
+    threads = CallThreads("reuse")
+    seen: list[int] = []
+    for count in range(1, 6):
+        threads.submit(lambda: seen.append(threading.get_ident()))
+        assert wait_until(lambda: not threads.num_busy, 10)
+        assert len(seen) == count
+    assert len(set(seen)) == 1
+    threads.close()
+    assert wait_until(lambda: not named("reuse"), 10)
+
+
+def test_work_that_hangs_holds_up_nothing() -> None:
+    threads = CallThreads("hang")
+    go_on, ran = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        go_on.wait(60)
+
+    for _ in range(20):
+        threads.submit(wait)
+    threads.submit(ran.set)
+    assert ran.wait(10)
+    assert threads.num_busy >= 20
+    go_on.set()
+    assert wait_until(lambda: threads.num_busy == 0, 10)
+    assert wait_until(lambda: len(named("hang")) <= 8, 10), "no more stay than may be of use"
+    threads.close()
+    threads.close()
+    assert wait_until(lambda: not named("hang"), 10)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,328 @@
+"""Transfers that fail: connections that break, peers that hang or are gone, what is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators import peer as peer_module
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.peer import CallFailed, ConnectionGone
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    BlockOutcome,
+    PeerStalled,
+    PeerUnreachable,
+    RangeInUse,
+    TransferError,
+    TransferOp,
+)
+from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_transfer_engine import (
+    BASE,
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    Hanging,
+    apart,
+    listening_peer,
+    start_over_rdma,
+)
+
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+
+def statuses(outcomes: list[BlockOutcome]) -> str:
+    return " ".join(outcome.value for outcome in outcomes)
+
+
+def test_a_broken_connection_is_replaced(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    """As after a batch that was too large: every later one fails, until the engine object goes."""
+    engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10)
+    poisoned = fakes.made[1]
+    fakes.answer = lambda at, call: -1 if at is poisoned else 0
+    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10).is_done
+    assert len(fakes.made) == 3
+    assert fakes.made[2].registered == {BASE: 64 * MIB}
+    assert engine.describe()["engine_objects"] == 2, "what is left of a failed batch ends with it"
+
+
+def test_only_the_blocks_that_the_peer_refuses_fail(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    bad = {1000 + 20 * 3, 1000 + 20 * 90 + 10}
+
+    def answer(_: FakeTransferEngine, call: FakeCall) -> int:
+        touched = {x for _, there, length in call.requests for x in range(there, there + length)}
+        return -1 if bad & touched else 0
+
+    fakes.answer = answer
+    # Block 91 is the second half of a merged request.
+    blocks = apart(91)
+    blocks.append(Block(blocks[-1].local + 10, blocks[-1].remote + 10, 10))
+    transfer = engine.transfer(peer, TransferOp.WRITE, blocks, timeout=30)
+    failed = [i for i, o in enumerate(transfer.outcomes) if o is BlockOutcome.FAILED]
+    assert failed == [3, 91]
+    assert transfer.outcomes.count(BlockOutcome.DONE) == 90
+    assert transfer.is_settled and not transfer.is_done
+
+
+def test_a_peer_that_is_not_there(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine
+) -> None:
+    name = f"127.0.0.1:{get_free_port()}"
+    with pytest.raises(PeerUnreachable, match=f"peer {name} accepts no connection"):
+        engine.transfer(name, TransferOp.WRITE, apart(3), timeout=10)
+    assert not fakes.calls and not fakes.contacts
+    engine.deregister(BASE)
+
+
+def test_a_peer_that_ends_in_between(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine
+) -> None:
+    fakes.answer = lambda _, call: -1 if call.requests else 0
+    with listening_peer() as name:
+        assert statuses(engine.transfer(name, TransferOp.WRITE, apart(2), timeout=10).outcomes) == (
+            "failed failed"
+        )
+    with pytest.raises(PeerUnreachable):
+        engine.transfer(name, TransferOp.WRITE, apart(2), timeout=10)
+
+
+@pytest.mark.parametrize(("code", "end"), [(0, "done"), (-1, "not sent")])
+def test_what_hangs_stays_in_flight_until_it_returns(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str, code: int, end: str
+) -> None:
+    fakes.answer = hanging = Hanging(code)
+    transfer = engine.transfer(peer, TransferOp.READ, apart(600), timeout=0.2)
+    assert not transfer.is_settled
+    assert transfer.in_flight == list(range(512)), "the first batch is in the library"
+    assert set(transfer.outcomes[512:]) == {BlockOutcome.NOT_SENT}
+    with pytest.raises(RangeInUse):
+        engine.deregister(BASE)
+    facts = engine.describe()
+    assert (facts["requests_in_flight"], facts["transfers_under_way"]) == ({peer: 512}, 1)
+    hanging.go_on.set()
+    assert transfer.wait(10)
+    assert transfer.in_flight == []
+    assert {outcome.value for outcome in transfer.outcomes[:512]} == {end}
+    assert set(transfer.outcomes[512:]) == {BlockOutcome.NOT_SENT}, "it was abandoned"
+    engine.deregister(BASE)
+    assert wait_until(lambda: engine.describe()["requests_in_flight"] == {peer: 0}, 10)
+
+
+def test_a_first_contact_that_hangs_has_nothing_in_flight(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    fakes.answer = hanging = Hanging(contacts=True)
+    transfer = engine.transfer(peer, TransferOp.READ, apart(3), timeout=0.1)
+    assert transfer.is_settled
+    assert statuses(transfer.outcomes) == "not sent not sent not sent"
+    assert engine.describe()["requests_in_flight"] == {peer: 0}
+    engine.deregister(BASE)
+    hanging.go_on.set()
+    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 10)
+    assert fakes.calls == []
+
+
+def test_a_peer_that_hangs_holds_up_no_other(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    hanging = Hanging(contacts=True)
+    fakes.answer = lambda at, call: hanging(at, call) if call.peer == peer else 0
+    for _ in range(3):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.01)
+    with listening_peer() as other:
+        assert engine.transfer(other, TransferOp.WRITE, apart(1), timeout=10).is_done
+    engine.register(BASE * 1000, 10)
+    hanging.go_on.set()
+
+
+def test_calls_to_a_peer_that_hangs_do_not_pile_up(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_module, "STALLED_AFTER_S", 0.05)
+    fakes.answer = hanging = Hanging()
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.1)
+    for _ in range(3):
+        with pytest.raises(PeerStalled, match=f"peer {peer} has not answered a call for 0 s"):
+            engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    assert len(fakes.calls) == 1
+    hanging.go_on.set()
+    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 10)
+    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+
+
+def test_a_transfer_that_made_no_progress_is_the_peers_fault(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mooncake ended it, so nothing is in flight; the connection is not used again."""
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "0")
+    fakes.answer = lambda _, call: -1 if call.requests else 0
+    with pytest.raises(PeerStalled, match="moved nothing for 0 s"):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.deregister(BASE)
+    engine.register(BASE, 10)
+    fakes.answer = lambda _, call: 0
+    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+    assert len(fakes.made) == 3
+
+
+def test_what_a_failed_batch_left_keeps_its_memory_where_it_cannot_be_ended(
+    fakes: FakeTransferEngines,
+    peer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All peers share the engine object over rdma."""
+    engine = start_over_rdma(fakes, tmp_path, monkeypatch)
+    fakes.answer = lambda _, call: -1 if call.requests else 0
+    transfer = engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+    assert transfer.in_flight == [0, 1]
+    assert not transfer.is_settled and not transfer.wait(60)
+    assert engine.transfer_sync(peer, BASE, 7, 10) == -1
+    assert f"2 blocks stay in flight with peer {peer}" in caplog.text
+    with pytest.raises(RangeInUse):
+        engine.deregister(BASE)
+    assert engine.describe()["requests_in_flight"] == {peer: 2}
+
+
+def test_a_library_that_raises_is_an_error_of_the_transfer(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    def fail(_: FakeTransferEngine, call: FakeCall) -> int:
+        raise TypeError("incompatible function arguments")
+
+    fakes.answer = fail
+    with pytest.raises(TransferError, match="TypeError: incompatible"):
+        engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+    fakes.answer = lambda _, call: 0
+    assert engine.transfer(peer, TransferOp.READ, apart(2), timeout=10).is_done
+    engine.deregister(BASE)
+
+
+def test_a_peer_that_is_forgotten_is_connected_anew(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.forget_peer(peer)
+    engine.forget_peer(peer)
+    assert engine.describe()["requests_in_flight"] == {}
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    assert fakes.contacts == [peer, peer]
+    assert len(fakes.made) == 3, "its old address may be another process by now"
+
+
+def test_engine_objects_do_not_pile_up(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    for _ in range(12):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+        engine.forget_peer(peer)
+    assert engine.describe()["engine_objects"] <= 1 + 4
+
+
+def test_a_closed_engine_takes_no_calls(engine: MooncakeTransferEngine, peer: str) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=1)
+
+
+def test_over_rdma_peers_share_the_engine_until_one_breaks_it(
+    fakes: FakeTransferEngines, peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_over_rdma(fakes, tmp_path, monkeypatch)
+    with listening_peer() as other:
+        for name in (peer, other):
+            engine.transfer(name, TransferOp.WRITE, apart(1), timeout=10)
+        assert len(fakes.made) == 1
+        home = fakes.made[0]
+        fakes.answer = lambda at, call: -1 if at is home and call.peer == peer else 0
+        for name in (peer, other):
+            assert engine.transfer(name, TransferOp.WRITE, apart(1), timeout=10).is_done
+    assert len(fakes.made) == 2
+    assert engine.get_session_id() == "127.0.0.1:15000"
+    engine.close()
+
+
+def test_what_one_peer_left_serves_another(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.forget_peer(peer)
+    with listening_peer() as other:
+        engine.transfer(other, TransferOp.WRITE, apart(1), timeout=10)
+    assert len(fakes.made) == 2
+
+
+def test_a_peer_that_is_forgotten_gets_no_further_batch(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    def answer(_: FakeTransferEngine, call: FakeCall) -> int:
+        if call.requests:
+            engine.forget_peer(peer)
+        return 0
+
+    fakes.answer = answer
+    with pytest.raises(PeerUnreachable, match="was forgotten by this process"):
+        engine.transfer(peer, TransferOp.WRITE, apart(600), timeout=10)
+    assert len(fakes.calls) == 1
+    engine.deregister(BASE)
+
+
+def test_a_connection_that_another_call_gave_up_is_made_anew(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the moment in which a call takes the connection and its beginning."""
+    remote = engine._peer(peer)
+    old = remote.connect(None)
+    assert old is not None
+    remote.retire(old, CallFailed(-1, 0.0, 2))
+    assert old.ended.is_set()
+    with pytest.raises(ConnectionGone):
+        remote.call(old, TransferOp.WRITE, [])
+    connections = iter((old, old, *[remote.connect(None)] * 3))
+    monkeypatch.setattr(remote, "connect", lambda deadline: next(connections))
+    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10).is_done
+    assert len(fakes.calls) == 1
+
+
+def test_a_slow_peer_is_not_one_that_hangs(
+    fakes: FakeTransferEngines,
+    engine: MooncakeTransferEngine,
+    peer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Calls that succeed beside a long one show that it moves."""
+    monkeypatch.setattr(peer_module, "STALLED_AFTER_S", 0.3)
+    hanging = Hanging()
+    fakes.answer = lambda at, call: hanging(at, call) if len(fakes.calls) == 1 else 0
+    long = engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.01)
+    assert hanging.entered.wait(10)
+    for _ in range(8):
+        assert not long.wait(0.1)
+        assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+    hanging.go_on.set()
+    assert long.wait(10)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
