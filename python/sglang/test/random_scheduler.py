@@ -225,7 +225,7 @@ class RandomScheduler:
             if time.monotonic() - began > _REST_S and steps > _MOST_STEPS_TO_REST:
                 raise AssertionError(
                     f"no rest after {steps} steps: requests {sorted(self._sent)}, "
-                    f"unanswered {self._unanswered}, busy {rig.scheduler._control.busy()}"
+                    f"unanswered {self._unanswered}, busy {rig.scheduler._parts.control.busy()}"
                 )
         rig.assert_clean()
         self._assert_unpinned()
@@ -459,8 +459,8 @@ class RandomScheduler:
         ]
         if state is not None:
             lines.append(
-                f"waiting {[req.rid for req in state.waiting]}, running "
-                f"{[req.rid for req in state.running()]}, busy {state.tree.is_busy()}"
+                f"waiting {[req.rid for req in state.queues.waiting]}, running "
+                f"{[req.rid for req in state.queues.holders()]}, busy {state.tree.is_busy()}"
             )
         return "\n".join([*lines, "the log's last lines:", *self._log])
 

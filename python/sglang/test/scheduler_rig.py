@@ -21,8 +21,9 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     ToScheduler,
 )
+from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process import init_pools
-from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerParts, Tick
+from sglang.srt.managers.scheduler.scheduler import Scheduler, Tick
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
@@ -115,17 +116,15 @@ class SchedulerRig:
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )
         )
-        self.scheduler = Scheduler(
-            self.server_args,
-            SchedulerParts(
-                worker=self.worker,
-                tree=self.tree,
-                metrics=metrics,
-                new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
-                grammar_backend=grammar_backend,
-                overlap=self.overlap if overlap is None else overlap,
-            ),
+        resources = SchedulerResources(
+            worker=self.worker,
+            tree=self.tree,
+            metrics=metrics,
+            new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
+            grammar_backend=grammar_backend,
+            overlap=self.overlap if overlap is None else overlap,
         )
+        self.scheduler = Scheduler(make_parts(self.server_args, resources))
         self.now = 1000.0
         self.results: dict[str, Collected] = {}
         self.answers: list[ControlReqOutput] = []
@@ -174,9 +173,7 @@ class SchedulerRig:
 
     def check(self) -> None:
         """Every slot has one owner."""
-        state = self.scheduler.state
-        pool = state.pools.req_to_token_pool
-        self.tree.check_integrity([req.own_slots(pool) for req in state.running()])
+        self.scheduler.state.check_integrity()
 
     def run(self, *messages: ToScheduler, check_each_step: bool = False) -> None:
         """Send `messages`, then step until idle."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.scheduler.policy import ceil_to_page
-from sglang.srt.managers.scheduler.req import NO_SLOTS, Req
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.slots import NO_SLOTS
 from sglang.srt.utils.device import on_device, stage_to_device
 
 if TYPE_CHECKING:
@@ -49,12 +50,13 @@ def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
     queued behind that step.
     """
     rows, allocator = pools.req_to_token_pool, pools.allocator
-    begin = ceil_to_page(req.kv_committed_len, allocator.page_size)
-    end = req.kv_committed_len + req.num_in_flight
+    slots, progress = req.slots, req.progress
+    begin = ceil_to_page(progress.kv_committed_len, allocator.page_size)
+    end = progress.next_seq_len
     if begin < end:
-        allocator.free_in_order(rows.req_to_token[req.row, begin:end].to(torch.int64))
-    tree.cache_finished_req(req, is_insert=not req.is_probe)
-    rows.free(req)
-    req.history.forget()
-    req.kv_committed_len = 0
-    req.prefix_indices = NO_SLOTS
+        allocator.free_in_order(rows.req_to_token[slots.row, begin:end].to(torch.int64))
+    tree.cache_finished_req(slots, is_insert=not req.spec.is_probe)
+    rows.free(slots)
+    slots.history.forget()
+    progress.kv_committed_len = 0
+    slots.prefix_indices = NO_SLOTS

@@ -11,8 +11,8 @@ from sglang.srt.managers.messages.io_struct import FinishReason
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarBackend
-    from sglang.srt.managers.scheduler.req import Req
-    from sglang.srt.managers.scheduler.request_queues import RequestQueues
+    from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class GrammarQueue:
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         """Ask for the grammar of `req`; why it is refused, or None."""
-        params = req.sampling_params
+        params = req.spec.sampling_params
         constraint = params.constraint
         if constraint is None:
             return None
@@ -43,7 +43,7 @@ class GrammarQueue:
             backend = self._get_backend()
         except ValueError as error:
             return _refusal(f"{constraint.kind.value}: {error}")
-        req.grammar_ticket = backend.get(constraint.kind, constraint.text)
+        req.progress.grammar_ticket = backend.get(constraint.kind, constraint.text)
         self._num_compiling += 1
         return None
 
@@ -54,18 +54,18 @@ class GrammarQueue:
             return
         self._num_compiling = 0
         for req in queues.waiting:
-            ticket = req.grammar_ticket
+            ticket = req.progress.grammar_ticket
             if ticket is None:
                 continue
             if ticket.state is TicketState.COMPILING:
                 self._num_compiling += 1
                 continue
-            req.grammar_ticket = None
+            req.progress.grammar_ticket = None
             if ticket.state is TicketState.FAILED:
                 queues.abort(req, _refusal(ticket.message))
             else:
-                stops = req.sampling_params.stop_token_ids or ()
-                req.matcher = ticket.grammar.matcher(stops)
+                stops = req.spec.sampling_params.stop_token_ids or ()
+                req.progress.matcher = ticket.grammar.matcher(stops)
 
     def close(self) -> None:
         """End the backend's threads and processes, if there is one."""

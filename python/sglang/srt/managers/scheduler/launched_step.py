@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.messages.io_struct import TopLogprobs
     from sglang.srt.managers.scheduler.batch import PrefillWork
-    from sglang.srt.managers.scheduler.req import Req
+    from sglang.srt.managers.scheduler.requests.req import Req
 
 
 class StepResult:

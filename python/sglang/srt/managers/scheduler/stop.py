@@ -9,7 +9,8 @@ from sglang.srt.managers.scheduler.stop_finder import MATCH_COST, StopFinder, St
 
 if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
-    from sglang.srt.managers.scheduler.req import Req
+    from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 _TOO_SLOW: Final = FinishReason(
     type="abort",
@@ -32,39 +33,38 @@ class StopChecker:
 
     def check(self, req: Req) -> FinishReason | None:
         """Why `req` ends with its last output token, or None."""
-        num_output = len(req.output_ids)
-        params = req.sampling_params
+        spec, progress = req.spec, req.progress
+        params, matcher = spec.sampling_params, progress.matcher
+        num_output = len(progress.output_ids)
         if params.max_new_tokens == 0:
             return FinishReason(type="length", length=0)
-        if req.matcher is not None:
-            failure = req.matcher.failure
-            if failure is not None:
-                return FinishReason(type="abort", message=failure, status_code=400)
-            if req.matcher.is_terminated():
-                return FinishReason(type="stop", matched=req.output_ids[-1])
-        counts = num_output >= params.min_new_tokens
-        token = req.output_ids[-1]
-        if counts and token in req.stop_token_ids:
+        if matcher is not None:
+            if matcher.failure is not None:
+                return FinishReason(type="abort", message=matcher.failure, status_code=400)
+            if matcher.is_terminated():
+                return FinishReason(type="stop", matched=progress.output_ids[-1])
+        may_stop = num_output >= params.min_new_tokens
+        token = progress.output_ids[-1]
+        if may_stop and token in spec.stop_token_ids:
             return FinishReason(type="stop", matched=token)
         if params.has_text_stops:
-            reason = self._check_text(req, counts=counts)
+            reason = self._check_text(req, may_stop=may_stop)
             if reason is not None:
                 return reason
-        if num_output >= req.max_new_tokens:
+        if num_output >= spec.max_new_tokens:
             return FinishReason(type="length", length=num_output)
         return None
 
-    def _check_text(self, req: Req, *, counts: bool) -> FinishReason | None:
-        finder = req.stop_finder
-        if finder is None:
-            finder = req.stop_finder = self._new_finder(req)
+    def _check_text(self, req: Req, *, may_stop: bool) -> FinishReason | None:
+        progress = req.progress
+        if progress.stop_finder is None:
+            progress.stop_finder = self._new_finder(req.spec.sampling_params)
         try:
-            match = finder.advance(req.output_ids, counts=counts)
+            match = progress.stop_finder.advance(progress.output_ids, counts=may_stop)
         except StopRegexTooSlow:
             return _TOO_SLOW
         return None if match is None else FinishReason(type="stop", matched=match.stop)
 
-    def _new_finder(self, req: Req) -> StopFinder:
+    def _new_finder(self, params: SamplingParams) -> StopFinder:
         assert self._new_decoder is not None, "stop strings are refused without a tokenizer"
-        params = req.sampling_params
         return StopFinder(params, self._new_decoder(params.skip_special_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from pathlib import Path
@@ -24,9 +25,10 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
     ToScheduler,
 )
-from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.managers.scheduler.batch import DecodeBatch, ModelWorkerBatch
 from sglang.srt.managers.scheduler.policy import LPM_MAX_OVERTAKEN
-from sglang.srt.managers.scheduler.req import Req
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.tree.radix_key import token_array
@@ -98,12 +100,12 @@ def test_a_prompt_waits_until_the_mean_time_between_tokens_is_the_target(
     rig = SchedulerRig(model, target_inter_token_latency=target)
     for rid, length in (("decodes", 8), ("is computed", 9)):
         rig.step(rig.request(rid, prompt(length, length), greedy(30)))
-        while rig.scheduler.state.waiting:
+        while rig.scheduler.state.queues.waiting:
             rig.step()
         rig.step()
     rig.step(rig.request("comes", prompt(3, 8)))
     waited = 0
-    while rig.scheduler.state.waiting:
+    while rig.scheduler.state.queues.waiting:
         rig.step()
         waited += 1
     assert waited == ticks
@@ -121,7 +123,7 @@ def test_lpm_serves_a_cold_request_while_hot_ones_keep_coming(model: Path) -> No
     while "cold" not in rig.results and overtook < 500:
         rig.step(*(rig.request(f"hot{overtook + n}", hot, greedy(1)) for n in range(2)))
         overtook += 2
-    still_waiting = len(rig.scheduler.state.waiting)
+    still_waiting = len(rig.scheduler.state.queues.waiting)
     # Four were ahead of it; two run at once, and the last batch may have begun.
     assert LPM_MAX_OVERTAKEN - 4 <= overtook - still_waiting <= LPM_MAX_OVERTAKEN + 4 + 2
     rig.run()
@@ -238,16 +240,20 @@ def test_a_second_request_of_the_same_rid_does_not_harm_the_first(
     assert rig.results["a"].output_ids == alone[0]
 
 
-def test_decode_tensors_move_on_without_being_rebuilt(model: Path) -> None:
+def test_decode_tensors_move_on_without_being_rebuilt(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[list[str]] = []
+    rebuild = DecodeBatch._rebuild
+
+    def watched(batch: DecodeBatch) -> None:
+        built.append([req.rid for req in batch.reqs])
+        rebuild(batch)
+
+    monkeypatch.setattr(DecodeBatch, "_rebuild", watched)
     rig = SchedulerRig(model, page_size=4)
-    rig.step(rig.request("a", PROMPTS[0], greedy(30)), rig.request("b", PROMPTS[1], greedy(12)))
-    batch = rig.scheduler.state.decoding
-    rebuilt = 0
-    for _ in range(40):
-        rebuilt += len(batch) > 0 and batch.is_stale
-        rig.step()
-    assert rebuilt == 2, "when both joined, and when one left"
-    assert len(rig.results["a"].output_ids) == 30
+    rig.run(rig.request("a", PROMPTS[0], greedy(30)), rig.request("b", PROMPTS[1], greedy(12)))
+    assert built == [["a", "b"], ["a"]], "when both joined, and when one left"
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5, 9])
@@ -538,22 +544,26 @@ def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
         seed=0,
         extra_key="k",
     )
-    req = Req.from_message(message, arrival_number=0, max_request_tokens=64, eos_token_ids=[])
+    spec = RequestSpec.from_message(
+        message, arrival_number=0, max_request_tokens=64, eos_token_ids=[]
+    )
+    req = Req(spec)
     assert (list(req.match_key()), req.match_key().extra_key) == ([5, 6, 7, 8], "k")
     for output in (9, 10):
-        req.output_ids.append(output)
-        req.kv_committed_len = req.num_tokens - 1
-        before = [5, 6, 7, 8, *req.output_ids[:-1]]
-        assert req.kv_committed_ids.tolist() == before
+        progress = req.progress
+        progress.output_ids.append(output)
+        progress.kv_committed_len = progress.num_tokens - 1
+        before = [5, 6, 7, 8, *progress.output_ids[:-1]]
+        assert req.slots.kv_committed_ids.tolist() == before
         assert list(req.match_key()) == [*before, output]
         whole = [*before, output]
         for begin in range(len(whole) + 1):
             for end in range(begin, len(whole) + 1):
-                assert req.ids_between(begin, end).tolist() == whole[begin:end]
-    req.kv_committed_len = 2
-    assert req.kv_committed_ids.tolist() == [5, 6]
-    req.logprob_start_len = 1
-    assert list(req.match_key()) == [5]
+                assert progress.ids_between(begin, end).tolist() == whole[begin:end]
+    req.progress.kv_committed_len = 2
+    assert req.slots.kv_committed_ids.tolist() == [5, 6]
+    scored = Req(dataclasses.replace(spec, logprob_start_len=1))
+    assert list(scored.match_key()) == [5]
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def record_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`launch` and `take in` of each step, in the order in which they happen."""
     events: list[str] = []
     forward = TpModelWorker.forward_batch_generation
-    take_in = ResultProcessor.take_in
+    take_in = ResultProcessor.process
 
     def launching(*args: Any) -> Any:
         events.append("launch")
@@ -56,7 +56,7 @@ def record_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         take_in(*args)
 
     monkeypatch.setattr(TpModelWorker, "forward_batch_generation", launching)
-    monkeypatch.setattr(ResultProcessor, "take_in", taking_in)
+    monkeypatch.setattr(ResultProcessor, "process", taking_in)
     return events
 
 
@@ -214,7 +214,7 @@ def test_running_requests_are_counted_while_their_prompts_are_in_flight(
     rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=8, max_requests=2)
     for i in range(5):
         rig.step(rig.request(f"r{i}", prompt(i, 8), greedy(6)))
-        assert rig.scheduler.state.num_running <= 2
+        assert rig.scheduler.state.queues.num_holders <= 2
     rig.run(check_each_step=True)
     assert all(len(got.output_ids) == 6 for got in rig.results.values())
 
