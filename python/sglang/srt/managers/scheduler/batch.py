@@ -188,8 +188,9 @@ class DecodeBatch:
 
     def next_seq_lens(self) -> list[int]:
         """Context lengths before the next step."""
-        parts = [req.progress for req in self.reqs]
-        return [progress.kv_committed_len + progress.num_in_flight for progress in parts]
+        if self._is_stale:
+            return [req.progress.next_seq_len for req in self.reqs]
+        return self._seq_lens_cpu
 
     def prepare(self) -> bool:
         """Give each request the slot of its next token. False (nothing changed): too few free."""

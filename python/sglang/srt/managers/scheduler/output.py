@@ -31,15 +31,13 @@ class OutputCollector:
 
     def on_tokens(self, req: Req) -> None:
         """`req` has a new token, or has ended."""
-        progress, report = req.progress, req.report
-        if progress.finish_reason is None:
+        if req.progress.finish_reason is None:
             if not req.spec.stream:
                 return
-            num_new = len(progress.output_ids) - report.num_sent
-            if report.num_sent and num_new < self._stream_interval:
+            num_sent = req.report.num_sent
+            if num_sent and len(req.progress.output_ids) - num_sent < self._stream_interval:
                 return
-        self._outputs.append(_new_of(req))
-        report.num_sent = len(progress.output_ids)
+        self._outputs.append(_take_new(req))
 
     def refuse(self, output: RequestOutput) -> None:
         """The only output of a request that was never accepted."""
@@ -61,25 +59,29 @@ class OutputCollector:
         return taken
 
 
-def _new_of(req: Req) -> RequestOutput:
-    """What `req` has to say that was not sent yet."""
+def _take_new(req: Req) -> RequestOutput:
+    """What `req` has to say that was not sent yet, and now is."""
     spec, progress, report = req.spec, req.progress, req.report
     begin = report.num_sent
-    tops = progress.output_top_logprobs[begin:] if spec.top_logprobs_num else None
+    report.num_sent = num_output = len(progress.output_ids)
+    wants_tops = spec.return_logprob and spec.top_logprobs_num
     is_first = begin == 0 and spec.logprob_start_len >= 0
-    finder, ended = progress.stop_finder, progress.finish_reason is not None
     return RequestOutput(
         rid=spec.rid,
         output_ids=progress.output_ids[begin:],
         finish_reason=progress.finish_reason,
         prompt_tokens=len(spec.origin_input_ids),
-        completion_tokens=len(progress.output_ids),
+        completion_tokens=num_output,
         cached_tokens_details=report.cached_tokens_details,
         output_logprobs=progress.output_logprobs[begin:] if spec.return_logprob else None,
-        output_top_logprobs=tops if spec.return_logprob else None,
+        output_top_logprobs=progress.output_top_logprobs[begin:] if wants_tops else None,
         input_logprobs=progress.input_logprobs if is_first else None,
         input_top_logprobs=progress.input_top_logprobs if is_first else None,
         queue_time=report.queue_time,
         skip_special_tokens=spec.sampling_params.skip_special_tokens,
-        shown_chars=None if finder is None else finder.shown_chars(ended=ended),
+        shown_chars=(
+            None
+            if progress.stop_finder is None
+            else progress.stop_finder.shown_chars(ended=progress.finish_reason is not None)
+        ),
     )

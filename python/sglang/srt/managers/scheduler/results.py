@@ -55,17 +55,18 @@ class ResultProcessor:
         state.counters.prefill_batches += 1
 
     def _on_decode(self, reqs: list[Req], result: StepResult) -> None:
-        state = self._state
+        num_tokens = 0
         for row, req in enumerate(reqs):
             progress = req.progress
             progress.num_in_flight -= 1
             if progress.finish_reason is not None:
                 continue  # It ended while this step was in flight.
             progress.kv_committed_len += 1
+            num_tokens += 1
             self._append(req, row, result)
             self._end_if_finished(req)
-            state.counters.decode_tokens += 1
-        state.counters.decode_steps += 1
+        self._state.counters.decode_tokens += num_tokens
+        self._state.counters.decode_steps += 1
 
     def end(self, req: Req, reason: FinishReason) -> None:
         """`req` ends now, in whatever state it is."""

@@ -34,17 +34,18 @@ class StopChecker:
     def check(self, req: Req) -> FinishReason | None:
         """Why `req` ends with its last output token, or None."""
         spec, progress = req.spec, req.progress
-        params, matcher = spec.sampling_params, progress.matcher
+        params = spec.sampling_params
         num_output = len(progress.output_ids)
         if params.max_new_tokens == 0:
             return FinishReason(type="length", length=0)
-        if matcher is not None:
-            if matcher.failure is not None:
-                return FinishReason(type="abort", message=matcher.failure, status_code=400)
-            if matcher.is_terminated():
-                return FinishReason(type="stop", matched=progress.output_ids[-1])
-        may_stop = num_output >= params.min_new_tokens
         token = progress.output_ids[-1]
+        if progress.matcher is not None:
+            failure = progress.matcher.failure
+            if failure is not None:
+                return FinishReason(type="abort", message=failure, status_code=400)
+            if progress.matcher.is_terminated():
+                return FinishReason(type="stop", matched=token)
+        may_stop = num_output >= params.min_new_tokens
         if may_stop and token in spec.stop_token_ids:
             return FinishReason(type="stop", matched=token)
         if params.has_text_stops:

@@ -23,6 +23,7 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
 )
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.cache_rig import HeldReads, HeldStream
@@ -258,6 +259,7 @@ def test_a_load_is_waited_for_though_its_request_was_refused(
         loads = HeldStream()
         controller._load_stream = loads  # type: ignore[assignment]
         worker, prefill = rig.scheduler._parts.worker, rig.scheduler._parts.prefill
+        assert isinstance(prefill, PrefillScheduler)
         forward, alloc = worker.forward_batch_generation, prefill._alloc
         refusals = [True]
         waited_for: list[bool] = []

@@ -24,12 +24,8 @@ class RequestState(Enum):
     """It lives no more, or has never arrived."""
 
 
-_LIVING: Final = (
-    RequestState.WAITING,
-    RequestState.COMPUTING,
-    RequestState.DECODING,
-    RequestState.HELD,
-)
+_HOLDING: Final = (RequestState.COMPUTING, RequestState.DECODING, RequestState.HELD)
+_LIVING: Final = (RequestState.WAITING, *_HOLDING)
 
 
 class RequestQueues:
@@ -157,10 +153,9 @@ class RequestQueues:
 
     def retract(self, req: Req) -> None:
         """`req` gave its slots back and waits again."""
-        allowed = (RequestState.DECODING, RequestState.HELD)
-        if req is self.partial:
-            allowed = (RequestState.COMPUTING, *allowed)
-        self._leave(req, "retract", *allowed)
+        is_in_flight = req is not self.partial and self.state_of(req) is RequestState.COMPUTING
+        assert not is_in_flight, f"retract: the prompt of request {req.rid} is in flight"
+        self._leave(req, "retract", *_HOLDING)
         self._forget_partial(req)
         self._enter(req, RequestState.WAITING)
 

@@ -122,7 +122,7 @@ def test_one_prompt_at_a_time_is_computed_in_parts() -> None:
     assert queues.is_prompt_ahead("a")
     queues.admit(a)
     assert not queues.is_prompt_ahead("a")
-    with pytest.raises(AssertionError, match="retract: request a is computing"):
+    with pytest.raises(AssertionError, match="retract: the prompt of request a is in flight"):
         queues.retract(a)
 
 
