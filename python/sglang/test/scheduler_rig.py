@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -230,3 +230,7 @@ def prompt(seed: int, length: int, vocab_size: int = 160) -> list[int]:
     """A random prompt."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
+
+
+PROMPTS: Final = [prompt(seed, length) for seed, length in enumerate((5, 17, 40, 64, 33, 1))]
+"""Some of one page, of several, of one token."""

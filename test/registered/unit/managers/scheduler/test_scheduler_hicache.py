@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import (
@@ -35,12 +34,6 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 PAGE = 16
 EXTRA = json.dumps({"prefetch_threshold": PAGE})
-
-
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
 
 
 @pytest.fixture(name="storage_dir", autouse=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.scheduler import scheduler as scheduler_module
@@ -27,12 +26,6 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 # Not by its name, or conftest.py would choose for us.
 Rig = SchedulerRig
 del SchedulerRig
-
-
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
 
 
 def make_rig(model: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool, **args: Any) -> Rig:

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any, Final
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,12 +27,6 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
-
-
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
 
 
 STATES: Final = tuple(RequestState)
