@@ -20,7 +20,7 @@ _KEYS: Final = (None, None, None, None, "a", "b")
 
 @dataclass(slots=True)
 class Sent:
-    """A request on its way, and what it must give."""
+    """A request that was sent, and what it must give."""
 
     message: TokenizedGenerateReqInput
     prompt: list[int]
@@ -81,7 +81,7 @@ class RandomRequests:
         return samples
 
     def _pages(self, least: int, most: int) -> int:
-        """Tokens of so many pages, or a few more or less; of more where pages are short."""
+        """The length of `least` to `most` pages, give or take a few tokens. Short pages count less."""
         scale = max(1, 4 // self._page_size)
         pages = self._rng.randint(least * scale, most * scale)
         return max(1, pages * self._page_size + self._rng.choice((-1, 0, 0, 1, 3)))

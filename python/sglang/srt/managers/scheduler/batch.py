@@ -1,4 +1,4 @@
-"""Batches: the tensors that one forward takes, made from the requests that it computes."""
+"""Batches: the tensors of one forward, made from the requests that it computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PrefillWork:
-    """What one request computes in one prefill batch; its row holds the slots already."""
+    """What one request computes in one prefill batch. Its row has the slots already."""
 
     req: Req
     extend_len: int
@@ -55,7 +55,7 @@ class ModelWorkerBatch:
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
-    """Whether any request wants logprobs, and how many of the most likely tokens each wants."""
+    """Whether any request wants logprobs, and how many top logprobs each wants; None: no tops."""
     if not any(req.spec.return_logprob for req in reqs):
         return False, None
     nums = [req.spec.top_logprobs_num if req.spec.return_logprob else 0 for req in reqs]
@@ -63,8 +63,8 @@ def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
 
 
 def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
-    """Of the tokens that `work` computes, the first that gives a prompt logprob; and the tokens
-    whose logprobs these are."""
+    """Which tokens of `work` give prompt logprobs: the place of the first, and the tokens that the
+    logprobs are of."""
     prompt_ids = work.req.spec.origin_input_ids
     begin = work.req.progress.kv_committed_len
     end = min(begin + work.extend_len, len(prompt_ids) - 1)
@@ -83,9 +83,9 @@ def make_prefill_batch(
 ) -> ModelWorkerBatch:
     """The tensors of a prefill step.
 
-    Where all but the last token of every prompt is cached, that is a decode step: attention takes
-    all requests at once, and on CUDA a captured graph is replayed (in which nothing can wait for a
-    load from L2).
+    A batch in which each request computes one token runs as a decode step: attention takes all
+    requests at once, and on CUDA a captured graph is replayed. Not where it must wait for a load
+    from L2: nothing in a graph can.
     """
     prefix_lens = [work.req.progress.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]
@@ -175,7 +175,7 @@ class DecodeBatch:
         reqs = list(queues.decoding)
         if in_flight:
             reqs = [req for req in reqs if not req.ends_in_flight]
-        # Who leaves does not come back but by joining.
+        # A request that left comes back only by joining again.
         if queues.num_joined != self._num_joined or len(reqs) != len(self.reqs):
             self._num_joined = queues.num_joined
             self.reqs = reqs
@@ -183,7 +183,7 @@ class DecodeBatch:
 
     @property
     def is_stale(self) -> bool:
-        """Whether requests joined or left since the last step: what is kept per row is void."""
+        """Whether requests joined or left since the last step: what was kept row by row is void."""
         return self._is_stale
 
     def next_seq_lens(self) -> list[int]:
@@ -227,7 +227,7 @@ class DecodeBatch:
         )
 
     def advance(self, next_token_ids: torch.Tensor) -> None:
-        """The step is launched: int64 `[bs]` on the device is the input of the next one."""
+        """The step was launched; int64 `[bs]` on the device: its tokens, the input of the next."""
         self._input_ids = next_token_ids
         self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()
@@ -250,8 +250,8 @@ class DecodeBatch:
         self._is_stale = False
 
     def _last_tokens(self) -> torch.Tensor:
-        """int64 `[bs]`: each request's newest token, taken from the step in flight where the CPU
-        does not know it yet."""
+        """int64 `[bs]`: each request's newest token. Where the CPU does not know it, it is taken on
+        the device from the step in flight."""
         parts = [req.progress for req in self.reqs]
         known = [progress.output_ids[-1] for progress in parts if not progress.num_in_flight]
         known_ids = self._pools.int64(known)

@@ -35,16 +35,16 @@ class BatchPools:
         return on_device(values, self.device, torch.int64)
 
     def columns(self, *columns: Sequence[int] | TokenArray) -> tuple[torch.Tensor, ...]:
-        """Each as `int64` gives it, but all of them in one upload: on a GPU each costs the CPU
-        0.05 ms. They share memory that nobody may write to."""
+        """Each column as `int64` gives it, all in one upload: on a GPU each upload costs the CPU
+        0.05 ms. The tensors share memory and must not be written to."""
         ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
         lengths = [len(column) for column in columns]
         return torch.split(stage_to_device(torch.from_numpy(ids), self.device), lengths)
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
-    """Hand a request's slots to the tree (those of a probe are freed), its row to the pool, and
-    give back what else it has on the device.
+    """Give back all that a request holds on the device: its slots to the tree (those of a probe are
+    freed), its row to the pool.
 
     Slots of a decode step in flight are freed too. That is no race: whatever uses them next is
     queued behind that step.

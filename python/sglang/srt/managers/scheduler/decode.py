@@ -142,7 +142,7 @@ class DecodeScheduler:
             held, free_before = req.progress.kv_committed_len, state.free_tokens()
             self._retract_one(req)
             if state.has_device_copies():
-                # Pages under a copy come back, but not at once.
+                # Pages that are being copied come back later.
                 coming += max(0, held - (state.free_tokens() - free_before))
             if state.free_tokens() + coming >= self._needed_tokens():
                 break
@@ -168,7 +168,9 @@ class DecodeScheduler:
         self.is_stalled = True
         if self._state.has_device_copies():
             return
-        logger.error("request %s alone is out of slots: slots have been lost", req.rid)
+        logger.error(
+            "request %s is out of slots though no other holds any: slots have been lost", req.rid
+        )
         message = "the engine ran out of token slots"
         reason = FinishReason(type="abort", message=message, status_code=503)
         self._state.queues.abort(req, reason)

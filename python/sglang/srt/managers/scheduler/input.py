@@ -80,7 +80,7 @@ class InputHandler:
 
     def _arrive(self, message: TokenizedGenerateReqInput) -> None:
         if self._state.queues.find(message.rid) is not None:
-            # The server refuses these; an answer would end the stream of the one that runs.
+            # The server refuses these. An answer would end the stream of the request that lives.
             logger.error("dropped a request: rid %s is in use", message.rid)
             return
         refusal = self._why_not(message)

@@ -1,4 +1,4 @@
-"""What a step produced, on its way out: token ids to the detokenizer, answers to the server."""
+"""What leaves a scheduler: token ids to the detokenizer, answers to the server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class OutputCollector:
     """Collects what leaves at the end of a tick.
 
-    A request that streams gives out its first token, then a message every `stream_interval` tokens,
-    and one at its end; any other one message at its end.
+    A request that streams has an output for its first token, then one every `stream_interval`
+    tokens, and one at its end. Any other request has one at its end.
 
     Args:
         stream_interval: Tokens.

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Prefix:
-    """What of a prompt is cached, locked for the request until it is used or let go."""
+    """What of a prompt is cached. Its lock passes to the request, or is released."""
 
     slots: torch.Tensor
     """int64: device slots of the prefix."""
@@ -68,7 +68,7 @@ class PrefillView(Protocol):
 
 
 class PrefillScheduler:
-    """Admission. Every decision about numbers is `PrefillAdder`'s."""
+    """Admits requests. `PrefillAdder` decides about numbers; this carries it out."""
 
     def __init__(self, state: PrefillView) -> None:
         self._state = state
@@ -97,14 +97,14 @@ class PrefillScheduler:
         if queues.partial is None:
             self._add_waiting(adder, works)
         load = state.tree.ready_to_load_host_cache()
-        # A load whose request was refused after all still fills slots that the tree shows.
+        # A load whose request was not admitted after all still fills slots that the tree shows.
         load = self._unawaited_load if load == -1 else load
         self._unawaited_load = -1 if works else load
         return (works, load) if works else None
 
     def on_launched(self, works: list[PrefillWork]) -> None:
-        """The device has been given the step: whatever reads its keys and values from now on is
-        queued behind it, so the tree may have them, and their copies may be queued too."""
+        """The device was given the step. The tree may have its keys and values now, and copies of
+        them may be queued: whatever reads them is queued behind the step."""
         for work in works:
             req = work.req
             req.progress.kv_committed_len += work.extend_len
@@ -112,18 +112,18 @@ class PrefillScheduler:
                 self._state.tree.cache_unfinished_req(req.slots, chunked=not work.is_last_chunk)
 
     def _is_blocked(self) -> bool:
-        """Whether trying again is pointless: nothing has changed since memory did not suffice."""
+        """Whether admission would fail again: nothing has changed since slots were short."""
         queues = self._state.queues
         if not queues.num_holders:
             return False
         if self._blocked_by != (queues.num_holders, len(queues.waiting)):
             return False
-        # Copies that end unlock pages though no request ends: look again once in a while.
+        # Copies that end unlock pages though no request ends: try again every 16th tick.
         self._blocked_ticks += 1
         return self._blocked_ticks % 16 != 0
 
     def _next_chunk(self, req: Req, adder: PrefillAdder) -> PrefillWork | None:
-        """The next part of the prompt that was cut; None where slots are short at the moment."""
+        """The next part of the prompt that was cut; None: too few slots are free now."""
         plan = adder.plan_next_chunk(req.progress.uncommitted_tokens)
         assert plan.is_admitted, "the cut prompt comes first, so there is budget"
         slots = self._alloc(req, plan.extend_tokens)
@@ -184,7 +184,7 @@ class PrefillScheduler:
         return len(match.device_indices) + match.host_hit_length
 
     def _try_add(self, req: Req, adder: PrefillAdder) -> tuple[AddOutcome, PrefillWork | None]:
-        """Lock what is cached of the prompt, load it, and allocate the rest; or change nothing."""
+        """Lock what is cached of the prompt, load it, and allocate the rest; or do none of it."""
         prefix, plan = self._reuse(req, adder)
         progress = req.progress
         if plan.is_admitted:
@@ -201,7 +201,7 @@ class PrefillScheduler:
         return plan.outcome, None
 
     def _reuse(self, req: Req, adder: PrefillAdder) -> tuple[_Prefix, AddPlan]:
-        """Match and lock the prompt, plan, and queue the load of its host part if admitted."""
+        """Match and lock the prompt, plan, and if admitted queue the load of its host part."""
         state = self._state
         match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
         prefix = _Prefix(
@@ -234,10 +234,11 @@ class PrefillScheduler:
     def _alloc(
         self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Where the next tokens' keys and values are stored; None where too few slots are free.
+        """Slots for the keys and values of the next tokens, written to the request's row; None: too
+        few are free.
 
-        The request's row has them then, unless they are cached: the step stores the last token of
-        a prompt that is cached whole as padding, and reads it from the cached page.
+        The last token of a prompt that is cached whole is computed again and gets no slot: the step
+        stores it as padding, and reads it from the cached page.
 
         Args:
             prefix: Slots of the first tokens, for a request that has no row yet.
@@ -264,7 +265,7 @@ class PrefillScheduler:
         return slots
 
     def _commit(self, req: Req, prefix: _Prefix) -> None:
-        """The request is scheduled: it takes over the lock."""
+        """The request is scheduled: it takes over the lock of `prefix`."""
         tree, slots = self._state.tree, req.slots
         slots.prefix_indices = prefix.slots
         slots.last_node = prefix.node
@@ -295,7 +296,7 @@ class PrefillScheduler:
             )
 
     def _give_up(self, req: Req) -> None:
-        """Nothing runs, nothing is in flight, and there is no room all the same: slots are lost."""
+        """Abort `req`: nothing runs, nothing is in flight, and slots are short. Some are lost."""
         free = self._state.free_tokens()
         logger.error("no room for request %s though nothing runs: %d slots free", req.rid, free)
         message = f"the engine has {free} token slots left, too few for this request"
@@ -306,8 +307,8 @@ class PrefillScheduler:
 def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple[int, int, int]:
     """Tokens that are not computed, by the tier they come from: device, host, storage.
 
-    The last token is computed also where all are cached. The lowest tier that contributed then
-    counts one less.
+    Where all are cached, the last token is computed nevertheless; the lowest tier that contributed
+    then counts one less.
 
     Args:
         from_storage: Tokens of `prefix.from_host` that were read from L3.

@@ -1,4 +1,4 @@
-"""What a step brings its requests: tokens, logprobs, maybe the end."""
+"""Gives the results of a step to its requests: tokens, logprobs, and whether they end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEAD_END = FinishReason(
 
 
 class ResultProcessor:
-    """What happens to the requests of a batch after its forward."""
+    """Moves requests on after the forward of their batch."""
 
     def __init__(
         self, state: SchedulerState, stop_checker: StopChecker, outputs: OutputCollector
@@ -32,7 +32,7 @@ class ResultProcessor:
         self._outputs = outputs
 
     def process(self, step: LaunchedStep) -> None:
-        """Wait for the end of `step`, and give its requests what came of it."""
+        """Wait for the end of `step`, and give its requests their results."""
         step.result.wait()
         if step.is_prefill:
             self._on_prefill(step.works, step.result)

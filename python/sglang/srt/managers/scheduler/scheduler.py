@@ -1,5 +1,5 @@
-"""The scheduler of one rank: in every tick it handles messages, runs at most one batch, and gives
-out what that produced.
+"""The scheduler of one rank: in every tick it handles messages, launches at most one batch, and
+returns what there is to send.
 
 `step` is the whole of it and does no I/O of its own; `run` is the loop around it. Ranks that are
 given the same ticks decide the same (hicache.md, "One ballot a tick"): the state and the message
@@ -41,7 +41,7 @@ SchedulerOutput = BatchTokenIDOutput | ControlReqOutput
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What all ranks are given at the begin of a step."""
+    """What all ranks are given at the start of a step."""
 
     now: float
     """`time.monotonic()` of rank 0."""
@@ -64,8 +64,8 @@ class Scheduler:
     A tick launches either a prefill batch or a decode step; where both could be, `Turns` says
     which, so that neither starves. With `SchedulerParts.overlap` the tick then processes the step
     that was launched in the tick before: the device runs one while the CPU is busy with the other.
-    Tokens are the same: a request that turns out to have ended has run one step too many, which is
-    dropped.
+    Outputs are the same. A request whose end is known only then has run one step too many, whose
+    token is dropped.
     """
 
     def __init__(self, parts: SchedulerParts) -> None:
@@ -115,7 +115,7 @@ class Scheduler:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
             if not messages and timeout == _IDLE_POLL_MS:
-                # Idle for that long: between two requests of a busy server there is no time for it.
+                # Only after a long pause: a busy server has no time for it between two requests.
                 self.verify_once()
             for output in self.step(broadcast(Tick(time.monotonic(), messages))):
                 channel.send(output)
@@ -136,7 +136,7 @@ class Scheduler:
         return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
 
     def verify_once(self) -> None:
-        """Check the books, once after each time that something ran.
+        """Check the books, unless nothing has run since they were last checked.
 
         Raises:
             AssertionError: Slots were lost or have two owners.
@@ -147,8 +147,8 @@ class Scheduler:
         self._is_verified = True
 
     def _run_batch(self) -> bool:
-        """Launch a prefill batch or a decode step, and process the one before it, which the device
-        has been running meanwhile. False: there was nothing to do."""
+        """Launch a step, and process the step before it, which the device ran meanwhile. False:
+        there was nothing to do."""
         state = self._state
         was_in_flight = state.in_flight is not None
         launched = self._launch()
@@ -162,7 +162,7 @@ class Scheduler:
         return launched is not None or was_in_flight
 
     def _settle(self) -> None:
-        """Process the step in flight, so that what every request has is known."""
+        """Process the step in flight: from then on the state of every request is known."""
         step, self._state.in_flight = self._state.in_flight, None
         if step is not None:
             self._process(step)
@@ -172,21 +172,21 @@ class Scheduler:
             self._parts.results.process(step)
         now = time.monotonic()
         if step.is_prefill:
-            # It ran alone from the end of the step before it on.
+            # The device began it when the step before it ended.
             seconds = now - max(step.launched, self._last_end)
             self._state.tree.note_prefill(sum(work.extend_len for work in step.works), seconds)
         self._last_end = now
 
     def _launch(self) -> LaunchedStep | None:
-        """The next step, on its way; None: nothing can run."""
+        """Launch the next step; None: nothing can run."""
         state, decoding = self._state, self._state.queues.decoding
         is_prefill_turn = not decoding or (
             self._parts.turns.is_prefills(state.now) and not self._parts.decode.is_stalled
         )
         step = self._launch_prefill() if is_prefill_turn else None
         if step is None and not decoding and state.in_flight is not None:
-            # What comes of it is all there is to decode. First tokens go out before the next tick
-            # launches their second: that takes the CPU a millisecond.
+            # Only its requests can decode. Their first tokens are sent before the next tick, which
+            # spends a millisecond of the CPU on launching a step for their second.
             self._settle()
             return None
         return step or self._launch_decode()
@@ -198,8 +198,8 @@ class Scheduler:
             self._settle()  # The next part goes on where its logprobs end.
         before = state.in_flight
         if before is not None and before.mostly_done is not None:
-            # Else launching blocks half way, where the driver's queue is full, and holds the
-            # interpreter while it does: the threads of L3 get nothing done in long prefills.
+            # Else launching blocks as soon as the driver's queue is full, and holds the interpreter
+            # meanwhile: the threads of L3 would get nothing done during long prefills.
             with self._parts.forward_guard():
                 before.mostly_done.synchronize()
         scheduled = self._parts.prefill.schedule()
@@ -234,7 +234,7 @@ class Scheduler:
         return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
-        """Launch a forward: what comes of it, and its int64 `[bs]` tokens on the device."""
+        """Launch a forward: its result, and int64 `[bs]` on the device, its tokens."""
         with self._parts.forward_guard():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
             return StepResult(output, token_ids), token_ids
@@ -252,7 +252,7 @@ class Scheduler:
             return True
         if state.in_flight is None:
             return False
-        # Requests that end with it may give back what is missing; else some are retracted.
+        # Requests that end with that step may give back enough slots. Else some are retracted.
         self._settle()
         return decode.gather() > 0 and decode.prepare()
 

@@ -60,7 +60,7 @@ class SchedulerState:
     """The step that was launched and whose results have not been processed."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     now: float = 0.0
-    """`time.monotonic()` of rank 0 at the begin of this tick."""
+    """`time.monotonic()` of rank 0 at the start of this tick."""
 
     def workload(self) -> Workload:
         """What of prompts is yet to be computed."""
@@ -81,16 +81,16 @@ class SchedulerState:
         return self.pools.allocator.available_size() + self.tree.evictable_size()
 
     def has_device_copies(self) -> bool:
-        """Whether copies are in flight that keep device pages from being evicted."""
+        """Whether copies in flight keep device pages from being evicted."""
         busy = self.tree.is_busy()
         return "writes" in busy or "loads" in busy
 
     def used_tokens(self) -> int:
-        """Slots that requests or copies hold, or the tree under a lock."""
+        """Slots that are neither free nor evictable."""
         return self.limits.pool_tokens - self.free_tokens()
 
     def make_room(self, tokens: int) -> None:
-        """Evict until `tokens` (rounded up to pages) are free, as far as it can."""
+        """Evict until `tokens`, rounded up to pages, are free, or nothing is left to evict."""
         tokens = ceil_to_page(tokens, self.limits.page_size)
         short = tokens - self.pools.allocator.available_size()
         if short > 0:
@@ -121,7 +121,7 @@ class SchedulerState:
 
         Args:
             reqs: Row by row.
-            samples: Whether the row's token is used; None: all are.
+            samples: Row by row, whether its token is used; None: all are.
         """
         grammars = [
             self._grammar_row(row, req)

@@ -61,7 +61,7 @@ class StopChecker:
         if progress.stop_finder is None:
             progress.stop_finder = self._new_finder(req.spec.sampling_params)
         try:
-            match = progress.stop_finder.advance(progress.output_ids, counts=may_stop)
+            match = progress.stop_finder.advance(progress.output_ids, may_stop=may_stop)
         except StopRegexTooSlow:
             return _TOO_SLOW
         return None if match is None else FinishReason(type="stop", matched=match.stop)
