@@ -81,7 +81,7 @@ class RandomRequests:
         return samples
 
     def _pages(self, least: int, most: int) -> int:
-        """The length of `least` to `most` pages, give or take a few tokens. Short pages count less."""
+        """The tokens of `least` to `most` pages, or a few less or more. Short pages count less."""
         scale = max(1, 4 // self._page_size)
         pages = self._rng.randint(least * scale, most * scale)
         return max(1, pages * self._page_size + self._rng.choice((-1, 0, 0, 1, 3)))
