@@ -144,7 +144,7 @@ class PrefillScheduler:
     def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
         state, queues = self._state, self._state.queues
         self._blocked_by = None
-        added: set[str | None] = set()
+        added: set[str] = set()
         for req in order_waiting(
             state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
         ):
@@ -167,7 +167,7 @@ class PrefillScheduler:
                 self._blocked_ticks = 0
             break
 
-    def _waits_for_prompt(self, req: Req, added: set[str | None]) -> bool:
+    def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
         """Whether another request computes the prompt of `req` and has not been launched: after
         that the cache has it.
 

@@ -10,6 +10,9 @@ import torch
 
 from sglang.srt.layers import penalties
 from sglang.srt.managers.scheduler.batch import DecodeBatch
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.utils.device import on_device
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
@@ -32,6 +35,33 @@ def test_decode_tensors_move_on_without_being_rebuilt(
     rig = SchedulerRig(model, page_size=4)
     rig.run(rig.request("a", PROMPTS[0], greedy(30)), rig.request("b", PROMPTS[1], greedy(12)))
     assert built == [["a", "b"], ["a"]], "when both joined, and when one left"
+
+
+def test_a_request_that_left_and_joined_again_is_a_change_of_the_batch(model: Path) -> None:
+    """Though the batch has the same requests in the same order."""
+    rig = SchedulerRig(model)
+    pools, queues = rig.scheduler.state.pools, RequestQueues()
+    batch = DecodeBatch(pools)
+    for rid in "ab":
+        message = rig.request(rid, [1, 2])
+        spec = RequestSpec.from_message(
+            message, arrival_number=0, max_request_tokens=64, eos_token_ids=[]
+        )
+        req = Req(spec)
+        pools.req_to_token_pool.alloc([req.slots])
+        req.progress.output_ids.append(3)
+        queues.arrive(req)
+        queues.admit(req)
+        queues.join(req)
+    seen: list[tuple[list[str], bool]] = []
+    for act in (None, None, queues.retract, queues.admit, queues.join):
+        if act is not None:
+            act(req)
+        if act not in (queues.retract, queues.admit):
+            batch.follow(queues, in_flight=False)
+            seen.append(([one.rid for one in batch.reqs], batch.is_stale))
+            assert batch.prepare()
+    assert seen == [(["a", "b"], True), (["a", "b"], False), (["a", "b"], True)]
 
 
 def test_retraction_changes_no_word(model: Path, alone: list[list[int]]) -> None:
