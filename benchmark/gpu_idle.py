@@ -57,7 +57,7 @@ class Probe:
             (RadixCache, "cache_unfinished_req"),
             (RadixCache, "cache_finished_req"),
             (PrefillScheduler, "schedule"),
-            (ResultProcessor, "take_in"),
+            (ResultProcessor, "process"),
             (StepResult, "wait"),
             (InputHandler, "handle"),
             (Scheduler, "_launch_prefill"),

@@ -85,7 +85,7 @@ def measure_steps(scheduler: Scheduler, waiting: Waiting, count: int, context: i
         scheduler.step(Tick(time.monotonic(), []))
         seconds = time.perf_counter() - begun
         is_decode = scheduler.state.counters.decode_steps > before
-        if is_decode and len(scheduler.state.decoding) == count:
+        if is_decode and len(scheduler.state.queues.decoding) == count:
             times.append((seconds, waiting.seconds - waited))
     return times
 
@@ -102,7 +102,7 @@ def part_scheduler(model: str, out: Emit) -> None:
     waiting = Waiting()
     for count, context, expected in ((1, 1024, 4.4), (64, 256, 5.95), (256, 256, 10.8)):
         for overlap in (False, True):
-            scheduler = Scheduler(built.server_args, dataclasses.replace(parts, overlap=overlap))
+            scheduler = Scheduler(dataclasses.replace(parts, overlap=overlap))
             times = measure_steps(scheduler, waiting, count, context)
             whole, waited = (statistics.median(part) * 1e3 for part in zip(*times, strict=True))
             out(

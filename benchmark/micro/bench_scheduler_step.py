@@ -79,9 +79,9 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
     with mock.patch.object(TpModelWorker, "forward_batch_generation", clock.wrap(original)):
         rig.step(*messages)
         for _ in range(2 * args.running):
-            if len(scheduler.state.decoding) < args.running:
+            if len(scheduler.state.queues.decoding) < args.running:
                 rig.step()
-        assert len(scheduler.state.decoding) == args.running, "not all requests run at once"
+        assert len(scheduler.state.queues.decoding) == args.running, "not all requests run at once"
         behind = [rig.request(f"w{n}", prompt(n, 16), greedy(1)) for n in range(args.waiting)]
         settle_heap()
         started = time.perf_counter()
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
             scheduler.step(scheduler.make_tick(2000.0 + index))
             total.append((time.perf_counter() - started) * 1000)
             forward.append(clock.seconds * 1000)
-    assert len(scheduler.state.decoding) == args.running, "a request ended too early"
+    assert len(scheduler.state.queues.decoding) == args.running, "a request ended too early"
     rig.close()
     own = np.asarray(total) - np.asarray(forward)
     return {

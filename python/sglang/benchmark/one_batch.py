@@ -17,7 +17,9 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork, make_prefill_batch
 from sglang.srt.managers.scheduler.batch_pools import BatchPools
-from sglang.srt.managers.scheduler.req import Req
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -76,16 +78,18 @@ class StaticBatch:
         )
         self._reqs = [
             Req(
-                rid=str(number),
-                origin_input_ids=token_array(prompt),
-                sampling_params=GREEDY,
-                seed=0,
-                arrival_number=number,
-                max_new_tokens=worker.context_len - len(prompt),
+                RequestSpec(
+                    rid=str(number),
+                    origin_input_ids=token_array(prompt),
+                    sampling_params=GREEDY,
+                    seed=0,
+                    arrival_number=number,
+                    max_new_tokens=worker.context_len - len(prompt),
+                )
             )
             for number, prompt in enumerate(prompts)
         ]
-        rows = worker.req_to_token_pool.alloc(self._reqs)
+        rows = worker.req_to_token_pool.alloc([req.slots for req in self._reqs])
         assert rows is not None, "the pools have a row for each request"
         self._sampling = SamplingBatchInfo.from_reqs(
             [GREEDY] * len(self._reqs), worker.vocab_size, device
@@ -98,21 +102,27 @@ class StaticBatch:
         Returns:
             int64 `[bs]` on the device: the sampled tokens, which are valid for whole prompts.
         """
-        ends = [req.num_tokens for req in self._reqs] if lens is None else list(lens)
-        counts = [end - req.kv_committed_len for req, end in zip(self._reqs, ends, strict=True)]
+        ends = [req.progress.num_tokens for req in self._reqs] if lens is None else list(lens)
+        begins = [req.progress.kv_committed_len for req in self._reqs]
+        counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
         slots = torch.split(self._allocate(ends, counts), counts)
         works = [PrefillWork(*work) for work in zip(self._reqs, counts, slots, strict=True)]
         batch = make_prefill_batch(works, self._pools, self._sampling, -1)
         _, token_ids = self._worker.forward_batch_generation(batch)
         for req, end in zip(self._reqs, ends, strict=True):
-            req.kv_committed_len = end
+            req.progress.kv_committed_len = end
         return token_ids
 
     def begin_decoding(self, first_tokens: Sequence[int]) -> None:
         """Append the first output token to each prompt, and prepare decoding."""
         for req, token in zip(self._reqs, first_tokens, strict=True):
-            req.output_ids.append(token)
-        self._decoding.add(self._reqs)
+            req.progress.output_ids.append(token)
+        queues = RequestQueues()
+        for req in self._reqs:
+            queues.arrive(req)
+            queues.admit(req)
+            queues.join(req)
+        self._decoding.follow(queues, in_flight=False)
 
     def decode(self) -> torch.Tensor:
         """Run one decode step. Returns the next tokens, int64 `[bs]` on the device."""
@@ -132,8 +142,8 @@ class StaticBatch:
         """Allocate slots for the next `counts` tokens of each request; write them to its row."""
         pools = self._pools
         table = pools.req_to_token_pool
-        begins = [req.kv_committed_len for req in self._reqs]
-        rows = pools.int64([req.row for req in self._reqs])
+        begins = [req.progress.kv_committed_len for req in self._reqs]
+        rows = pools.int64([req.slots.row for req in self._reqs])
         last = table.req_to_token[rows, (pools.int64(begins) - 1).clamp_(min=0)]
         slots = pools.allocator.alloc_extend(
             pools.int64(begins), begins, pools.int64(ends), ends, last.to(torch.int64), sum(counts)
@@ -141,7 +151,7 @@ class StaticBatch:
         assert slots is not None, "the pools have slots for all tokens"
         pieces = torch.split(slots, counts)
         for req, begin, end, piece in zip(self._reqs, begins, ends, pieces, strict=True):
-            table.write((req.row, slice(begin, end)), piece)
+            table.write((req.slots.row, slice(begin, end)), piece)
         return slots
 
 

@@ -177,7 +177,7 @@ class CheckableWorker:
             contexts.append(_Context(row, seed, slots, num_old, tokens[done : done + new]))
             positions += range(length - new, length)
             done += new
-        _expect(done == len(tokens), f"{len(tokens)} tokens, {done} of them somebody's")
+        _expect(done == len(tokens), f"{len(tokens)} tokens, {done} of them of a request")
         _expect(forward.positions.tolist() == positions, "positions are not the requests'")
         written = np.concatenate([one.slots[one.num_old :] for one in contexts])
         _expect(

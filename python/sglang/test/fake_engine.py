@@ -176,7 +176,7 @@ class FakeScheduler:
             token = ids[one.sent % len(ids)]
             one.sent += 1
             output = [ids[i % len(ids)] for i in range(one.sent)]
-            match = one.finder.advance(output, counts=True) if params.has_text_stops else None
+            match = one.finder.advance(output, may_stop=True) if params.has_text_stops else None
             if token in (params.stop_token_ids or ()):
                 reason = FinishReason(type="stop", matched=token)
             elif match is not None:

@@ -42,12 +42,11 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     ToScheduler,
 )
-from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
-from sglang.test import checkable_model
 from sglang.test.checkable_model import CheckableWorker
-from sglang.test.object_store import IN_PLACE, MOODS, ObjectStore
+from sglang.test.object_store import MOODS, ObjectStore
+from sglang.test.random_checks import assert_stored, assert_unpinned, assert_whole, assert_words
 from sglang.test.random_requests import RandomRequests, Sent
 from sglang.test.random_setup import Setup, impatient
 from sglang.test.scheduler_rig import Collected, SchedulerRig
@@ -217,11 +216,11 @@ class RandomScheduler:
             if time.monotonic() - began > _REST_S and steps > _MOST_STEPS_TO_REST:
                 raise AssertionError(
                     f"no rest after {steps} steps: requests {sorted(self._sent)}, "
-                    f"unanswered {self._unanswered}, busy {rig.scheduler._control.busy()}"
+                    f"unanswered {self._unanswered}, busy {rig.scheduler._parts.control.busy()}"
                 )
         rig.assert_clean()
-        self._assert_unpinned()
-        self._assert_stored()
+        assert_unpinned(rig.tree)
+        assert_stored(rig.tree, self.store, self.setup.backend, self._epoch_began)
         if self.rng.random() < 0.8:
             # The next requests then read from L3.
             self._flush_at_rest()
@@ -241,36 +240,6 @@ class RandomScheduler:
             self.store.release()
             self._step()
         assert not self._sent, f"never told of the end: {sorted(self._sent)}"
-
-    def _assert_unpinned(self) -> None:
-        tree = self.rig.tree
-        for node in tree.nodes():
-            assert not node.host_ref_counter, f"{node} is pinned though nothing is under way"
-            assert not node.lock_ref, f"{node} is locked though nothing runs"
-
-    def _assert_stored(self) -> None:
-        """Check that L3 has, or once had, all pages that the tree counts as stored, and that no
-        page was written before its ancestors."""
-        tree = self.rig.tree
-        if not isinstance(tree, HiRadixCache) or self.store.breaks_contract:
-            return
-        storage_io = tree.cache_controller.storage_io
-        storage = None if storage_io is None else storage_io.storage
-        if storage is None:
-            return
-        namespace = tree._attachment._namespace()
-        for node in tree.nodes():
-            pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
-            keys = storage.object_keys(pages, PoolName.KV)
-            if node.storage_epoch == tree.storage_link.epoch:
-                missing = [k for k in keys if not self.store.has_had_since(k, self._epoch_began)]
-                assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
-            if self.setup.backend == IN_PLACE and node.parent not in (None, tree.root_node):
-                assert node.parent is not None
-                last = f"{namespace}/{node.parent.page_hashes(tree.page_size)[-1]}"
-                (above,) = storage.object_keys([last], PoolName.KV)
-                orphans = [key for key in keys if self.store.has_had(key)]
-                assert not orphans or self.store.has_had(above), f"{node} was written as an orphan"
 
     def _flush_at_rest(self) -> None:
         rig, tree = self.rig, self.rig.tree
@@ -314,13 +283,7 @@ class RandomScheduler:
         assert waited < _MOST_WORKING_STEPS, f"{rid} waits while others got {waited} steps"
         if got is None:
             return
-        said = got.output_ids
-        if said != sent.words[: len(said)]:
-            at = next(i for i, word in enumerate(said) if sent.words[i : i + 1] != [word])
-            raise AssertionError(
-                f"{rid}: word {at} is {said[at]} and not {sent.words[at : at + 1]}, after a "
-                f"prompt of {len(sent.prompt)} tokens; {got.last}"
-            )
+        assert_words(sent, got)
         if got.finish_reason is not None:
             self._on_end(rid, sent, got)
 
@@ -341,20 +304,12 @@ class RandomScheduler:
             counts[f"aborted after {min(len(got.output_ids), 1)} words"] += 1
             counts[f"aborted with {reason.status_code}"] += 1
             return
-        assert not sent.is_refused, f"{rid} is too long and ran"
-        assert got.output_ids == sent.words, f"{rid} ended after {len(got.output_ids)} words"
-        assert reason.type == ("stop" if sent.stops else "length"), f"{rid} ended by {reason}"
+        assert_whole(sent, got)
         details = got.last.cached_tokens_details
-        assert details.total < len(sent.prompt), f"{rid}: {details}"
         for tier in ("device", "host", "storage"):
             counts[f"tokens from {tier}"] += getattr(details, tier)
         counts["tokens of prompts"] += len(sent.prompt)
-        if message.logprob_start_len >= 0:
-            wanted = checkable_model.input_logprobs(
-                sent.prompt, message.seed, message.logprob_start_len
-            )
-            assert got.input_logprobs == wanted, f"{rid}: wrong logprobs of its prompt"
-            counts["prompts with logprobs"] += 1
+        counts["prompts with logprobs"] += message.logprob_start_len >= 0
         conversation = sent.prompt + got.output_ids
         if len(conversation) < self.rig.scheduler.state.limits.max_input_tokens * 3 // 4:
             self._requests.remember(message.extra_key, conversation)
@@ -451,8 +406,8 @@ class RandomScheduler:
         ]
         if state is not None:
             lines.append(
-                f"waiting {[req.rid for req in state.waiting]}, running "
-                f"{[req.rid for req in state.running()]}, busy {state.tree.is_busy()}"
+                f"waiting {[req.rid for req in state.queues.waiting]}, running "
+                f"{[req.rid for req in state.queues.holders()]}, busy {state.tree.is_busy()}"
             )
         return "\n".join([*lines, "the log's last lines:", *self._log])
 

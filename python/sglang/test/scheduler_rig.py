@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -23,8 +23,9 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     ToScheduler,
 )
+from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process import init_pools
-from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerParts
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
@@ -120,18 +121,16 @@ class SchedulerRig:
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )
         )
-        self.scheduler = Scheduler(
-            self.server_args,
-            SchedulerParts(
-                worker=self.worker,
-                tree=self.tree,
-                metrics=metrics,
-                group=self.group,
-                new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
-                grammar_backend=grammar_backend,
-                overlap=self.overlap if overlap is None else overlap,
-            ),
+        resources = SchedulerResources(
+            worker=self.worker,
+            tree=self.tree,
+            metrics=metrics,
+            group=self.group,
+            new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
+            grammar_backend=grammar_backend,
+            overlap=self.overlap if overlap is None else overlap,
         )
+        self.scheduler = Scheduler(make_parts(self.server_args, resources))
         self.now = 1000.0
         self.results: dict[str, Collected] = {}
         self.answers: list[ControlReqOutput] = []
@@ -180,9 +179,7 @@ class SchedulerRig:
 
     def check(self) -> None:
         """Assert that every slot has exactly one owner."""
-        state = self.scheduler.state
-        pool = state.pools.req_to_token_pool
-        self.tree.check_integrity([req.own_slots(pool) for req in state.running()])
+        self.scheduler.state.check_integrity()
 
     def run(self, *messages: ToScheduler, check_each_step: bool = False) -> None:
         """Send `messages`, then step until idle."""
@@ -239,3 +236,7 @@ def prompt(seed: int, length: int, vocab_size: int = 160) -> list[int]:
     """A random prompt."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
+
+
+PROMPTS: Final = [prompt(seed, length) for seed, length in enumerate((5, 17, 40, 64, 33, 1))]
+"""Some of one page, of several, of one token."""

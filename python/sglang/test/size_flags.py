@@ -109,7 +109,8 @@ def _run_bounded(rig: SchedulerRig, *messages: ToScheduler) -> None:
     ticks = 0
     deadline = time.monotonic() + 60.0
     while not rig.scheduler.is_idle():
-        assert ticks < most, f"{len(state.waiting)} wait after {ticks} ticks: {state.counters}"
+        waiting = len(state.queues.waiting)
+        assert ticks < most, f"{waiting} wait after {ticks} ticks: {state.counters}"
         if rig.scheduler.poll_timeout_ms() and state.tree.is_busy():
             assert time.monotonic() < deadline, f"copies do not end: {state.tree.is_busy()}"
             time.sleep(0.0001)

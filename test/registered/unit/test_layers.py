@@ -50,8 +50,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "model_executor.warm_up",
     ),
     (
-        "managers.scheduler.req",
-        "managers.scheduler.request_queues",
+        "managers.scheduler.requests",
         "managers.scheduler.batch_pools",
         "managers.scheduler.batch",
         "managers.scheduler.launched_step",

@@ -1,4 +1,4 @@
-"""Batches: the tensors that one forward takes, made from the requests that it computes."""
+"""Batches: the tensors of one forward, made from the requests that it computes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from sglang.srt.layers.forward_batch_info import (
     ForwardMode,
     compute_extend_positions,
 )
-from sglang.srt.managers.scheduler.req import NO_SLOTS, Req
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.slots import NO_SLOTS
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.managers.scheduler.batch_pools import BatchPools
+    from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 
 
 @dataclass(slots=True)
 class PrefillWork:
-    """What one request computes in one prefill batch; its row holds the slots already."""
+    """What one request computes in one prefill batch. Its row has the slots already."""
 
     req: Req
     extend_len: int
-    """Tokens after `req.kv_committed_len`."""
+    """Tokens after the committed ones."""
     out_slots: torch.Tensor
     """int64 `[extend_len]` on the device: where their keys and values are stored. Slot 0, padding,
     for a token whose keys and values are cached."""
@@ -35,7 +37,7 @@ class PrefillWork:
     """Whether the step samples this request's next token."""
 
     def __post_init__(self) -> None:
-        self.is_last_chunk = self.req.kv_committed_len + self.extend_len == self.req.num_tokens
+        self.is_last_chunk = self.extend_len == self.req.progress.uncommitted_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,24 +55,24 @@ class ModelWorkerBatch:
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
-    """Whether any request wants logprobs, and how many of the most likely tokens each wants."""
-    if not any(req.return_logprob for req in reqs):
+    """Whether any request wants logprobs, and how many top logprobs each wants; None: no tops."""
+    if not any(req.spec.return_logprob for req in reqs):
         return False, None
-    nums = [req.top_logprobs_num if req.return_logprob else 0 for req in reqs]
+    nums = [req.spec.top_logprobs_num if req.spec.return_logprob else 0 for req in reqs]
     return True, nums if any(nums) else None
 
 
 def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
-    """Of the tokens that `work` computes, the first that gives a prompt logprob; and the tokens
-    whose logprobs these are."""
-    req = work.req
-    begin = req.kv_committed_len
-    end = min(begin + work.extend_len, len(req.origin_input_ids) - 1)
-    wanted = req.next_input_logprob
+    """Which tokens of `work` give prompt logprobs: the place of the first, and the tokens that the
+    logprobs are of."""
+    prompt_ids = work.req.spec.origin_input_ids
+    begin = work.req.progress.kv_committed_len
+    end = min(begin + work.extend_len, len(prompt_ids) - 1)
+    wanted = work.req.next_input_logprob
     if wanted is None or wanted >= end:
         return work.extend_len, []
     assert wanted >= begin, "what gives logprobs is never taken from the cache"
-    return wanted - begin, req.origin_input_ids[wanted + 1 : end + 1].tolist()
+    return wanted - begin, prompt_ids[wanted + 1 : end + 1].tolist()
 
 
 def make_prefill_batch(
@@ -81,22 +83,22 @@ def make_prefill_batch(
 ) -> ModelWorkerBatch:
     """The tensors of a prefill step.
 
-    Where all but the last token of every prompt is cached, that is a decode step: attention takes
-    all requests at once, and on CUDA a captured graph is replayed (in which nothing can wait for a
-    load from L2).
+    A batch in which each request computes one token runs as a decode step: attention takes all
+    requests at once, and on CUDA a captured graph is replayed. Not where it must wait for a load
+    from L2: nothing in a graph can.
     """
-    prefix_lens = [work.req.kv_committed_len for work in works]
+    prefix_lens = [work.req.progress.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]
     seq_lens = [p + e for p, e in zip(prefix_lens, extend_lens, strict=True)]
     new_ids = np.concatenate(
         [
-            work.req.ids_between(begin, end)
+            work.req.progress.ids_between(begin, end)
             for work, begin, end in zip(works, prefix_lens, seq_lens, strict=True)
         ]
     )
     reqs = [work.req for work in works]
     out_slots = [work.out_slots for work in works]
-    rows = [req.row for req in reqs]
+    rows = [req.slots.row for req in reqs]
     return_logprob, top_nums = _top_logprobs_nums(reqs)
     inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
     if not any(ids for _, ids in inputs):
@@ -106,8 +108,8 @@ def make_prefill_batch(
         new_ids,
         rows,
         seq_lens,
-        [req.seed for req in reqs],
-        [len(req.output_ids) for req in reqs],
+        [req.spec.seed for req in reqs],
+        [len(req.progress.output_ids) for req in reqs],
     )
     return ModelWorkerBatch(
         forward=ForwardBatch(
@@ -140,17 +142,18 @@ def make_prefill_batch(
 
 
 class DecodeBatch:
-    """The requests that decode, and their tensors, which each step moves on by one token.
+    """The requests of the next decode step, and their tensors, which each step moves on by a token.
 
     Tensors are made anew only when requests join or leave. A step never writes into a tensor that
-    it handed out, so that the next step may be prepared while one runs. Its input tokens then
-    are those that the running one samples, which only the device knows.
+    it handed out, so that the next step may be prepared while one runs. The input tokens of the
+    next are those that the running one samples, which only the device knows.
     """
 
     def __init__(self, pools: BatchPools) -> None:
         self.reqs: list[Req] = []
         self._pools = pools
         self._is_stale = False
+        self._num_joined = 0
         self._return_logprob = False
         self._top_logprobs_nums: list[int] | None = None
         self._seq_lens_cpu: list[int] = []
@@ -161,25 +164,33 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.reqs)
 
-    def add(self, reqs: Sequence[Req]) -> None:
-        """Let requests join; each has a row and exactly one token without keys and values."""
-        self.reqs.extend(reqs)
-        self._is_stale = self._is_stale or bool(reqs)
+    def follow(self, queues: RequestQueues, *, in_flight: bool) -> None:
+        """Take the requests that decode. Each has a row, and exactly one token without keys and
+        values that no step in flight computes.
 
-    def keep(self, reqs: list[Req]) -> None:
-        """Let all but `reqs` leave."""
-        if len(reqs) != len(self.reqs):
+        Args:
+            queues: The same ones each time.
+            in_flight: Whether a step is in flight. Requests that end with it are left out.
+        """
+        reqs = list(queues.decoding)
+        if in_flight:
+            reqs = [req for req in reqs if not req.ends_in_flight]
+        # A request that left comes back only by joining again.
+        if queues.num_joined != self._num_joined or len(reqs) != len(self.reqs):
+            self._num_joined = queues.num_joined
             self.reqs = reqs
             self._is_stale = True
 
     @property
     def is_stale(self) -> bool:
-        """Whether requests joined or left since the last step: what is kept per row is void."""
+        """Whether requests joined or left since the last step: what was kept row by row is void."""
         return self._is_stale
 
     def next_seq_lens(self) -> list[int]:
         """Context lengths before the next step."""
-        return [req.kv_committed_len + req.num_in_flight for req in self.reqs]
+        if self._is_stale:
+            return [req.progress.next_seq_len for req in self.reqs]
+        return self._seq_lens_cpu
 
     def prepare(self) -> bool:
         """Give each request the slot of its next token. False (nothing changed): too few free."""
@@ -216,12 +227,12 @@ class DecodeBatch:
         )
 
     def advance(self, next_token_ids: torch.Tensor) -> None:
-        """The step is launched: int64 `[bs]` on the device is the input of the next one."""
+        """The step was launched; int64 `[bs]` on the device: its tokens, the input of the next."""
         self._input_ids = next_token_ids
         self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()
         for req in self.reqs:
-            req.num_in_flight += 1
+            req.progress.num_in_flight += 1
 
     def _rebuild(self) -> None:
         pools, reqs = self._pools, self.reqs
@@ -229,9 +240,9 @@ class DecodeBatch:
         self._input_ids = self._last_tokens()
         self._seq_lens, self._rows, self._seeds, self._steps = pools.columns(
             self._seq_lens_cpu,
-            [req.row for req in reqs],
-            [req.seed for req in reqs],
-            [len(req.output_ids) + req.num_in_flight for req in reqs],
+            [req.slots.row for req in reqs],
+            [req.spec.seed for req in reqs],
+            [len(req.progress.output_ids) + req.progress.num_in_flight for req in reqs],
         )
         last = pools.req_to_token_pool.req_to_token[self._rows, self._seq_lens - 1]
         self._last_loc = last.to(torch.int64)
@@ -239,9 +250,10 @@ class DecodeBatch:
         self._is_stale = False
 
     def _last_tokens(self) -> torch.Tensor:
-        """int64 `[bs]`: each request's newest token, taken from the step in flight where the CPU
-        does not know it yet."""
-        known = [req.output_ids[-1] for req in self.reqs if not req.num_in_flight]
+        """int64 `[bs]`: each request's newest token. Where the CPU does not know it, it is taken on
+        the device from the step in flight."""
+        parts = [req.progress for req in self.reqs]
+        known = [progress.output_ids[-1] for progress in parts if not progress.num_in_flight]
         known_ids = self._pools.int64(known)
         if len(known) == len(self.reqs):
             return known_ids
@@ -249,7 +261,7 @@ class DecodeBatch:
         places: list[int] = []
         num_known = 0
         for req in self.reqs:
-            if req.num_in_flight:
+            if req.progress.num_in_flight:
                 places.append(place_in_step[id(req)])
             else:
                 places.append(len(self._rows_of_last_step) + num_known)

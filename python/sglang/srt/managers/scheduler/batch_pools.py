@@ -11,7 +11,8 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime, on_device
 from sglang.srt.managers.scheduler.policy import ceil_to_page
-from sglang.srt.managers.scheduler.req import NO_SLOTS, Req
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.slots import NO_SLOTS
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -34,8 +35,8 @@ class BatchPools:
         return on_device(values, self.device, torch.int64)
 
     def columns(self, *columns: Sequence[int] | TokenArray) -> tuple[torch.Tensor, ...]:
-        """Each as `int64` gives it, but all of them in one upload: on a GPU each costs the CPU
-        0.05 ms. They share memory that nobody may write to."""
+        """Each column as `int64` gives it, all in one upload: on a GPU each upload costs the CPU
+        0.05 ms. The tensors share memory and must not be written to."""
         ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
         lengths = [len(column) for column in columns]
         staged = device_runtime(self.device).stage_to_device(torch.from_numpy(ids))
@@ -43,19 +44,20 @@ class BatchPools:
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
-    """Hand a request's slots to the tree (those of a probe are freed), its row to the pool, and
-    give back what else it has on the device.
+    """Give back all that a request holds on the device: its slots to the tree (those of a probe are
+    freed), its row to the pool.
 
     Slots of a decode step in flight are freed too. That is no race: whatever uses them next is
     queued behind that step.
     """
     rows, allocator = pools.req_to_token_pool, pools.allocator
-    begin = ceil_to_page(req.kv_committed_len, allocator.page_size)
-    end = req.kv_committed_len + req.num_in_flight
+    slots, progress = req.slots, req.progress
+    begin = ceil_to_page(progress.kv_committed_len, allocator.page_size)
+    end = progress.next_seq_len
     if begin < end:
-        allocator.free_in_order(rows.req_to_token[req.row, begin:end].to(torch.int64))
-    tree.cache_finished_req(req, is_insert=not req.is_probe)
-    rows.free(req)
-    req.history.forget()
-    req.kv_committed_len = 0
-    req.prefix_indices = NO_SLOTS
+        allocator.free_in_order(rows.req_to_token[slots.row, begin:end].to(torch.int64))
+    tree.cache_finished_req(slots, is_insert=not req.spec.is_probe)
+    rows.free(slots)
+    slots.history.forget()
+    progress.kv_committed_len = 0
+    slots.prefix_indices = NO_SLOTS

@@ -97,8 +97,8 @@ class ControlHandler:
         """What is not idle, as counts; empty when idle."""
         state = self._state
         counts = {
-            "running": state.num_running,
-            "waiting": len(state.waiting),
+            "running": state.queues.num_holders,
+            "waiting": len(state.queues.waiting),
             "steps in flight": int(state.in_flight is not None),
         }
         counts.update(state.tree.is_busy())
@@ -141,8 +141,8 @@ class ControlHandler:
         tree = state.tree
         data: dict[str, Any] = {
             "server_args": self._public_args,
-            "num_running_reqs": state.num_running,
-            "num_waiting_reqs": len(state.waiting),
+            "num_running_reqs": state.queues.num_holders,
+            "num_waiting_reqs": len(state.queues.waiting),
             "max_total_num_tokens": state.limits.pool_tokens,
             "max_running_requests": state.limits.max_running_requests,
             "max_req_input_len": state.limits.max_input_tokens,
@@ -161,8 +161,8 @@ class ControlHandler:
         state = self._state
         state.tree.read_metrics()
         text = state.metrics.render(
-            num_running=state.num_running,
-            num_queued=len(state.waiting),
+            num_running=state.queues.num_holders,
+            num_queued=len(state.queues.waiting),
             used_tokens=state.used_tokens(),
             pool_tokens=state.limits.pool_tokens,
         )

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.constraint import Constraint
     from sglang.srt.constrained.ticket import GrammarTicket
     from sglang.srt.managers.messages.io_struct import ToScheduler
-    from sglang.srt.managers.scheduler.req import Req
-    from sglang.srt.managers.scheduler.request_queues import RequestQueues
+    from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class GrammarQueue:
         self._asked.clear()
         results: list[GrammarResult] = []
         if self._num_compiling:
-            tickets = [(req.rid, req.grammar_ticket) for req in queues.waiting]
+            tickets = [(req.rid, req.progress.grammar_ticket) for req in queues.waiting]
             compiling = [(rid, ticket) for rid, ticket in tickets if ticket is not None]
             self._num_compiling = len(compiling)
             results += [_result(rid, ticket) for rid, ticket in compiling if _has_ended(ticket)]
@@ -77,7 +77,7 @@ class GrammarQueue:
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         """Ask for the grammar of `req`; why it is refused, or None."""
-        constraint = req.sampling_params.constraint
+        constraint = req.spec.sampling_params.constraint
         if constraint is None:
             return None
         ticket = self._asked.pop(req.rid, None)
@@ -86,7 +86,7 @@ class GrammarQueue:
                 ticket = self._ask(constraint)
             except ValueError as error:
                 return _refusal(f"{constraint.kind.value}: {error}")
-        req.grammar_ticket = ticket
+        req.progress.grammar_ticket = ticket
         self._num_compiling += 1
         return None
 
@@ -95,15 +95,15 @@ class GrammarQueue:
         those whose grammar failed there."""
         for result in results:
             req = queues.find(result.rid)
-            ticket = None if req is None else req.grammar_ticket
+            ticket = None if req is None else req.progress.grammar_ticket
             if req is None or ticket is None:
                 continue  # It was refused on arrival.
-            req.grammar_ticket = None
+            req.progress.grammar_ticket = None
             if result.failure is not None:
                 queues.abort(req, _refusal(result.failure))
             else:
-                stops = req.sampling_params.stop_token_ids or ()
-                req.matcher = self._grammar_of(ticket).matcher(stops)
+                stops = req.spec.sampling_params.stop_token_ids or ()
+                req.progress.matcher = self._grammar_of(ticket).matcher(stops)
 
     def close(self) -> None:
         """End the backend's threads and processes, if there is one."""

@@ -1,4 +1,4 @@
-"""Takes messages in: new requests to the queue, aborts to whom they mean, the rest to control."""
+"""Handles messages: new requests are queued, aborts mark requests, the rest is for control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.scheduler.req import Req
+from sglang.srt.managers.scheduler.requests.req import Req, RequestReport
+from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class InputHandler:
-    """Requests from their arrival to the queue, and out of any queue when aborted."""
+    """Accepts and refuses requests, and ends those that are aborted."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class InputHandler:
             self._control.handle(message)
 
     def abort(self, rid: str | None, reason: FinishReason) -> None:
-        """Let request `rid` (None: every one) end before the next step. Unknown ids are fine:
-        the request may have ended while the message was on its way."""
+        """Mark request `rid` (None: every one) to end before the next step. An unknown id is
+        ignored: the request may have ended while the message was on its way."""
         queues = self._state.queues
         if rid is None:
             for req in queues.alive:
@@ -65,45 +66,42 @@ class InputHandler:
             queues.abort(found, reason)
 
     def has_aborted(self) -> bool:
-        """Whether any request was marked to end."""
+        """Whether any request is marked to end."""
         return bool(self._state.queues.aborted)
 
     def end_aborted(self) -> None:
-        """End the requests that were marked, in whatever state they are. No step may be in
+        """End the requests that are marked, in whatever state they are. No step may be in
         flight."""
         state = self._state
-        aborted = list(state.queues.aborted)
-        state.decoding.keep([req for req in state.decoding.reqs if req.to_abort is None])
-        if state.chunked is not None and state.chunked.to_abort is not None:
-            state.chunked = None
-        for req in aborted:
-            assert req.to_abort is not None
+        for req in list(state.queues.aborted):
+            assert req.progress.to_abort is not None
             state.tree.release_aborted_request(req.rid)
-            self._results.end(req, req.to_abort)
+            self._results.end(req, req.progress.to_abort)
 
     def _arrive(self, message: TokenizedGenerateReqInput) -> None:
         if self._state.queues.find(message.rid) is not None:
-            # The server refuses these; an answer would end the stream of the one that runs.
+            # The server refuses these. An answer would end the stream of the request that lives.
             logger.error("dropped a request: rid %s is in use", message.rid)
             return
         refusal = self._why_not(message)
         if refusal is not None:
             self._refuse(message, refusal)
             return
-        req = Req.from_message(
+        spec = RequestSpec.from_message(
             message,
             arrival_number=self._num_arrivals,
             max_request_tokens=self._state.limits.max_request_tokens,
             eos_token_ids=self._state.eos_token_ids,
             is_probe=message.rid.startswith(HEALTH_CHECK_RID_PREFIX),
         )
+        req = Req(spec, RequestReport(arrival_time=message.created_time))
         refusal = self._grammar.on_arrival(req)
         if refusal is not None:
             self._refuse(message, refusal)
             return
         self._num_arrivals += 1
         self._state.queues.arrive(req)
-        if not req.is_probe:
+        if not spec.is_probe:
             self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -122,7 +120,7 @@ class InputHandler:
         num_input = len(message.input_ids)
         if self._control.is_draining:
             return _refusal("the server is shutting down", 503)
-        full = len(self._state.waiting) >= limits.max_queued_requests
+        full = len(self._state.queues.waiting) >= limits.max_queued_requests
         if full and not message.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             return _refusal(
                 f"the request queue is full: --max-queued-requests {limits.max_queued_requests} "
@@ -142,28 +140,20 @@ class InputHandler:
 
     def _look_ahead(self, req: Req) -> None:
         """While the request waits, keep what L1 and L2 have of its prompt, and read from L3 what
-        they lack. A sample takes what is read for the request that computes its prompt."""
-        tree = self._state.tree
+        they lack. A sample shares what is read for the request that computes its prompt."""
+        tree, queues = self._state.tree, self._state.queues
         key = req.match_key()
-        match = tree.match_prefix(MatchPrefixParams(key, req=req))
+        match = tree.match_prefix(MatchPrefixParams(key, req=req.slots))
         known = len(match.device_indices) + match.host_hit_length
-        req.cached_on_arrival = known
+        req.progress.cached_on_arrival = known
         tree.note_waiting(req.rid, req.arrival_number, match.last_host_node)
         tree.prefetch_from_storage(
             req.rid,
             match.last_host_node,
             key.token_ids[known:],
-            extra_key=req.extra_key,
-            only_join=self._has_prompt_ahead(req),
+            extra_key=req.spec.extra_key,
+            only_join=queues.is_prompt_ahead(req.spec.sample_of),
         )
-
-    def _has_prompt_ahead(self, req: Req) -> bool:
-        """Whether another request is going to compute the same prompt."""
-        if req.sample_of is None:
-            return False
-        chunked = self._state.chunked
-        is_cut = chunked is not None and chunked.rid == req.sample_of
-        return is_cut or self._state.queues.is_waiting(req.sample_of)
 
 
 def _refusal(message: str, status_code: int) -> FinishReason:

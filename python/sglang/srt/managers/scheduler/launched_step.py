@@ -1,4 +1,4 @@
-"""A batch between its launch and the moment that the CPU knows what came of it."""
+"""A step that was launched, until the CPU has its results."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.messages.io_struct import TopLogprobs
     from sglang.srt.managers.scheduler.batch import PrefillWork
-    from sglang.srt.managers.scheduler.req import Req
+    from sglang.srt.managers.scheduler.requests.req import Req
 
 
 class StepResult:
-    """Next tokens and their logprobs, on their way to the CPU while the device goes on.
+    """Next tokens and their logprobs, copied to the CPU while the device goes on.
 
     Args:
-        output: What the worker gave. Its tensors may be overwritten by the next step: they are
-            read in order with the current stream.
+        output: The worker's. The next step may overwrite its tensors: they are read in order with
+            the current stream.
         token_ids: int64 `[bs]`, likewise.
     """
 
@@ -42,7 +42,7 @@ class StepResult:
         self._top_ids: list[list[int]] = []
 
     def wait(self) -> None:
-        """Block until everything is here; the other members are empty before."""
+        """Block until the copies have ended. Before, the other members are empty."""
         values = [None if tensor is None else tensor.tolist() for tensor in self._copies.wait()]
         self.token_ids = values[0] or []
         self._logprobs, self._top_values, self._top_ids = (value or [] for value in values[1:])
@@ -58,7 +58,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
-    """A batch that the device has been given. Exactly one of `works` and `reqs` is not empty."""
+    """A batch that the device was given. Exactly one of `works` and `reqs` is not empty."""
 
     result: StepResult
     launched: float
@@ -66,7 +66,8 @@ class LaunchedStep:
     works: list[PrefillWork] = field(default_factory=list)
     """Row by row, of a prefill batch."""
     mostly_done: Event | None = None
-    """Of a prefill batch: the device has little left to do. See `Scheduler._launch_prefill`."""
+    """Of a prefill batch: recorded where the device has little left to do. See
+    `Scheduler._launch_prefill`."""
     reqs: list[Req] = field(default_factory=list)
     """Row by row, of a decode step."""
 

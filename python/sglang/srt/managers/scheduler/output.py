@@ -1,4 +1,4 @@
-"""What a step produced, on its way out: token ids to the detokenizer, answers to the server."""
+"""What leaves a scheduler: token ids to the detokenizer, answers to the server."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang.srt.managers.messages.io_struct import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.req import Req
+    from sglang.srt.managers.scheduler.requests.req import Req
 
 
 class OutputCollector:
     """Collects what leaves at the end of a tick.
 
-    A streaming request speaks at its first token, then every `stream_interval` tokens, and at its
-    end; any other at its end alone.
+    A request that streams has an output for its first token, then one every `stream_interval`
+    tokens, and one at its end. Any other request has one at its end.
 
     Args:
         stream_interval: Tokens.
@@ -31,13 +31,13 @@ class OutputCollector:
 
     def on_tokens(self, req: Req) -> None:
         """`req` has a new token, or has ended."""
-        if req.finish_reason is None:
-            if not req.stream:
+        if req.progress.finish_reason is None:
+            if not req.spec.stream:
                 return
-            if req.num_sent and len(req.output_ids) - req.num_sent < self._stream_interval:
+            num_sent = req.report.num_sent
+            if num_sent and len(req.progress.output_ids) - num_sent < self._stream_interval:
                 return
-        self._outputs.append(self._new_of(req))
-        req.num_sent = len(req.output_ids)
+        self._outputs.append(_take_new(req))
 
     def refuse(self, output: RequestOutput) -> None:
         """The only output of a request that was never accepted."""
@@ -58,24 +58,30 @@ class OutputCollector:
             self._answers = []
         return taken
 
-    @staticmethod
-    def _new_of(req: Req) -> RequestOutput:
-        begin = req.num_sent
-        tops = req.output_top_logprobs[begin:] if req.top_logprobs_num else None
-        is_first = begin == 0 and req.logprob_start_len >= 0
-        finder, ended = req.stop_finder, req.finish_reason is not None
-        return RequestOutput(
-            rid=req.rid,
-            output_ids=req.output_ids[begin:],
-            finish_reason=req.finish_reason,
-            prompt_tokens=len(req.origin_input_ids),
-            completion_tokens=len(req.output_ids),
-            cached_tokens_details=req.cached_tokens_details,
-            output_logprobs=req.output_logprobs[begin:] if req.return_logprob else None,
-            output_top_logprobs=tops if req.return_logprob else None,
-            input_logprobs=req.input_logprobs if is_first else None,
-            input_top_logprobs=req.input_top_logprobs if is_first else None,
-            queue_time=req.queue_time,
-            skip_special_tokens=req.sampling_params.skip_special_tokens,
-            shown_chars=None if finder is None else finder.shown_chars(ended=ended),
-        )
+
+def _take_new(req: Req) -> RequestOutput:
+    """What `req` has to say that was not sent yet, and now is."""
+    spec, progress, report = req.spec, req.progress, req.report
+    begin = report.num_sent
+    report.num_sent = num_output = len(progress.output_ids)
+    wants_tops = spec.return_logprob and spec.top_logprobs_num
+    is_first = begin == 0 and spec.logprob_start_len >= 0
+    return RequestOutput(
+        rid=spec.rid,
+        output_ids=progress.output_ids[begin:],
+        finish_reason=progress.finish_reason,
+        prompt_tokens=len(spec.origin_input_ids),
+        completion_tokens=num_output,
+        cached_tokens_details=report.cached_tokens_details,
+        output_logprobs=progress.output_logprobs[begin:] if spec.return_logprob else None,
+        output_top_logprobs=progress.output_top_logprobs[begin:] if wants_tops else None,
+        input_logprobs=progress.input_logprobs if is_first else None,
+        input_top_logprobs=progress.input_top_logprobs if is_first else None,
+        queue_time=report.queue_time,
+        skip_special_tokens=spec.sampling_params.skip_special_tokens,
+        shown_chars=(
+            None
+            if progress.stop_finder is None
+            else progress.stop_finder.shown_chars(ended=progress.finish_reason is not None)
+        ),
+    )

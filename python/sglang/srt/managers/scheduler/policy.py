@@ -18,15 +18,15 @@ from typing import Final, Protocol, TypeVar
 LPM_MAX_WAITING: Final = 128
 """Beyond this many waiting requests, matching each of them costs more than the order gains."""
 LPM_MAX_OVERTAKEN: Final = 128
-"""Later requests that one may see go before it: as many as are ordered at all, so that a prefix in
-use is used up first, and what few others know still gets its turn."""
+"""Later requests that may overtake one: as many as are ordered at all. Requests that share a prefix
+in use go first, and a request that shares none still gets its turn."""
 MAX_RESERVED_NEW_TOKENS: Final = 4096
-"""Longer wishes are rarely used up; reserving for them would leave the pool idle."""
+"""Tokens. Outputs rarely get as long as their limit; reserving for more would leave slots idle."""
 MAX_PREFILLS_IN_TURN: Final = 8
 """Prefills in a row while requests decode, where a target allows more than one."""
 MAX_DECODE_STEPS_A_PREFILL: Final = 64
-"""Decode steps that a prefill in turn can cost at most while prompts wait: a target that decoding
-alone misses delays prompts by so much and no more."""
+"""Decode steps for each prefill in a row, at most, while prompts wait: this bounds the delay of
+prompts where even decoding by itself misses the target."""
 
 
 class SchedulePolicy(str, Enum):
@@ -35,8 +35,8 @@ class SchedulePolicy(str, Enum):
     FCFS = "fcfs"
     """First come, first served."""
     LPM = "lpm"
-    """Longest prefix match first: what is cached is used before it is evicted. But a request that
-    `LPM_MAX_OVERTAKEN` later ones overtook goes before all that are not overdue."""
+    """Longest prefix match first: what is cached is used before it is evicted. A request that
+    `LPM_MAX_OVERTAKEN` later ones have overtaken is overdue, and goes before all that are not."""
 
 
 class Arrival(Protocol):
@@ -48,8 +48,7 @@ class Arrival(Protocol):
 
     @property
     def turn(self) -> int:
-        """How many requests will have been admitted since the start when all that were ahead of it
-        on arrival are."""
+        """Requests admitted since the start, once all that were ahead of it on arrival are."""
 
 
 R = TypeVar("R", bound=Arrival)
@@ -67,9 +66,10 @@ def order_waiting(
         policy: The order asked for; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
         waiting: Requests.
         matched_tokens: Tokens of a request that are cached; only called for `lpm`.
-        num_admitted: Requests admitted since the start. With `lpm` one that waits sees at most
-            `LPM_MAX_OVERTAKEN` later ones go first, and one for each that was ahead of it, besides
-            those of the batch that is being made. Counts and not clocks, so that ranks agree.
+        num_admitted: Requests admitted since the start. With `lpm` at most `LPM_MAX_OVERTAKEN`
+            later requests go before one that waits, one more for each that was ahead of it on
+            arrival, and those of the batch that is being made. Counts, not clocks, so that ranks
+            agree.
     """
     if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
         return sorted(waiting, key=lambda req: req.arrival_number)
@@ -159,16 +159,16 @@ class PrefillAdder:
         self._num_added = 0
 
     def plan_next_chunk(self, rest: int) -> AddPlan:
-        """The next part of a prompt that was cut: its memory was granted when it was added."""
+        """The next part of a prompt that was cut. Its slots were counted when it was added."""
         return self._plan_extend(rest)
 
     def plan(self, rest: int, load: int, new_tokens: int, free_tokens: int) -> AddPlan:
         """Whether a waiting request may join.
 
         Args:
-            rest: Prompt tokens after what is cached. 0: the last one is computed all the same, and
-                takes no slot.
-            load: Cached tokens that need device slots first.
+            rest: Prompt tokens after what is cached. 0: the last one is computed nevertheless, and
+                needs no slot.
+            load: Tokens cached on the host, which need device slots before they are loaded.
             new_tokens: Slots to expect for its output.
             free_tokens: Slots that are free or can be evicted, after locking what it reuses.
         """
@@ -192,9 +192,9 @@ class PrefillAdder:
         if rest <= self._budget:
             return AddPlan(AddOutcome.ADDED, rest)
         if self._limits.chunk_tokens is None:
-            # A prompt beyond the budget of a batch has a batch to itself.
-            alone = self._num_added == 0
-            return AddPlan(AddOutcome.ADDED, rest) if alone else AddPlan(AddOutcome.NO_BUDGET)
+            # A prompt that exceeds the budget of a batch has a batch to itself.
+            is_first = self._num_added == 0
+            return AddPlan(AddOutcome.ADDED, rest) if is_first else AddPlan(AddOutcome.NO_BUDGET)
         # A cut at a page boundary lets the tree take over all that was computed.
         part = self._budget // self._limits.page_size * self._limits.page_size
         if part == 0:
@@ -203,16 +203,16 @@ class PrefillAdder:
 
 
 class Turns:
-    """Whether prompts or requests that decode get the next step, where both want it.
+    """Whether a prefill or a decode step comes next, where both could.
 
-    Without a target they alternate, so that neither starves. With one, prompts that wait are
-    computed in a row, and decode steps follow until the mean time between tokens since that row
-    began is down to the target: of `p` seconds of prefills and steps of `d` seconds that takes
-    `p / (target - d)` steps. Tokens come faster and first tokens later. In a row, since requests
-    that are prefilled together decode together: fuller steps, and fewer of them.
+    Without a target they alternate, so that neither starves. With a target, waiting prompts are
+    computed in a row. Decode steps follow until the mean time between tokens since that row began
+    is down to the target: after `p` seconds of prefills, with steps of `d` seconds, that takes
+    `p / (target - d)` steps. Tokens come faster and first tokens later. Prefills go in a row since
+    requests that are prefilled together decode together: fuller steps, and fewer of them.
 
     Args:
-        target: Seconds between two tokens of a request, on the average; None: alternate.
+        target: Mean seconds between two tokens of a request; None: alternate.
     """
 
     def __init__(self, target: float | None) -> None:
@@ -244,10 +244,10 @@ class Turns:
 
 
 class NewTokenEstimate:
-    """Which share of the output they asked for requests are expected to use.
+    """The share of `max_new_tokens` that requests are expected to generate.
 
-    Starts cautious, relaxes while decoding goes well, and jumps back up when requests had to be
-    retracted. Only counts of steps go in, so that all ranks agree.
+    It starts high, falls with each decode step, and jumps back up when requests were retracted. It
+    depends on counts of steps and tokens alone, so that all ranks agree.
 
     Source: SGLang, whose start (0.7, SGLANG_INIT_NEW_TOKEN_RATIO), linear decay (600 steps,
     SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS) and scaling by --schedule-conservativeness these are. It
@@ -268,11 +268,11 @@ class NewTokenEstimate:
         self.ratio = self._ceiling
 
     def on_decode_step(self) -> None:
-        """A step went by without shortage."""
+        """A decode step found enough slots."""
         self.ratio = max(self._floor, self.ratio - self._decay)
 
     def on_retraction(self, generated: int, wanted: int) -> None:
-        """Slots ran out while the running requests had `generated` of `wanted` tokens."""
+        """Slots ran out when the requests that decode had `generated` of `wanted` tokens."""
         observed = generated / wanted if wanted else 1.0
         self.ratio = min(1.0, max(self._ceiling, observed))
 
@@ -282,10 +282,10 @@ class NewTokenEstimate:
 
 
 def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
-    """New pages that one more token of each request takes; `seq_lens`: lengths before it."""
+    """New pages for one more token of each request; `seq_lens`: lengths before it."""
     return sum(1 for length in seq_lens if length % page_size == 0)
 
 
 def newest(requests: Sequence[R]) -> R:
-    """The request that gives way first when slots run out: the one that waited least."""
+    """The request that is retracted first when slots run out: the last to arrive."""
     return max(requests, key=lambda req: req.arrival_number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,19 +17,23 @@ from sglang.srt.managers.scheduler.policy import (
     ceil_to_page,
     order_waiting,
 )
-from sglang.srt.managers.scheduler.req import Req
+from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.managers.scheduler.batch_pools import BatchPools
+    from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate, SchedulePolicy
+    from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
+    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Prefix:
-    """What of a prompt is cached, locked for the request until it is used or let go."""
+    """What of a prompt is cached. Its lock passes to the request, or is released."""
 
     slots: torch.Tensor
     """int64: device slots of the prefix."""
@@ -39,10 +43,34 @@ class _Prefix:
     from_host: int
 
 
-class PrefillScheduler:
-    """Admission. Every decision about numbers is `PrefillAdder`'s."""
+class PrefillView(Protocol):
+    """What prefilling sees of a scheduler: see `SchedulerState`."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    @property
+    def queues(self) -> RequestQueues: ...
+    @property
+    def tree(self) -> BasePrefixCache: ...
+    @property
+    def pools(self) -> BatchPools: ...
+    @property
+    def limits(self) -> BatchLimits: ...
+    @property
+    def policy(self) -> SchedulePolicy: ...
+    @property
+    def estimate(self) -> NewTokenEstimate: ...
+    @property
+    def metrics(self) -> SchedulerMetrics: ...
+    @property
+    def now(self) -> float: ...
+    def make_room(self, tokens: int) -> None: ...
+    def free_tokens(self) -> int: ...
+    def reserve_for(self, req: Req) -> int: ...
+
+
+class PrefillScheduler:
+    """Admits requests. `PrefillAdder` decides about numbers; this carries it out."""
+
+    def __init__(self, state: PrefillView) -> None:
         self._state = state
         self._blocked_by: tuple[int, int] | None = None
         self._blocked_ticks = 0
@@ -51,125 +79,131 @@ class PrefillScheduler:
         self._shares_prompts = not state.tree.disable
 
     def schedule(self) -> tuple[list[PrefillWork], int] | None:
-        """The next prefill batch, and the load from L2 that it must wait for (-1: none).
-
-        A request of the batch is in none of the queues, but for the one that was cut, which is
-        `state.chunked`.
-        """
-        state = self._state
-        if state.chunked is None:
-            is_full = state.num_running >= state.limits.max_running_requests
-            if not state.waiting or is_full or self._is_blocked():
+        """The next prefill batch, and the load from L2 that it must wait for (-1: none)."""
+        state, queues = self._state, self._state.queues
+        if queues.partial is None:
+            is_full = queues.num_holders >= state.limits.max_running_requests
+            if not queues.waiting or is_full or self._is_blocked():
                 return None
-        decoding = state.decoding_or_about_to()
-        reserved = sum(state.reserve_for(req) for req in decoding)
-        adder = PrefillAdder(state.limits, len(decoding), reserved)
+        others = [req for req in queues.holders() if req is not queues.partial]
+        reserved = sum(state.reserve_for(req) for req in others)
+        adder = PrefillAdder(state.limits, len(others), reserved)
         works: list[PrefillWork] = []
-        if state.chunked is not None:
-            work = self._next_chunk(state.chunked, adder)
+        if queues.partial is not None:
+            work = self._next_chunk(queues.partial, adder)
             if work is None:
                 return None
             works.append(work)
-        if state.chunked is None:
+        if queues.partial is None:
             self._add_waiting(adder, works)
         load = state.tree.ready_to_load_host_cache()
-        # A load whose request was refused after all still fills slots that the tree shows.
+        # A load whose request was not admitted after all still fills slots that the tree shows.
         load = self._unawaited_load if load == -1 else load
         self._unawaited_load = -1 if works else load
         return (works, load) if works else None
 
     def on_launched(self, works: list[PrefillWork]) -> None:
-        """The device has been given the step: whatever reads its keys and values from now on is
-        queued behind it, so the tree may have them, and their copies may be queued too."""
-        state = self._state
+        """The device was given the step. The tree may have its keys and values now, and copies of
+        them may be queued: whatever reads them is queued behind the step."""
         for work in works:
             req = work.req
-            req.kv_committed_len += work.extend_len
-            if not req.is_probe:
-                state.tree.cache_unfinished_req(req, chunked=not work.is_last_chunk)
+            req.progress.kv_committed_len += work.extend_len
+            if not req.spec.is_probe:
+                self._state.tree.cache_unfinished_req(req.slots, chunked=not work.is_last_chunk)
 
     def _is_blocked(self) -> bool:
-        """Whether trying again is pointless: nothing has changed since memory did not suffice."""
-        state = self._state
-        if not state.num_running or self._blocked_by != (state.num_running, len(state.waiting)):
+        """Whether admission would fail again: nothing has changed since slots were short."""
+        queues = self._state.queues
+        if not queues.num_holders:
             return False
-        # Copies that end unlock pages without anybody leaving: look again once in a while.
+        if self._blocked_by != (queues.num_holders, len(queues.waiting)):
+            return False
+        # Copies that end unlock pages though no request ends: try again every 16th tick.
         self._blocked_ticks += 1
         return self._blocked_ticks % 16 != 0
 
     def _next_chunk(self, req: Req, adder: PrefillAdder) -> PrefillWork | None:
-        """The next part of the prompt that was cut; None where slots are short at the moment."""
-        state = self._state
-        plan = adder.plan_next_chunk(req.num_tokens - req.kv_committed_len)
+        """The next part of the prompt that was cut; None: too few slots are free now."""
+        plan = adder.plan_next_chunk(req.progress.uncommitted_tokens)
         assert plan.is_admitted, "the cut prompt comes first, so there is budget"
         slots = self._alloc(req, plan.extend_tokens)
         if slots is None:
             return None
-        rest = req.num_tokens - req.kv_committed_len - plan.extend_tokens
-        adder.commit(plan, rest + state.reserve_for(req))
-        state.chunked = req if plan.outcome is AddOutcome.CHUNKED else None
+        rest = req.progress.uncommitted_tokens - plan.extend_tokens
+        adder.commit(plan, rest + self._state.reserve_for(req))
+        self._start(req, plan.outcome)
         return PrefillWork(req, plan.extend_tokens, slots)
 
+    def _start(self, req: Req, outcome: AddOutcome) -> None:
+        """`req` is in the batch, with all that is left of its prompt or with a part."""
+        if outcome is AddOutcome.CHUNKED:
+            self._state.queues.cut(req)
+        else:
+            self._state.queues.admit(req)
+
     def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
-        state = self._state
+        state, queues = self._state, self._state.queues
         self._blocked_by = None
-        ahead = self._prompts_ahead()
-        queues = state.queues
+        added: set[str] = set()
         for req in order_waiting(
             state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
         ):
-            if req.grammar_ticket is not None or req.sample_of in ahead:
+            if req.progress.grammar_ticket is not None or self._waits_for_prompt(req, added):
                 continue
             if not state.tree.check_prefetch_progress(req.rid):
                 continue
             outcome, work = self._try_add(req, adder)
             if work is not None:
                 works.append(work)
-                queues.admit(req)
+                added.add(req.rid)
+                self._start(req, outcome)
                 if outcome is AddOutcome.ADDED:
                     continue
-                state.chunked = req
             elif outcome is AddOutcome.NO_MEMORY:
-                if not works and state.num_running == 0 and not state.tree.is_busy():
+                if not works and queues.num_holders == 0 and not state.tree.is_busy():
                     self._give_up(req)
                     continue
-                self._blocked_by = (state.num_running + len(works), len(state.waiting))
+                self._blocked_by = (queues.num_holders, len(queues.waiting))
                 self._blocked_ticks = 0
             break
 
-    def _prompts_ahead(self) -> set[str]:
-        """Requests whose prompts are not computed yet and whose samples had better wait for that:
-        then they find them in the cache."""
-        state = self._state
-        if not self._shares_prompts or all(req.sample_of is None for req in state.waiting):
-            return set()
-        ahead = state.queues.waiting_ids()
-        return ahead if state.chunked is None else ahead | {state.chunked.rid}
+    def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
+        """Whether another request computes the prompt of `req` and has not been launched: after
+        that the cache has it.
+
+        Args:
+            added: Requests that are in this batch.
+        """
+        first = req.spec.sample_of
+        if first is None or not self._shares_prompts:
+            return False
+        return first in added or self._state.queues.is_prompt_ahead(first)
 
     def _matched_tokens(self, req: Req) -> int:
-        match = self._state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req))
+        match = self._state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
         return len(match.device_indices) + match.host_hit_length
 
     def _try_add(self, req: Req, adder: PrefillAdder) -> tuple[AddOutcome, PrefillWork | None]:
-        """Lock what is cached of the prompt, load it, and allocate the rest; or change nothing."""
+        """Lock what is cached of the prompt, load it, and allocate the rest; or do none of it."""
         prefix, plan = self._reuse(req, adder)
+        progress = req.progress
         if plan.is_admitted:
-            req.kv_committed_len = min(len(prefix.slots), req.num_tokens - 1)
+            progress.kv_committed_len = min(len(prefix.slots), progress.num_tokens - 1)
             slots = self._alloc(req, plan.extend_tokens, prefix.slots)
             if slots is not None:
                 self._commit(req, prefix)
-                rest = req.num_tokens - req.kv_committed_len - plan.extend_tokens
+                rest = progress.uncommitted_tokens - plan.extend_tokens
                 adder.commit(plan, rest + self._state.reserve_for(req))
                 return plan.outcome, PrefillWork(req, plan.extend_tokens, slots)
-            req.kv_committed_len = 0
+            progress.kv_committed_len = 0
             plan = AddPlan(AddOutcome.NO_MEMORY)
         self._state.tree.dec_lock_ref(prefix.node)
         return plan.outcome, None
 
     def _reuse(self, req: Req, adder: PrefillAdder) -> tuple[_Prefix, AddPlan]:
-        """Match and lock the prompt, plan, and queue the load of its host part if admitted."""
+        """Match and lock the prompt, plan, and if admitted queue the load of its host part."""
         state = self._state
-        match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req))
+        match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
         prefix = _Prefix(
             slots=match.device_indices,
             node=match.last_device_node,
@@ -179,14 +213,14 @@ class PrefillScheduler:
         state.tree.inc_lock_ref(prefix.node)
         new_tokens = state.estimate.reserve(req.rest_new_tokens)
         host = match.host_hit_length
-        rest = req.num_tokens - prefix.from_device - host
+        rest = req.progress.num_tokens - prefix.from_device - host
         free = state.free_tokens()
         plan = adder.plan(rest, host, new_tokens, free)
         if not host or not plan.is_admitted:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
         loaded, node = state.tree.init_load_back(
-            InitLoadBackParams(match.best_match_node, host, quota, req)
+            InitLoadBackParams(match.best_match_node, host, quota, req.slots)
         )
         if len(loaded):
             state.tree.inc_lock_ref(node)
@@ -194,23 +228,25 @@ class PrefillScheduler:
             prefix.node = node
             prefix.from_host = len(loaded)
             prefix.slots = torch.cat([prefix.slots, loaded])
-        rest = req.num_tokens - len(prefix.slots)
+        rest = req.progress.num_tokens - len(prefix.slots)
         return prefix, adder.plan(rest, 0, new_tokens, state.free_tokens())
 
     def _alloc(
         self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Where the next tokens' keys and values are stored; None where too few slots are free.
+        """Slots for the keys and values of the next tokens, written to the request's row; None: too
+        few are free.
 
-        The request's row has them then, unless they are cached: the step stores the last token of
-        a prompt that is cached whole as padding, and reads it from the cached page.
+        The last token of a prompt that is cached whole is computed again and gets no slot: the step
+        stores it as padding, and reads it from the cached page.
 
         Args:
             prefix: Slots of the first tokens, for a request that has no row yet.
         """
         state, pools = self._state, self._state.pools
-        end = req.kv_committed_len + extend_tokens
-        begin = req.kv_committed_len if prefix is None else len(prefix)
+        committed = req.progress.kv_committed_len
+        end = committed + extend_tokens
+        begin = committed if prefix is None else len(prefix)
         page_size = state.limits.page_size
         assert begin % page_size == 0, "what is cached or was computed before is whole pages"
         slots = self._padding_slot
@@ -220,7 +256,7 @@ class PrefillScheduler:
             if pages is None:
                 return None
             slots = pages[: end - begin]
-        rows = pools.req_to_token_pool.alloc([req])
+        rows = pools.req_to_token_pool.alloc([req.slots])
         assert rows is not None, "as many rows as running requests"
         if prefix is not None:
             pools.req_to_token_pool.write((rows[0], slice(0, begin)), prefix)
@@ -229,36 +265,38 @@ class PrefillScheduler:
         return slots
 
     def _commit(self, req: Req, prefix: _Prefix) -> None:
-        """The request is scheduled: it takes over the lock."""
-        state, tree = self._state, self._state.tree
-        req.prefix_indices = prefix.slots
-        req.last_node = prefix.node
-        req.cache_protected_len = len(prefix.slots)
+        """The request is scheduled: it takes over the lock of `prefix`."""
+        tree, slots = self._state.tree, req.slots
+        slots.prefix_indices = prefix.slots
+        slots.last_node = prefix.node
+        slots.cache_protected_len = len(prefix.slots)
         tree.note_scheduled(req.rid)
         from_storage = min(tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
-        device, host, storage = _reused_tokens(prefix, from_storage, req.num_tokens)
-        if req.was_scheduled:
+        if req.report.was_scheduled:
             return
-        req.was_scheduled = True
-        req.queue_time = max(0.0, state.now - req.arrival_time)
+        device, host, storage = _reused_tokens(prefix, from_storage, req.progress.num_tokens)
         details = CachedTokensDetails(
             device=device,
             host=host,
             storage=storage,
             storage_backend=tree.storage_backend_name,
         )
-        req.cached_tokens_details = details
-        if not req.is_probe:
-            state.metrics.on_scheduled(len(req.origin_input_ids), details, req.queue_time)
-            tree.count_lookup(
-                len(req.origin_input_ids),
-                device=details.device,
-                host=details.host,
-                storage=details.storage,
+        self._report(req, details)
+
+    def _report(self, req: Req, details: CachedTokensDetails) -> None:
+        """What the client and the metrics are told of the first prefill of `req`."""
+        report, num_prompt = req.report, len(req.spec.origin_input_ids)
+        report.was_scheduled = True
+        report.queue_time = max(0.0, self._state.now - report.arrival_time)
+        report.cached_tokens_details = details
+        if not req.spec.is_probe:
+            self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
+            self._state.tree.count_lookup(
+                num_prompt, device=details.device, host=details.host, storage=details.storage
             )
 
     def _give_up(self, req: Req) -> None:
-        """Nothing runs, nothing is in flight, and still no room: slots have been lost."""
+        """Abort `req`: nothing runs, nothing is in flight, and slots are short. Some are lost."""
         free = self._state.free_tokens()
         logger.error("no room for request %s though nothing runs: %d slots free", req.rid, free)
         message = f"the engine has {free} token slots left, too few for this request"
@@ -269,8 +307,8 @@ class PrefillScheduler:
 def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple[int, int, int]:
     """Tokens that are not computed, by the tier they come from: device, host, storage.
 
-    The last token is computed also where all are cached. The lowest tier that contributed then
-    counts one less.
+    Where all are cached, the last token is computed nevertheless; the lowest tier that contributed
+    then counts one less.
 
     Args:
         from_storage: Tokens of `prefix.from_host` that were read from L3.

@@ -21,7 +21,8 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.channel import ZmqChannel
-from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerParts
+from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
@@ -116,7 +117,7 @@ def build_scheduler(
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
     tiers += tree.tiers()
-    parts = SchedulerParts(
+    resources = SchedulerResources(
         worker=TpModelWorker(runner),
         tree=tree,
         metrics=metrics,
@@ -133,8 +134,9 @@ def build_scheduler(
         and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
-        parts = dataclasses.replace(parts, forward_guard=watchdog.guard)
-    return BuiltScheduler(Scheduler(server_args, parts), server_args, tiers)
+        resources = dataclasses.replace(resources, forward_guard=watchdog.guard)
+    scheduler = Scheduler(make_parts(server_args, resources))
+    return BuiltScheduler(scheduler, server_args, tiers)
 
 
 def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:

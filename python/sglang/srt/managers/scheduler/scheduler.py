@@ -1,5 +1,5 @@
-"""The scheduler of one rank: every tick it takes messages in, runs at most one batch, and gives
-out what that produced.
+"""The scheduler of one rank: in every tick it handles messages, launches at most one batch, and
+returns what there is to send.
 
 `step` is the whole of it and does no I/O of its own; `run` is the loop around it. Ranks that are
 given the same ticks decide the same: the state and the message order decide, and what the ranks
@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-import torch
-
-from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
@@ -26,37 +21,14 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
-from sglang.srt.managers.scheduler.batch import (
-    DecodeBatch,
-    ModelWorkerBatch,
-    make_prefill_batch,
-)
-from sglang.srt.managers.scheduler.batch_pools import BatchPools
-from sglang.srt.managers.scheduler.control import ControlHandler
-from sglang.srt.managers.scheduler.decode import DecodeScheduler
-from sglang.srt.managers.scheduler.grammar import GrammarQueue
-from sglang.srt.managers.scheduler.input import InputHandler
+from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_batch
 from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
-from sglang.srt.managers.scheduler.output import OutputCollector
-from sglang.srt.managers.scheduler.policy import (
-    BatchLimits,
-    NewTokenEstimate,
-    SchedulePolicy,
-    Turns,
-)
-from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.managers.scheduler.results import ResultProcessor
+from sglang.srt.managers.scheduler.parts import SchedulerParts
 from sglang.srt.managers.scheduler.state import SchedulerState
-from sglang.srt.managers.scheduler.stop import StopChecker
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import GrammarBackend
-    from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
-    from sglang.srt.managers.scheduler.tp_worker import ModelWorker
-    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
-    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
-    from sglang.srt.server_args import ServerArgs
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -77,59 +49,19 @@ class Channel(Protocol):
         """Pass on one message."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerParts:
-    """What a scheduler is made of, built by `managers/scheduler/process.py` or a test."""
-
-    worker: ModelWorker
-    tree: BasePrefixCache
-    metrics: SchedulerMetrics
-    group: RankGroup = field(default_factory=SingleRank)
-    """The ranks; the tree's, too."""
-    new_decoder: DecoderFactory | None = None
-    """For stop strings and patterns; None: no request may have any."""
-    grammar_backend: Callable[[], GrammarBackend] | None = None
-    """Makes the grammar backend when a request first needs it; None: constraints are refused.
-    Raises ValueError where the model cannot be constrained."""
-    overlap: bool = False
-    """Prepare each step while the device runs the one before it. Worth it where launching a
-    forward returns at once."""
-    forward_guard: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered around launching a forward and around waiting for its end; the watchdog's."""
-
-
 class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
     A tick launches either a prefill batch or a decode step; where both could be, `Turns` says
-    which, so that neither starves. With `overlap` the tick then takes in the
-    step that was launched in the tick before: the device runs one while the CPU is busy with the
-    other. Tokens are the same: a request that turns out to have ended has run one step too many,
-    which is dropped.
+    which, so that neither starves. With `SchedulerParts.overlap` the tick then processes the step
+    that was launched in the tick before: the device runs one while the CPU is busy with the other.
+    Outputs are the same. A request whose end is known only then has run one step too many, whose
+    token is dropped.
     """
 
-    def __init__(self, server_args: ServerArgs, parts: SchedulerParts) -> None:
-        """
-        Args:
-            server_args: Resolved.
-            parts: The worker's pools and `parts.tree` must be each other's.
-        """
+    def __init__(self, parts: SchedulerParts) -> None:
         self._parts = parts
-        self._state = _make_state(server_args, parts)
-        outputs = OutputCollector(server_args.stream_interval)
-        self._outputs = outputs
-        parts.tree.watch_workload(self._state.workload)
-        parts.tree.watch_queues(self._state.queues)
-        self._control = ControlHandler(self._state, outputs, server_args.to_public_dict())
-        stops = StopChecker(parts.new_decoder, parts.group)
-        self._results = ResultProcessor(self._state, stops, outputs)
-        self._grammar = GrammarQueue(parts.grammar_backend)
-        self._input = InputHandler(
-            self._state, self._control, self._results, outputs, self._grammar
-        )
-        self._prefill = PrefillScheduler(self._state)
-        self._decode = DecodeScheduler(self._state)
-        self._turns = Turns(server_args.target_inter_token_latency)
+        self._state = parts.state
         self._last_end = 0.0
         self._did_forward = False
         self._is_verified = False
@@ -147,21 +79,21 @@ class Scheduler:
         state.now = tick.now
         state.counters.ticks += 1
         for message in tick.messages:
-            self._input.handle(message)
+            self._parts.input.handle(message)
         state.tree.check_hicache_events()
-        if self._control.is_drained():
-            self._input.abort(None, _SHUT_DOWN)
+        if self._parts.control.is_drained():
+            self._parts.input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
-        self._grammar.follow(tick.grammars, state.queues)
-        if self._input.has_aborted():
+        self._parts.grammar.follow(tick.grammars, state.queues)
+        if self._parts.input.has_aborted():
             self._settle()
-            self._input.end_aborted()
-        self._control.tick()
+            self._parts.input.end_aborted()
+        self._parts.control.tick()
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
             self._is_verified = False
             self._say_status()
-        return self._outputs.take()
+        return self._parts.outputs.take()
 
     def run(self, channel: Channel) -> None:
         """Rank 0's loop: make ticks, give them to every rank and step, until a shutdown is
@@ -200,10 +132,10 @@ class Scheduler:
             is_idle: Nothing has, for a while.
         """
         state = self._state
-        is_full = len(state.waiting) >= state.limits.max_queued_requests
+        is_full = len(state.queues.waiting) >= state.limits.max_queued_requests
         # Nothing is compiled for requests that are going to be refused.
-        coming = () if is_full or self._control.is_draining else messages
-        return Tick(now, messages, self._grammar.look(state.queues, coming), is_idle)
+        coming = () if is_full or self._parts.control.is_draining else messages
+        return Tick(now, messages, self._parts.grammar.look(state.queues, coming), is_idle)
 
     def _step_or_verify(self, tick: Tick) -> list[SchedulerOutput]:
         if tick.is_idle:
@@ -212,12 +144,12 @@ class Scheduler:
 
     def close(self) -> None:
         """End the threads of the cache and what compiles grammars."""
-        self._grammar.close()
+        self._parts.grammar.close()
         self._state.tree.shutdown()
 
     def is_idle(self) -> bool:
         """Whether there is nothing to do until a message comes."""
-        return not self._control.busy() and not self._control.is_waiting
+        return not self._parts.control.busy() and not self._parts.control.is_waiting
 
     def poll_timeout_ms(self) -> int:
         """How long the loop may wait for a message."""
@@ -226,20 +158,19 @@ class Scheduler:
         return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
 
     def verify_once(self) -> None:
-        """Check the books, once after each time that something ran.
+        """Check the books, unless nothing has run since they were last checked.
 
         Raises:
             AssertionError: Slots were lost or have two owners.
         """
         if self._is_verified:
             return
-        pool = self._state.pools.req_to_token_pool
-        self._state.tree.check_integrity([req.own_slots(pool) for req in self._state.running()])
+        self._state.check_integrity()
         self._is_verified = True
 
     def _run_batch(self) -> bool:
-        """Launch a prefill batch or a decode step, and take in the one before it, which the
-        device has been running meanwhile. False: there was nothing to do."""
+        """Launch a step, and process the step before it, which the device ran meanwhile. False:
+        there was nothing to do."""
         state = self._state
         was_in_flight = state.in_flight is not None
         launched = self._launch()
@@ -247,52 +178,53 @@ class Scheduler:
         state.tree.start_writing_host_cache()
         before, state.in_flight = state.in_flight, launched
         if before is not None:
-            self._take_in(before)
+            self._process(before)
         if launched is not None and not self._parts.overlap:
             self._settle()
         return launched is not None or was_in_flight
 
     def _settle(self) -> None:
-        """Take in the step in flight, so that what every request has is known."""
+        """Process the step in flight: from then on the state of every request is known."""
         step, self._state.in_flight = self._state.in_flight, None
         if step is not None:
-            self._take_in(step)
+            self._process(step)
 
-    def _take_in(self, step: LaunchedStep) -> None:
+    def _process(self, step: LaunchedStep) -> None:
         with self._parts.forward_guard():
-            self._results.take_in(step)
+            self._parts.results.process(step)
         now = time.monotonic()
         if step.is_prefill:
-            # It ran alone from the end of the step before it on.
+            # The device began it when the step before it ended.
             seconds = now - max(step.launched, self._last_end)
             self._state.tree.note_prefill(sum(work.extend_len for work in step.works), seconds)
         self._last_end = now
 
     def _launch(self) -> LaunchedStep | None:
-        """The next step, on its way; None: nothing can run."""
-        state, decoding = self._state, self._state.decoding
-        is_prefill_turn = not len(decoding) or (
-            self._turns.is_prefills(state.now) and not self._decode.is_stalled
+        """Launch the next step; None: nothing can run."""
+        state, decoding = self._state, self._state.queues.decoding
+        is_prefill_turn = not decoding or (
+            self._parts.turns.is_prefills(state.now) and not self._parts.decode.is_stalled
         )
         step = self._launch_prefill() if is_prefill_turn else None
-        if step is None and not len(decoding) and state.in_flight is not None:
-            # What comes of it is all there is to decode. First tokens go out before the next tick
-            # launches their second: that takes the CPU a millisecond.
+        if step is None and not decoding and state.in_flight is not None:
+            # Only its requests can decode. Their first tokens are sent before the next tick, which
+            # spends a millisecond of the CPU on launching a step for their second.
             self._settle()
             return None
         return step or self._launch_decode()
 
     def _launch_prefill(self) -> LaunchedStep | None:
         state = self._state
-        if state.chunked is not None and state.chunked.logprob_start_len >= 0:
+        partial = state.queues.partial
+        if partial is not None and partial.spec.logprob_start_len >= 0:
             self._settle()  # The next part goes on where its logprobs end.
         before = state.in_flight
         if before is not None and before.mostly_done is not None:
-            # Else launching blocks half way, where the driver's queue is full, and holds the
-            # interpreter while it does: the threads of L3 get nothing done in long prefills.
+            # Else launching blocks as soon as the driver's queue is full, and holds the interpreter
+            # meanwhile: the threads of L3 would get nothing done during long prefills.
             with self._parts.forward_guard():
                 before.mostly_done.synchronize()
-        scheduled = self._prefill.schedule()
+        scheduled = self._parts.prefill.schedule()
         if scheduled is None:
             return None
         works, load = scheduled
@@ -304,88 +236,57 @@ class Scheduler:
             batch.forward.mostly_done = device_runtime(state.pools.device).make_event()
         started = time.monotonic()
         result, _ = self._forward(batch)
-        self._turns.on_prefill(state.now)
-        self._prefill.on_launched(works)
+        self._parts.turns.on_prefill(state.now)
+        self._parts.prefill.on_launched(works)
         return LaunchedStep(
             result=result, launched=started, works=works, mostly_done=batch.forward.mostly_done
         )
 
     def _launch_decode(self) -> LaunchedStep | None:
-        decoding = self._state.decoding
+        decoding = self._state.decode_batch
         if not self._prepare_decode():
             return None
-        info = self._decode.sampling_info
+        info = self._parts.decode.sampling_info
         batch = decoding.worker_batch(info)
         started = time.monotonic()
         result, token_ids = self._forward(batch)
-        self._turns.on_decode()
+        self._parts.turns.on_decode()
         info.accumulate(token_ids)
         decoding.advance(token_ids)
         return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
-        """Launch a forward: what comes of it, and its int64 `[bs]` tokens on the device."""
+        """Launch a forward: its result, and int64 `[bs]` on the device, its tokens."""
         with self._parts.forward_guard():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
             return StepResult(output, token_ids), token_ids
 
     def _prepare_decode(self) -> bool:
         """Slots and sampling for the next decode step. False: none can run."""
-        state, decoding = self._state, self._state.decoding
-        if state.in_flight is not None:
-            decoding.keep([req for req in decoding.reqs if not req.ends_in_flight])
-            if not self._decode.can_run_ahead():
-                self._settle()
-        if not len(decoding):
+        state, decode = self._state, self._parts.decode
+        num_ready = decode.gather()
+        if state.in_flight is not None and not decode.can_run_ahead():
+            self._settle()
+            num_ready = decode.gather()
+        if not num_ready:
             return False
-        if self._decode.prepare(can_retract=state.in_flight is None):
+        if decode.prepare():
             return True
         if state.in_flight is None:
             return False
-        # Requests that end with it may give back what is missing; else somebody gives way.
+        # Requests that end with that step may give back enough slots. Else some are retracted.
         self._settle()
-        return len(decoding) > 0 and self._decode.prepare(can_retract=True)
+        return decode.gather() > 0 and decode.prepare()
 
     def _say_status(self) -> None:
         state = self._state
         self._say.info(
             "status",
             "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d",
-            state.num_running,
-            len(state.waiting),
+            state.queues.num_holders,
+            len(state.queues.waiting),
             state.used_tokens(),
             state.limits.pool_tokens,
             state.counters.prefill_tokens,
             state.counters.decode_steps,
         )
-
-
-def _make_state(server_args: ServerArgs, parts: SchedulerParts) -> SchedulerState:
-    worker = parts.worker
-    allocator = worker.token_to_kv_pool_allocator
-    chunk = server_args.chunked_prefill_size
-    pools = BatchPools(
-        req_to_token_pool=worker.req_to_token_pool,
-        allocator=allocator,
-        token_to_kv_pool=worker.token_to_kv_pool,
-        device=torch.device(allocator.device),
-    )
-    return SchedulerState(
-        tree=parts.tree,
-        pools=pools,
-        limits=BatchLimits(
-            page_size=allocator.page_size,
-            max_running_requests=worker.req_to_token_pool.size,
-            max_queued_requests=server_args.max_queued_requests,
-            max_prefill_tokens=server_args.max_prefill_tokens,
-            chunk_tokens=None if chunk in (None, -1) else chunk,
-            pool_tokens=allocator.size,
-            context_len=worker.context_len,
-        ),
-        policy=SchedulePolicy(server_args.schedule_policy),
-        estimate=NewTokenEstimate(server_args.schedule_conservativeness),
-        decoding=DecodeBatch(pools),
-        vocab_size=worker.vocab_size,
-        eos_token_ids=worker.eos_token_ids,
-        metrics=parts.metrics,
-    )

@@ -5,14 +5,15 @@ Every rank has the same state at every tick. `now` is rank 0's clock on all of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.grammar_mask import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.managers.scheduler.batch_pools import release_slots
 from sglang.srt.managers.scheduler.policy import ceil_to_page
-from sglang.srt.managers.scheduler.request_queues import RequestQueues
+from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch_pools import BatchPools
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep
     from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate, SchedulePolicy
-    from sglang.srt.managers.scheduler.req import Req
+    from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 
@@ -42,59 +43,36 @@ class SchedulerCounters:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerState:
-    """Requests are in exactly one of `waiting`, `chunked` and `decoding` until they end, but for
-    those whose whole prompt the step in flight computes."""
+    """What the parts of a scheduler share. Where a request is, `queues` alone knows."""
 
     tree: BasePrefixCache
     pools: BatchPools
     limits: BatchLimits
     policy: SchedulePolicy
     estimate: NewTokenEstimate
-    decoding: DecodeBatch
+    decode_batch: DecodeBatch
+    """Tensors of the requests that decode."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     metrics: SchedulerMetrics
     queues: RequestQueues = field(default_factory=RequestQueues)
-    chunked: Req | None = None
-    """The request whose prompt is computed in parts, between two parts."""
     in_flight: LaunchedStep | None = None
-    """The step whose end has not been taken in."""
+    """The step that was launched and whose results have not been processed."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     now: float = 0.0
-    """`time.monotonic()` of rank 0 at the begin of this tick."""
-
-    @property
-    def waiting(self) -> Collection[Req]:
-        """Requests that wait to be scheduled."""
-        return self.queues.waiting
-
-    def running(self) -> Iterator[Req]:
-        """Requests that hold slots."""
-        yield from self.decoding_or_about_to()
-        if self.chunked is not None:
-            yield self.chunked
-
-    @property
-    def num_running(self) -> int:
-        """Requests that hold slots."""
-        return len(self.decoding_or_about_to()) + (self.chunked is not None)
-
-    def decoding_or_about_to(self) -> list[Req]:
-        """Requests that decode, and those whose last part of the prompt is being computed."""
-        works = [] if self.in_flight is None else self.in_flight.works
-        return self.decoding.reqs + [work.req for work in works if work.is_last_chunk]
+    """`time.monotonic()` of rank 0 at the start of this tick."""
 
     def workload(self) -> Workload:
         """What of prompts is yet to be computed."""
         computing = 0
         if self.in_flight is not None:
             computing = sum(work.extend_len for work in self.in_flight.works)
-        if self.chunked is not None:
-            computing += self.chunked.num_tokens - self.chunked.kv_committed_len
+        if self.queues.partial is not None:
+            computing += self.queues.partial.progress.uncommitted_tokens
         waiting = {
-            req.rid: req.num_tokens - req.cached_on_arrival
-            for req in self.waiting
-            if req.sample_of is None  # Samples of one prompt compute it once.
+            req.rid: req.progress.num_tokens - req.progress.cached_on_arrival
+            for req in self.queues.waiting
+            if req.spec.sample_of is None  # Samples of one prompt compute it once.
         }
         return Workload(computing, waiting)
 
@@ -103,25 +81,38 @@ class SchedulerState:
         return self.pools.allocator.available_size() + self.tree.evictable_size()
 
     def has_device_copies(self) -> bool:
-        """Whether copies are in flight that keep device pages from being evicted."""
+        """Whether copies in flight keep device pages from being evicted."""
         busy = self.tree.is_busy()
         return "writes" in busy or "loads" in busy
 
     def used_tokens(self) -> int:
-        """Slots that requests or copies hold, or the tree under a lock."""
+        """Slots that are neither free nor evictable."""
         return self.limits.pool_tokens - self.free_tokens()
 
     def make_room(self, tokens: int) -> None:
-        """Evict until `tokens` (rounded up to pages) are free, as far as it can."""
+        """Evict until `tokens`, rounded up to pages, are free, or nothing is left to evict."""
         tokens = ceil_to_page(tokens, self.limits.page_size)
         short = tokens - self.pools.allocator.available_size()
         if short > 0:
             self.tree.evict(EvictParams(num_tokens=short))
 
     def reserve_for(self, req: Req) -> int:
-        """Slots that a request which decodes is expected to need yet."""
+        """Slots that `req` is expected to need once its prompt is computed."""
         tokens = self.estimate.reserve(req.rest_new_tokens)
         return ceil_to_page(tokens, self.limits.page_size)
+
+    def release(self, req: Req) -> None:
+        """Give back what `req` holds on the device: see `release_slots`."""
+        release_slots(req, self.tree, self.pools)
+
+    def check_integrity(self) -> None:
+        """Check that every slot has one owner.
+
+        Raises:
+            AssertionError: Slots were lost or have two owners.
+        """
+        rows = self.pools.req_to_token_pool
+        self.tree.check_integrity([req.slots.own_slots(rows) for req in self.queues.holders()])
 
     def sampling_info(
         self, reqs: Sequence[Req], samples: Sequence[bool] | None = None
@@ -130,29 +121,29 @@ class SchedulerState:
 
         Args:
             reqs: Row by row.
-            samples: Whether the row's token is used; None: all are.
+            samples: Row by row, whether its token is used; None: all are.
         """
         grammars = [
             self._grammar_row(row, req)
             for row, req in enumerate(reqs)
-            if req.matcher is not None and (samples is None or samples[row])
+            if req.progress.matcher is not None and (samples is None or samples[row])
         ]
         return SamplingBatchInfo.from_reqs(
-            [req.sampling_params for req in reqs],
+            [req.spec.sampling_params for req in reqs],
             self.vocab_size,
             self.pools.device,
             eos_token_ids=self.eos_token_ids,
-            histories=[req.history for req in reqs],
+            histories=[req.slots.history for req in reqs],
             grammars=grammars,
         )
 
     def _grammar_row(self, row: int, req: Req) -> GrammarRow:
-        assert req.matcher is not None
-        params = req.sampling_params
+        progress, params = req.progress, req.spec.sampling_params
+        assert progress.matcher is not None
         return GrammarRow(
             row,
-            req.matcher,
-            req.output_ids,
+            progress.matcher,
+            progress.output_ids,
             params.min_new_tokens,
             (*self.eos_token_ids, *(params.stop_token_ids or ())),
         )

@@ -13,7 +13,8 @@ from sglang.srt.managers.scheduler.stop_finder import MATCH_COST, StopFinder, St
 
 if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
-    from sglang.srt.managers.scheduler.req import Req
+    from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 _TOO_SLOW: Final = FinishReason(
     type="abort",
@@ -43,8 +44,8 @@ class StopChecker:
         self._group = group
 
     def check(self, reqs: Sequence[Req]) -> list[FinishReason | None]:
-        """Why each of `reqs` ends with its last output token, or None. A collective where one of
-        them has a pattern or a grammar."""
+        """Why each of `reqs` ends with its last output token, or None. A collective if one of them
+        has a pattern or a grammar."""
         timed = [req for req in reqs if _is_timed(req)] if self._group.size > 1 else []
         if not timed:
             return [self._check(req) for req in reqs]
@@ -57,44 +58,44 @@ class StopChecker:
         return [next(heard) if _is_timed(req) else self._check(req) for req in reqs]
 
     def _check(self, req: Req) -> FinishReason | None:
-        num_output = len(req.output_ids)
-        params = req.sampling_params
+        spec, progress = req.spec, req.progress
+        params = spec.sampling_params
+        num_output = len(progress.output_ids)
         if params.max_new_tokens == 0:
             return FinishReason(type="length", length=0)
-        if req.matcher is not None:
-            failure = req.matcher.failure
+        token = progress.output_ids[-1]
+        if progress.matcher is not None:
+            failure = progress.matcher.failure
             if failure is not None:
                 return FinishReason(type="abort", message=failure, status_code=400)
-            if req.matcher.is_terminated():
-                return FinishReason(type="stop", matched=req.output_ids[-1])
-        counts = num_output >= params.min_new_tokens
-        token = req.output_ids[-1]
-        if counts and token in req.stop_token_ids:
+            if progress.matcher.is_terminated():
+                return FinishReason(type="stop", matched=token)
+        may_stop = num_output >= params.min_new_tokens
+        if may_stop and token in spec.stop_token_ids:
             return FinishReason(type="stop", matched=token)
         if params.has_text_stops:
-            reason = self._check_text(req, counts=counts)
+            reason = self._check_text(req, may_stop=may_stop)
             if reason is not None:
                 return reason
-        if num_output >= req.max_new_tokens:
+        if num_output >= spec.max_new_tokens:
             return FinishReason(type="length", length=num_output)
         return None
 
-    def _check_text(self, req: Req, *, counts: bool) -> FinishReason | None:
-        finder = req.stop_finder
-        if finder is None:
-            finder = req.stop_finder = self._new_finder(req)
+    def _check_text(self, req: Req, *, may_stop: bool) -> FinishReason | None:
+        progress = req.progress
+        if progress.stop_finder is None:
+            progress.stop_finder = self._new_finder(req.spec.sampling_params)
         try:
-            match = finder.advance(req.output_ids, counts=counts)
+            match = progress.stop_finder.advance(progress.output_ids, may_stop=may_stop)
         except StopRegexTooSlow:
             return _TOO_SLOW
         return None if match is None else FinishReason(type="stop", matched=match.stop)
 
-    def _new_finder(self, req: Req) -> StopFinder:
+    def _new_finder(self, params: SamplingParams) -> StopFinder:
         assert self._new_decoder is not None, "stop strings are refused without a tokenizer"
-        params = req.sampling_params
         return StopFinder(params, self._new_decoder(params.skip_special_tokens))
 
 
 def _is_timed(req: Req) -> bool:
     """Whether a clock has a part in the end of `req`. Does not change while it runs."""
-    return req.matcher is not None or bool(req.sampling_params.stop_patterns)
+    return req.progress.matcher is not None or bool(req.spec.sampling_params.stop_patterns)

@@ -1,7 +1,7 @@
 """Stop strings and stop patterns in one request's output, found while it grows.
 
-Work for each token depends on the stops alone: the token is decoded once, and what is searched is
-the end of the text. Positions are characters of the whole output.
+The work for a token does not grow with the output: each token is decoded once, and only the end of
+the text is searched. Positions are characters of the whole output.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MATCH_BURST: Final = 0.002
 """CPU seconds that a request's patterns may use beyond `MATCH_COST`."""
 MATCH_COST: Final = 0.0002
-"""CPU seconds for each token. A search over text that a pattern does not like takes microseconds;
-catastrophic backtracking takes for ever."""
+"""CPU seconds for each token. A search that backtracks little takes microseconds; catastrophic
+backtracking takes for ever."""
 _TAIL_CHARS: Final = 2 * MAX_MATCH_CHARS
 """Characters kept for patterns: what is searched, and what lookbehinds and `^` see before it."""
 
@@ -47,7 +47,7 @@ class StopFinder:
 
     Args:
         params: Normalised.
-        decoder: A fresh one, for this request alone.
+        decoder: New, and used by this request only.
     """
 
     def __init__(self, params: SamplingParams, decoder: TextDecoder) -> None:
@@ -67,18 +67,18 @@ class StopFinder:
 
     def shown_chars(self, *, ended: bool) -> int | None:
         """Characters of the output that may be shown, as `RequestOutput.shown_chars`: up to the
-        stop that was found, or while more may come to where a pattern may still match."""
+        stop that was found; while the output may grow, up to where a pattern may still match."""
         if self.match is not None:
             return self.match.begin
         return None if ended else min((scan.begin for scan in self._scans), default=None)
 
-    def advance(self, output_ids: Sequence[int], *, counts: bool) -> StopMatch | None:
-        """Take in the tokens that are new in `output_ids`.
+    def advance(self, output_ids: Sequence[int], *, may_stop: bool) -> StopMatch | None:
+        """Search what the new tokens of `output_ids` add to the text.
 
         Args:
             output_ids: All of the output.
-            counts: Whether a stop may end the output yet. One that was complete before it could
-                does not end it later.
+            may_stop: Whether a stop may end the output yet. A stop that is complete before it may
+                does not end the output later either.
 
         Returns:
             The stop that the new tokens complete; the first in the text, if several.
@@ -93,9 +93,9 @@ class StopFinder:
             return None
         old = len(self._text)
         self._text += fresh
-        found = self._find_strings(old) if counts else []
+        found = self._find_strings(old) if may_stop else []
         for scan in self._scans:
-            begin = scan.search(self._text, self._offset, self._credit, counts=counts)
+            begin = scan.search(self._text, self._offset, self._credit, may_stop=may_stop)
             if begin is not None:
                 found.append(StopMatch(begin, scan.source))
         if found:
@@ -142,7 +142,7 @@ class _MatchCredit:
                     self._seconds = 0.0
                 continue
             used = time.thread_time() - started
-            if used < limit:  # else a garbage collection came in between, for the search ended
+            if used < limit:  # Else a garbage collection ran meanwhile: the search has ended.
                 self._seconds -= used
             return match
         raise StopRegexTooSlow
@@ -151,9 +151,9 @@ class _MatchCredit:
 class _PatternScan:
     """Where one pattern may match, as the text grows.
 
-    A search says from where on the end of the text cut a match off: before that place nothing can
-    begin any more. Unless an assertion failed there only because the text ended, as `\\B` does; so
-    the place of the search before is used, when that end was inside the text already.
+    A search says where the end of the text cuts a match off: no match can begin before that place
+    any more. One exception: an assertion such as `\\B` may have failed only because the text ended
+    there. So the place that the search before gave is used: its end is inside the text by now.
     """
 
     def __init__(self, source: str) -> None:
@@ -163,20 +163,20 @@ class _PatternScan:
         self._next_begin = 0
         self._pattern = compile_stop_regex(source)
 
-    def search(self, text: str, offset: int, credit: _MatchCredit, *, counts: bool) -> int | None:
+    def search(self, text: str, offset: int, credit: _MatchCredit, *, may_stop: bool) -> int | None:
         """Where the first match begins, None where there is none.
 
         Args:
             text: The end of the output.
             offset: Characters before `text`.
             credit: Pays for it.
-            counts: False passes over all matches that there are.
+            may_stop: False passes over all matches that there are.
         """
         position = self.begin - offset
         match = credit.search(self._pattern, text, position)
         begin = self._next_begin
         while match is not None and not match.partial:
-            if counts:
+            if may_stop:
                 return offset + int(match.start())
             position = max(match.end(), position + 1)
             begin = offset + position

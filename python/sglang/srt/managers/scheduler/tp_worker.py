@@ -1,4 +1,4 @@
-"""The model side of one scheduler: runs a batch and chooses its next tokens."""
+"""The model's side of one scheduler: runs a batch and samples its next tokens."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def end_process() -> None:
-    """Stacks of all threads to stderr, then the end: a hung forward cannot be unwound."""
+    """Write the stacks of all threads to stderr and exit: a hung forward cannot be unwound."""
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     logging.shutdown()
     os._exit(70)
 
 
 class ForwardWatchdog:
-    """Looks at how long the forward under way has taken.
+    """Watches how long the forward under way has taken.
 
     Owns one daemon thread, `forward-watchdog`. `guard` is for one thread, the scheduler's.
 

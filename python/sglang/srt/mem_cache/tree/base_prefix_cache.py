@@ -34,9 +34,6 @@ class CacheableRequest(Protocol):
     `cache_protected_len`, which the cache rewrites in `cache_unfinished_req`.
     """
 
-    rid: str
-    extra_key: str | None
-    """Separates prefixes: equal tokens under different keys never share pages."""
     req_pool_idx: int | None
     """Row of the `ReqToTokenPool` that holds the slots of this request."""
     prefix_indices: torch.Tensor
@@ -46,7 +43,16 @@ class CacheableRequest(Protocol):
     """The node whose path this request holds a lock on."""
     cache_protected_len: int
     """Tokens at the front whose slots belong to the tree. Whole pages."""
-    priority: int
+
+    @property
+    def rid(self) -> str: ...
+
+    @property
+    def extra_key(self) -> str | None:
+        """Separates prefixes: equal tokens under different keys never share pages."""
+
+    @property
+    def priority(self) -> int: ...
 
     @property
     def kv_committed_len(self) -> int:

@@ -21,6 +21,7 @@ from sglang.srt.managers.messages.io_struct import (
     FlushCacheReqInput,
     ToScheduler,
 )
+from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.storage import base
 from sglang.test import chaotic_store, object_store
@@ -162,7 +163,9 @@ def test_a_shared_page_that_is_written_while_another_reads_it_shows() -> None:
     for rid in ("cold", "warm"):
         rig.run(rig.request(rid, PROMPT[:28], greedy(2), seed=1))
     assert isinstance(rig.worker, CheckableWorker) and rig.worker.num_whole == 1
-    rig.scheduler._prefill._padding_slot += int(rig.tree.all_values_flatten()[27])
+    prefill = rig.scheduler._parts.prefill
+    assert isinstance(prefill, PrefillScheduler)
+    prefill._padding_slot += int(rig.tree.all_values_flatten()[27])
     both = [rig.request(rid, PROMPT[:28], greedy(2), seed=1) for rid in ("writes", "reads")]
     with pytest.raises(WrongContext, match="a slot is written that a context of the batch has"):
         rig.run(*both)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import (
@@ -23,6 +22,7 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
 )
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.cache_rig import HeldReads, HeldStream
@@ -34,12 +34,6 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 PAGE = 16
 EXTRA = json.dumps({"prefetch_threshold": PAGE})
-
-
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
 
 
 @pytest.fixture(name="storage_dir", autouse=True)
@@ -134,7 +128,7 @@ def test_others_overtake_a_request_that_waits_for_storage(model: Path) -> None:
         ask(rig, "first", ids)
         flush(rig)
         rig.step(rig.request("waits", ids), rig.request("goes", prompt(2, 10)))
-        assert rig.scheduler.state.num_running >= 1
+        assert rig.scheduler.state.queues.num_holders >= 1
         settle(rig)
         assert last_of(rig, "waits").cached_tokens_details.storage == 96
     finally:
@@ -210,7 +204,7 @@ def test_a_read_is_not_cut_for_a_request_that_cannot_run_yet(
                 rig.step()
             reads.open()
             until(rig, lambda: hi_of(rig).storage_prefetch.board.operations()[0].landed_pages == 18)
-            assert rig.scheduler.state.num_running == 1
+            assert rig.scheduler.state.queues.num_holders == 1
             settle(rig)
         assert last_of(rig, "waits").cached_tokens_details.storage == 288
     finally:
@@ -232,12 +226,12 @@ def test_who_is_short_of_memory_is_looked_at_again_when_copies_end(model: Path) 
         for _ in range(3):
             rig.step()
         state = rig.scheduler.state
-        assert (state.num_running, len(state.waiting)) == (1, 1)
+        assert (state.queues.num_holders, len(state.queues.waiting)) == (1, 1)
         writes.run()
         for _ in range(20):
             rig.step()
-        assert not state.waiting
-        assert "runs" in {req.rid for req in state.running()}
+        assert not state.queues.waiting
+        assert "runs" in {req.rid for req in state.queues.holders()}
         writes.at_once = True
         settle(rig)
     finally:
@@ -257,7 +251,8 @@ def test_a_load_is_waited_for_though_its_request_was_refused(
         controller._load_stream.close()
         loads = HeldStream()
         controller._load_stream = loads  # type: ignore[assignment]
-        worker, prefill = rig.scheduler._parts.worker, rig.scheduler._prefill
+        worker, prefill = rig.scheduler._parts.worker, rig.scheduler._parts.prefill
+        assert isinstance(prefill, PrefillScheduler)
         forward, alloc = worker.forward_batch_generation, prefill._alloc
         refusals = [True]
         waited_for: list[bool] = []

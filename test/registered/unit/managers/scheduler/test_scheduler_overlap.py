@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.scheduler import scheduler as scheduler_module
@@ -30,12 +29,6 @@ Rig = SchedulerRig
 del SchedulerRig
 
 
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
-
-
 def make_rig(model: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool, **args: Any) -> Rig:
     monkeypatch.setattr(Rig, "overlap", overlap)
     return Rig(model, **args)
@@ -46,7 +39,7 @@ def record_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`launch` and `take in` of each step, in the order in which they happen."""
     events: list[str] = []
     forward = TpModelWorker.forward_batch_generation
-    take_in = ResultProcessor.take_in
+    take_in = ResultProcessor.process
 
     def launching(*args: Any) -> Any:
         events.append("launch")
@@ -57,7 +50,7 @@ def record_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         take_in(*args)
 
     monkeypatch.setattr(TpModelWorker, "forward_batch_generation", launching)
-    monkeypatch.setattr(ResultProcessor, "take_in", taking_in)
+    monkeypatch.setattr(ResultProcessor, "process", taking_in)
     return events
 
 
@@ -216,7 +209,7 @@ def test_running_requests_are_counted_while_their_prompts_are_in_flight(
     rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=8, max_requests=2)
     for i in range(5):
         rig.step(rig.request(f"r{i}", prompt(i, 8), greedy(6)))
-        assert rig.scheduler.state.num_running <= 2
+        assert rig.scheduler.state.queues.num_holders <= 2
     rig.run(check_each_step=True)
     assert all(len(got.output_ids) == 6 for got in rig.results.values())
 

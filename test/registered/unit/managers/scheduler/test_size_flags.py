@@ -6,19 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.size_flags import is_served_where_accepted, size_flags
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
-
-
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
 
 
 @settings(

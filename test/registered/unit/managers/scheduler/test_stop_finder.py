@@ -36,9 +36,9 @@ class Growing:
         self.ids: list[int] = []
         self.shown: list[int | None] = []
 
-    def feed(self, piece: str, *, counts: bool = True) -> StopMatch | None:
+    def feed(self, piece: str, *, may_stop: bool = True) -> StopMatch | None:
         self.ids += BYTES.encode(piece, add_special_tokens=False)
-        match = self.finder.advance(self.ids, counts=counts)
+        match = self.finder.advance(self.ids, may_stop=may_stop)
         self.shown.append(self.finder.shown_chars(ended=match is not None))
         return match
 
@@ -102,10 +102,10 @@ def test_what_was_complete_before_it_counted_never_counts() -> None:
         params = SamplingParams(**given_stop)  # type: ignore[arg-type]
         params.normalize()
         text = Growing(StopFinder(params, NEW_DECODER(True)))
-        assert text.feed("xab ab a", counts=False) is None
+        assert text.feed("xab ab a", may_stop=False) is None
         assert text.feed("b") == StopMatch(7, "ab"), "it was complete afterwards"
         text = Growing(StopFinder(params, NEW_DECODER(True)))
-        assert text.feed("xab ab", counts=False) is None
+        assert text.feed("xab ab", may_stop=False) is None
         assert text.feed("-") is None
 
 

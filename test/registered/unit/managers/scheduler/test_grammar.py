@@ -1,4 +1,4 @@
-"""Constrained requests in the scheduler: waiting, masking, ending, giving way; and `n` samples."""
+"""Constrained requests: waiting for a grammar, masked, ended by it, retracted."""
 
 from __future__ import annotations
 
@@ -7,24 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
-from sglang.srt.managers.tokenizer.samples import expand_samples
-from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.grammar_rig import EOS_ID, HandBackend, text_of
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 register_cuda_ci(est_time=25, suite="base-b-test-1-gpu-large")
-
-
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
 
 
 def constrained(**params: Any) -> SamplingParams:
@@ -178,55 +169,6 @@ def test_the_backend_is_made_for_the_first_constraint_and_closed(model: Path) ->
     assert backend.num_asked == 2
     rig.close()
     assert backend.is_closed
-
-
-def test_samples_find_their_prompt_in_the_cache(model: Path) -> None:
-    ids = prompt(3, 64)
-    rig = SchedulerRig(model)
-    others = [rig.request(f"s-{i}", ids, seed=i, sample_of="s") for i in range(1, 4)]
-    rig.run(rig.request("s", ids), *others)
-    assert rig.scheduler.state.counters.prefill_tokens == 64 + 3
-    outputs = [rig.results[rid].output_ids for rid in ("s", "s-1", "s-2", "s-3")]
-    assert outputs == [outputs[0]] * 4, "greedy"
-    assert {rig.results[f"s-{i}"].last.cached_tokens_details.total for i in range(1, 4)} == {63}  # type: ignore[union-attr]
-
-
-def test_samples_go_on_when_the_first_is_aborted_or_nothing_is_cached(model: Path) -> None:
-    rig = SchedulerRig(model)
-    rig.step(rig.request("s", prompt(4, 64)), rig.request("s-1", prompt(4, 64), sample_of="s"))
-    rig.run(rig.abort("s"))
-    assert rig.results["s-1"].finish_reason is not None
-    rig = SchedulerRig(model, disable_radix_cache=True)
-    rig.run(rig.request("s", prompt(4, 64)), rig.request("s-1", prompt(4, 64), sample_of="s"))
-    assert rig.scheduler.state.counters.prefill_batches == 1
-
-
-def test_samples_of_a_seed_have_seeds_of_their_own() -> None:
-    base = GenerateRequest(
-        rid="x", text="a", sampling_params=SamplingParams(n=3, sampling_seed=MAX_SEED)
-    )
-    other = GenerateRequest(rid="y", text="b")
-    samples = expand_samples([base, other])
-    assert [one.rid for one in samples] == ["x", "x-1", "x-2", "y"]
-    assert [one.sample_of for one in samples] == [None, "x", "x", None]
-    seeds = [one.sampling_params.sampling_seed for one in samples[:3]]
-    assert seeds[0] == MAX_SEED
-    assert len(set(seeds)) == 3
-    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in seeds)
-    with pytest.raises(InvalidRequest, match="n: 9 prompts ask for 1152 outputs, at most 1024"):
-        expand_samples([GenerateRequest(sampling_params=SamplingParams(n=128))] * 9)
-
-
-def test_a_full_queue_refuses_by_the_limits_name(model: Path) -> None:
-    rig = SchedulerRig(model, max_queued_requests=2, max_requests=1)
-    rig.step(rig.request("runs", prompt(1, 8), greedy(30)))
-    rig.step(*(rig.request(f"w{i}", prompt(i, 8)) for i in range(3)))
-    reason = rig.results["w2"].finish_reason
-    assert reason is not None
-    assert reason.status_code == 503
-    assert "--max-queued-requests 2" in str(reason.message)
-    rig.run()
-    assert all(rig.results[f"w{i}"].output_ids for i in range(2))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.environ import envs
@@ -67,12 +66,6 @@ ATTACH = AttachHiCacheStorageReqInput(
 CLEAR = ClearHiCacheReqInput(req_id="clear")
 DETACH = DetachHiCacheStorageReqInput(req_id="detach")
 GET = GetHiCacheStorageReqInput(req_id="get")
-
-
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
 
 
 @pytest.fixture

@@ -1,0 +1,164 @@
+"""What a scheduler is made of, and the one place where that is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork
+from sglang.srt.managers.scheduler.batch_pools import BatchPools
+from sglang.srt.managers.scheduler.control import ControlHandler
+from sglang.srt.managers.scheduler.decode import DecodeScheduler
+from sglang.srt.managers.scheduler.grammar import GrammarQueue
+from sglang.srt.managers.scheduler.input import InputHandler
+from sglang.srt.managers.scheduler.output import OutputCollector
+from sglang.srt.managers.scheduler.policy import (
+    BatchLimits,
+    NewTokenEstimate,
+    SchedulePolicy,
+    Turns,
+)
+from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+from sglang.srt.managers.scheduler.results import ResultProcessor
+from sglang.srt.managers.scheduler.state import SchedulerState
+from sglang.srt.managers.scheduler.stop import StopChecker
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+    from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
+    from sglang.srt.managers.scheduler.tp_worker import ModelWorker
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+    from sglang.srt.server_args import ServerArgs
+
+ForwardGuard = Callable[[], AbstractContextManager[object]]
+
+
+class PrefillPart(Protocol):
+    """Decides which prompts are computed next: see `PrefillScheduler`."""
+
+    def schedule(self) -> tuple[list[PrefillWork], int] | None: ...
+    def on_launched(self, works: list[PrefillWork]) -> None: ...
+
+
+class DecodePart(Protocol):
+    """Decides which requests decode next: see `DecodeScheduler`."""
+
+    @property
+    def is_stalled(self) -> bool: ...
+    @property
+    def sampling_info(self) -> SamplingBatchInfo: ...
+    def gather(self) -> int: ...
+    def can_run_ahead(self) -> bool: ...
+    def prepare(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerResources:
+    """What lies below a scheduler, built by `managers/scheduler/process.py` or a test. The worker's
+    pools and the tree must be each other's."""
+
+    worker: ModelWorker
+    tree: BasePrefixCache
+    metrics: SchedulerMetrics
+    group: RankGroup = field(default_factory=SingleRank)
+    """The ranks, which are the tree's too."""
+    new_decoder: DecoderFactory | None = None
+    """For stop strings and patterns; None: no request may have any."""
+    grammar_backend: Callable[[], GrammarBackend] | None = None
+    """Makes the grammar backend when a request first needs it; None: constraints are refused.
+    Raises ValueError where the model cannot be constrained."""
+    overlap: bool = False
+    """See `SchedulerParts`."""
+    forward_guard: ForwardGuard = nullcontext
+    """See `SchedulerParts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerParts:
+    """The collaborators of a `Scheduler`. They share `state`."""
+
+    state: SchedulerState
+    group: RankGroup
+    worker: ModelWorker
+    input: InputHandler
+    control: ControlHandler
+    grammar: GrammarQueue
+    prefill: PrefillPart
+    decode: DecodePart
+    turns: Turns
+    results: ResultProcessor
+    outputs: OutputCollector
+    overlap: bool = False
+    """Prepare each step while the device runs the one before it. Worth it where launching a
+    forward returns at once."""
+    forward_guard: ForwardGuard = nullcontext
+    """Entered around launching a forward and around waiting for its end; the watchdog's."""
+
+
+def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerParts:
+    """The parts of a scheduler that prefills and decodes.
+
+    Args:
+        server_args: Resolved.
+        resources: Used by no other scheduler.
+    """
+    state = _make_state(server_args, resources)
+    outputs = OutputCollector(server_args.stream_interval)
+    control = ControlHandler(state, outputs, server_args.to_public_dict())
+    results = ResultProcessor(state, StopChecker(resources.new_decoder, resources.group), outputs)
+    grammar = GrammarQueue(resources.grammar_backend)
+    resources.tree.watch_workload(state.workload)
+    resources.tree.watch_queues(state.queues)
+    return SchedulerParts(
+        state=state,
+        group=resources.group,
+        worker=resources.worker,
+        input=InputHandler(state, control, results, outputs, grammar),
+        control=control,
+        grammar=grammar,
+        prefill=PrefillScheduler(state),
+        decode=DecodeScheduler(state),
+        turns=Turns(server_args.target_inter_token_latency),
+        results=results,
+        outputs=outputs,
+        overlap=resources.overlap,
+        forward_guard=resources.forward_guard,
+    )
+
+
+def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:
+    worker = resources.worker
+    allocator = worker.token_to_kv_pool_allocator
+    chunk = server_args.chunked_prefill_size
+    pools = BatchPools(
+        req_to_token_pool=worker.req_to_token_pool,
+        allocator=allocator,
+        token_to_kv_pool=worker.token_to_kv_pool,
+        device=torch.device(allocator.device),
+    )
+    return SchedulerState(
+        tree=resources.tree,
+        pools=pools,
+        limits=BatchLimits(
+            page_size=allocator.page_size,
+            max_running_requests=worker.req_to_token_pool.size,
+            max_queued_requests=server_args.max_queued_requests,
+            max_prefill_tokens=server_args.max_prefill_tokens,
+            chunk_tokens=None if chunk in (None, -1) else chunk,
+            pool_tokens=allocator.size,
+            context_len=worker.context_len,
+        ),
+        policy=SchedulePolicy(server_args.schedule_policy),
+        estimate=NewTokenEstimate(server_args.schedule_conservativeness),
+        decode_batch=DecodeBatch(pools),
+        vocab_size=worker.vocab_size,
+        eos_token_ids=worker.eos_token_ids,
+        metrics=resources.metrics,
+    )

@@ -1,0 +1,1 @@
+"""One request, and where it is between its arrival and its end."""

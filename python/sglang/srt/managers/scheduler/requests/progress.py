@@ -1,0 +1,80 @@
+"""How far a request is: its tokens, and which of them are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
+    from sglang.srt.constrained.ticket import GrammarTicket
+    from sglang.srt.managers.messages.io_struct import FinishReason, TopLogprobs
+    from sglang.srt.managers.scheduler.stop_finder import StopFinder
+
+
+@dataclass(slots=True, eq=False)
+class RequestProgress:
+    """How far a request is. Counts are tokens."""
+
+    prompt_ids: TokenArray
+    """`RequestSpec.origin_input_ids`."""
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
+    """Of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    turn: int = 0
+    """See `policy.Arrival`; set by `RequestQueues`."""
+    cached_on_arrival: int = 0
+    """Tokens of the prompt that L1 and L2 had on arrival."""
+    kv_committed_len: int = 0
+    """Tokens whose keys and values are in the pool."""
+    num_in_flight: int = 0
+    """Tokens after the committed ones that decode steps in flight compute. They have slots; whether
+    the request ends before them, the CPU does not know yet."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; set by `RequestQueues`."""
+    to_abort: FinishReason | None = None
+    """Why it ends before the next step; set by `RequestQueues`."""
+    stop_finder: StopFinder | None = None
+    """Has searched `output_ids` for stop strings and patterns; None: there are none, or no output
+    yet."""
+    grammar_ticket: GrammarTicket | None = None
+    """Set while its grammar compiles: it cannot be scheduled."""
+    matcher: GrammarMatcher | None = None
+    """Has accepted `output_ids`; a retracted request keeps it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far: what a prefill computes."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def uncommitted_tokens(self) -> int:
+        """Tokens of prompt and output that a prefill still has to compute."""
+        return self.num_tokens - self.kv_committed_len
+
+    @property
+    def next_seq_len(self) -> int:
+        """Context length before the next decode step."""
+        return self.kv_committed_len + self.num_in_flight
+
+    @property
+    def committed_ids(self) -> TokenArray:
+        """Tokens whose keys and values are in the pool: prompt, then output."""
+        return self.ids_between(0, self.kv_committed_len)
+
+    def ids_between(self, begin: int, end: int) -> TokenArray:
+        """Tokens `[begin, end)` of prompt and output. Those of the prompt alone are a view."""
+        prompt_len = len(self.prompt_ids)
+        if end <= prompt_len:
+            return self.prompt_ids[begin:end]
+        output = token_array(self.output_ids[max(0, begin - prompt_len) : end - prompt_len])
+        if begin >= prompt_len:
+            return output
+        return np.concatenate([self.prompt_ids[begin:], output])

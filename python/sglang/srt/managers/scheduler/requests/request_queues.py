@@ -1,0 +1,224 @@
+"""Where each request is, between its arrival and its end. Nothing else knows, or moves one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
+from typing import Final
+
+from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.mem_cache.tree.digest import MODULUS, hash_of
+
+
+class RequestState(Enum):
+    """Where a request is. All but those that wait or have ended hold slots."""
+
+    WAITING = "waiting"
+    """To be scheduled."""
+    COMPUTING = "computing"
+    """Its prompt is being computed: all that is left of it, or a part (`RequestQueues.partial`)."""
+    DECODING = "decoding"
+    HELD = "held"
+    """It holds slots though no step of this engine has computed anything for it."""
+    ENDED = "ended"
+    """It lives no more, or has never arrived."""
+
+
+_HOLDING: Final = (RequestState.COMPUTING, RequestState.DECODING, RequestState.HELD)
+_LIVING: Final = (RequestState.WAITING, *_HOLDING)
+_WAITING_WEIGHT: Final = 0x1F83D9ABFB41BD6B
+_HOLDING_WEIGHT: Final = 0x1BE0CD19137E2179
+"""Factors of a request's name in the digest."""
+
+
+class RequestQueues:
+    """Every request from its arrival to its end, in one state at a time. Scheduler thread only.
+
+    `arrive`, `admit`, `cut`, `join`, `hold`, `retract` and `finish` are the only transitions; each
+    asserts that it is allowed. None takes longer where more requests live. The queues are `Books`:
+    the same on all ranks.
+
+        arrive   -> WAITING
+        admit    WAITING, or COMPUTING in parts -> COMPUTING
+        cut      WAITING, or COMPUTING in parts -> COMPUTING in parts
+        join     COMPUTING, HELD -> DECODING
+        hold     WAITING -> HELD
+        retract  COMPUTING in parts, DECODING, HELD -> WAITING
+        finish   any -> ENDED
+
+    Attributes:
+        num_admitted: How often a request left the queue for slots, since the start.
+        num_joined: How often a request began to decode, since the start.
+        partial: The request whose prompt is computed in parts, while more parts follow. At most
+            one is.
+    """
+
+    def __init__(self) -> None:
+        self._alive: dict[str, Req] = {}
+        self._states: dict[str, RequestState] = {}
+        self._in: dict[RequestState, dict[str, Req]] = {state: {} for state in _LIVING}
+        self._aborted: dict[str, Req] = {}
+        self.partial: Req | None = None
+        self.num_admitted = 0
+        self.num_joined = 0
+        self._digest = 0
+
+    # ---- books of the ranks --------------------------------------------------------------------
+
+    @property
+    def digest(self) -> int:
+        """A digest of the requests that wait and of those that hold slots; see `Books`."""
+        return self._digest
+
+    def describe(self) -> Mapping[str, str]:
+        """What the digest is of; see `Books`."""
+        waiting = self._in[RequestState.WAITING]
+        return {
+            f"request {rid}": "waits" if rid in waiting else "has been admitted"
+            for rid in self._alive
+        }
+
+    # ---- asking --------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> Collection[Req]:
+        """Requests that have arrived and not ended, in order of arrival. A live view."""
+        return self._alive.values()
+
+    @property
+    def waiting(self) -> Collection[Req]:
+        """Requests that wait to be scheduled, in no particular order. A live view."""
+        return self._in[RequestState.WAITING].values()
+
+    @property
+    def computing(self) -> Collection[Req]:
+        """Requests whose prompt is being computed, whole or in parts. A live view."""
+        return self._in[RequestState.COMPUTING].values()
+
+    @property
+    def decoding(self) -> Collection[Req]:
+        """Requests that decode, in the order in which they joined. A live view."""
+        return self._in[RequestState.DECODING].values()
+
+    @property
+    def held(self) -> Collection[Req]:
+        """Requests that hold slots without having been scheduled. A live view."""
+        return self._in[RequestState.HELD].values()
+
+    @property
+    def aborted(self) -> Collection[Req]:
+        """Requests that end before the next step. A live view."""
+        return self._aborted.values()
+
+    def holders(self) -> Iterator[Req]:
+        """Requests that hold slots."""
+        yield from self.decoding
+        yield from self.computing
+        yield from self.held
+
+    @property
+    def num_holders(self) -> int:
+        """Requests that hold slots."""
+        return len(self.decoding) + len(self.computing) + len(self.held)
+
+    def find(self, rid: str) -> Req | None:
+        """The request that lives under the id `rid`."""
+        return self._alive.get(rid)
+
+    def state_of(self, req: Req) -> RequestState:
+        """Where `req` is."""
+        is_alive = self._alive.get(req.rid) is req
+        return self._states[req.rid] if is_alive else RequestState.ENDED
+
+    def is_prompt_ahead(self, rid: str | None) -> bool:
+        """Whether all or a part of the prompt of request `rid` is yet to be scheduled."""
+        if rid is None:
+            return False
+        is_partial = self.partial is not None and self.partial.rid == rid
+        return is_partial or rid in self._in[RequestState.WAITING]
+
+    # ---- transitions ---------------------------------------------------------------------------
+
+    def arrive(self, req: Req) -> None:
+        """`req` is new, and waits. Its id must be free."""
+        assert req.rid not in self._alive, f"request {req.rid} is here already"
+        assert req.progress.finish_reason is None, f"request {req.rid} has ended"
+        req.progress.turn = self.num_admitted + len(self.waiting)
+        self._alive[req.rid] = req
+        self._enter(req, RequestState.WAITING)
+
+    def admit(self, req: Req) -> None:
+        """All that is left of the prompt of `req` is computed by the next step."""
+        self._compute(req, "admit")
+        self._forget_partial(req)
+
+    def cut(self, req: Req) -> None:
+        """A part of the prompt of `req` is computed by the next step, and another by a later."""
+        assert self.partial in (None, req), "one prompt at a time is computed in parts"
+        self._compute(req, "cut")
+        self.partial = req
+
+    def join(self, req: Req) -> None:
+        """`req` decodes from now on: its prompt is computed, and its first token known."""
+        assert req is not self.partial, f"join: the prompt of request {req.rid} is not complete"
+        self._leave(req, "join", RequestState.COMPUTING, RequestState.HELD)
+        self._enter(req, RequestState.DECODING)
+        self.num_joined += 1
+
+    def hold(self, req: Req) -> None:
+        """`req` was given slots and is not scheduled: something else fills them."""
+        self._leave(req, "hold", RequestState.WAITING)
+        self._enter(req, RequestState.HELD)
+        self.num_admitted += 1
+
+    def retract(self, req: Req) -> None:
+        """`req` gave its slots back and waits again."""
+        is_in_flight = req is not self.partial and self.state_of(req) is RequestState.COMPUTING
+        assert not is_in_flight, f"retract: the prompt of request {req.rid} is in flight"
+        self._leave(req, "retract", *_HOLDING)
+        self._forget_partial(req)
+        self._enter(req, RequestState.WAITING)
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """`req` ends; its id is free again."""
+        self._leave(req, "finish", *_LIVING)
+        del self._alive[req.rid], self._states[req.rid]
+        self._aborted.pop(req.rid, None)
+        self._forget_partial(req)
+        req.progress.finish_reason = reason
+
+    # ---- a mark, in whatever state -------------------------------------------------------------
+
+    def abort(self, req: Req, reason: FinishReason) -> None:
+        """`req` ends before the next step. The first reason counts."""
+        assert self.state_of(req) is not RequestState.ENDED, f"request {req.rid} has ended"
+        if req.progress.to_abort is None:
+            req.progress.to_abort = reason
+            self._aborted[req.rid] = req
+
+    def _compute(self, req: Req, transition: str) -> None:
+        if req is self.partial:
+            return
+        self._leave(req, transition, RequestState.WAITING)
+        self._enter(req, RequestState.COMPUTING)
+        self.num_admitted += 1
+
+    def _forget_partial(self, req: Req) -> None:
+        if req is self.partial:
+            self.partial = None
+
+    def _leave(self, req: Req, transition: str, *allowed: RequestState) -> None:
+        state = self.state_of(req)
+        assert state in allowed, f"{transition}: request {req.rid} is {state.value}"
+        del self._in[state][req.rid]
+        self._digest = (self._digest - hash_of(req.rid) * _weight(state)) % MODULUS
+
+    def _enter(self, req: Req, state: RequestState) -> None:
+        self._states[req.rid] = state
+        self._in[state][req.rid] = req
+        self._digest = (self._digest + hash_of(req.rid) * _weight(state)) % MODULUS
+
+
+def _weight(state: RequestState) -> int:
+    return _WAITING_WEIGHT if state is RequestState.WAITING else _HOLDING_WEIGHT

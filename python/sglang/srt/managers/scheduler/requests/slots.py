@@ -1,0 +1,75 @@
+"""What a request holds on the device: a row, slots, a lock in the tree, counts of penalties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.penalties import TokenHistory
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.requests.progress import RequestProgress
+    from sglang.srt.managers.scheduler.requests.spec import RequestSpec
+    from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.tree.radix_key import TokenArray
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(slots=True, eq=False)
+class RequestSlots:
+    """What a request holds. The tree and the row pool are given this part: it is a
+    `CacheableRequest`, and what that takes from the other parts is read-only.
+
+    Invariant between two steps: columns `[0, kv_committed_len)` of the row hold slots with the keys
+    and values of `kv_committed_ids`; the `num_in_flight` columns after them hold the slots that a
+    step in flight fills; and the row has no others.
+    """
+
+    spec: RequestSpec
+    progress: RequestProgress
+    req_pool_idx: int | None = None
+    prefix_indices: torch.Tensor = NO_SLOTS
+    cache_protected_len: int = 0
+    last_node: TreeNode = field(init=False)
+    history: TokenHistory = field(init=False)
+    """Counted by penalties, on the device while the request runs."""
+
+    def __post_init__(self) -> None:
+        self.history = TokenHistory(self.progress.prompt_ids, self.progress.output_ids)
+
+    @property
+    def rid(self) -> str:
+        return self.spec.rid
+
+    @property
+    def extra_key(self) -> str | None:
+        return self.spec.extra_key
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority
+
+    @property
+    def kv_committed_len(self) -> int:
+        return self.progress.kv_committed_len
+
+    @property
+    def kv_committed_ids(self) -> TokenArray:
+        return self.progress.committed_ids
+
+    @property
+    def row(self) -> int:
+        """`req_pool_idx` of a request that has one."""
+        assert self.req_pool_idx is not None, f"request {self.rid} has no row"
+        return self.req_pool_idx
+
+    def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
+        """int64: the slots that the request owns itself, which are those after the tree's."""
+        if self.req_pool_idx is None:
+            return NO_SLOTS
+        row = pool.req_to_token[self.req_pool_idx]
+        return row[self.cache_protected_len : self.progress.next_seq_len].to(torch.int64)

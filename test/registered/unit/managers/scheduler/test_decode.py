@@ -1,0 +1,108 @@
+"""Decode steps: tensors that move on, and requests that are retracted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.layers import penalties
+from sglang.srt.managers.scheduler.batch import DecodeBatch
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+from sglang.srt.managers.scheduler.requests.spec import RequestSpec
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")
+
+
+def test_decode_tensors_move_on_without_being_rebuilt(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[list[str]] = []
+    rebuild = DecodeBatch._rebuild
+
+    def watched(batch: DecodeBatch) -> None:
+        built.append([req.rid for req in batch.reqs])
+        rebuild(batch)
+
+    monkeypatch.setattr(DecodeBatch, "_rebuild", watched)
+    rig = SchedulerRig(model, page_size=4)
+    rig.run(rig.request("a", PROMPTS[0], greedy(30)), rig.request("b", PROMPTS[1], greedy(12)))
+    assert built == [["a", "b"], ["a"]], "when both joined, and when one left"
+
+
+def test_a_request_that_left_and_joined_again_is_a_change_of_the_batch(model: Path) -> None:
+    """Though the batch has the same requests in the same order."""
+    rig = SchedulerRig(model)
+    pools, queues = rig.scheduler.state.pools, RequestQueues()
+    batch = DecodeBatch(pools)
+    for rid in "ab":
+        message = rig.request(rid, [1, 2])
+        spec = RequestSpec.from_message(
+            message, arrival_number=0, max_request_tokens=64, eos_token_ids=[]
+        )
+        req = Req(spec)
+        pools.req_to_token_pool.alloc([req.slots])
+        req.progress.output_ids.append(3)
+        queues.arrive(req)
+        queues.admit(req)
+        queues.join(req)
+    seen: list[tuple[list[str], bool]] = []
+    for act in (None, None, queues.retract, queues.admit, queues.join):
+        if act is not None:
+            act(req)
+        if act not in (queues.retract, queues.admit):
+            batch.follow(queues, in_flight=False)
+            seen.append(([one.rid for one in batch.reqs], batch.is_stale))
+            assert batch.prepare()
+    assert seen == [(["a", "b"], True), (["a", "b"], False), (["a", "b"], True)]
+
+
+def test_retraction_changes_no_word(model: Path, alone: list[list[int]]) -> None:
+    rig = SchedulerRig(model, pool_tokens=96, page_size=4, schedule_conservativeness=0.01)
+    messages = [rig.request(f"r{i}", ids) for i, ids in enumerate(PROMPTS)]
+    rig.run(*messages, check_each_step=True)
+    small = SchedulerRig(model, pool_tokens=96, page_size=1, schedule_conservativeness=0.01)
+    ids = [prompt(20 + i, 20) for i in range(4)]
+    want = SchedulerRig(model, disable_radix_cache=True).generate(ids, 40)
+    assert small.generate(ids, 40) == want
+    assert small.scheduler.state.counters.retractions > 0
+    assert [rig.results[f"r{i}"].output_ids for i in range(len(PROMPTS))] == alone
+
+
+def test_penalties_survive_company_and_retraction(model: Path) -> None:
+    params = greedy(30, repetition_penalty=1.5, frequency_penalty=0.7)
+    alone = SchedulerRig(model)
+    alone.run(alone.request("p", prompt(3, 20), params))
+    rig = SchedulerRig(model, pool_tokens=80, schedule_conservativeness=0.01)
+    others = [rig.request(f"o{i}", prompt(i, 15), greedy(20)) for i in range(2)]
+    rig.run(*others, rig.request("p", prompt(3, 20), params))
+    assert rig.scheduler.state.counters.retractions > 0
+    assert rig.results["p"].output_ids == alone.results["p"].output_ids
+
+
+def test_who_joins_or_leaves_uploads_no_prompt_again_for_penalties(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded: list[int] = []
+
+    def counted(values: Any, *args: Any) -> torch.Tensor:
+        uploaded.append(len(values))
+        return on_device(values, *args)
+
+    monkeypatch.setattr(penalties, "on_device", counted)
+    rig = SchedulerRig(model)
+    for n, new_tokens in enumerate((24, 6, 24)):
+        rig.step(rig.request(f"r{n}", prompt(n, 100), greedy(new_tokens, frequency_penalty=0.5)))
+    rig.run()
+    assert 300 <= sum(uploaded) < 400, "each prompt once, and a few numbers a batch"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
