@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
@@ -275,6 +276,7 @@ def _make_tree(
         weights_identity=identity,
         tp_cache_group=group,
         metrics_registry=metrics.registry,
+        model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_hidden_layers),
     )
     return create_tree_cache(
         TreeCacheBuildContext(

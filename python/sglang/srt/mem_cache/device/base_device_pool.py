@@ -13,6 +13,8 @@ import torch
 
 from sglang.srt.mem_cache.device.state_spec import StateSpec
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 class LayerTransferCounter(Protocol):
     """Orders the readers of a layer after the load from L2 that fills it."""
@@ -30,13 +32,22 @@ class BaseDevicePool(ABC):
     Attributes:
         spec: What a slot stores, and in which of the model's layers.
         size: Slots that can be handed out.
+        page_size: Slots of a page: tokens, or 1 where a slot stands for a whole prefix.
+        dtype: Of the values, as they are read.
+        store_dtype: Of the buffers.
         device: Where the buffers are.
         layer_transfer_counter: Orders readers after loads; None: nothing loads.
     """
 
-    def __init__(self, spec: StateSpec, size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: StateSpec, size: int, device: torch.device | str, page_size: int = 1
+    ) -> None:
         self.spec = spec
         self.size = size
+        self.page_size = page_size
+        self.dtype = spec.dtype
+        # Index operations on fp8 are not implemented everywhere; bytes are.
+        self.store_dtype = torch.uint8 if spec.dtype in FP8_DTYPES else spec.dtype
         self.device = torch.device(device)
         self.layer_transfer_counter: LayerTransferCounter | None = None
         self._place = {layer: place for place, layer in enumerate(spec.layers)}

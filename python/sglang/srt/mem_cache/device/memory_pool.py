@@ -16,8 +16,6 @@ import torch
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, StateSpec
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
 
 class HasLayerId(Protocol):
     """What a pool needs to know of an attention layer."""
@@ -125,11 +123,7 @@ class KVCache(BaseDevicePool):
         """
         if min(size, page_size) < 1 or size % page_size:
             raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
-        super().__init__(spec, size, device)
-        self.page_size = page_size
-        self.dtype = spec.dtype
-        # Index operations on fp8 are not implemented everywhere; bytes are.
-        self.store_dtype = torch.uint8 if spec.dtype in FP8_DTYPES else spec.dtype
+        super().__init__(spec, size, device, page_size)
 
     @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,8 +11,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
-    from sglang.srt.mem_cache.device.memory_pool import KVCache
+    from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, LayerTransferCounter
 
 
 class DevicePool(Protocol):
@@ -86,10 +85,25 @@ class ModelPools:
             before[pool.name] = pool
 
     @classmethod
-    def dense(cls, kv: KVCache) -> ModelPools:
-        """Those of a model with keys and values in every layer, and no other state."""
-        layers = range(kv.layer_num)
-        return cls((StatePool(PoolName.KV, kv, layers),), kv.layer_num)
+    def of(cls, pools: Iterable[BaseDevicePool], num_layers: int | None = None) -> ModelPools:
+        """The pools of a model as their specs describe them, the anchor first.
+
+        Args:
+            pools: In the order of the model's specs.
+            num_layers: Of the model on this rank; None: up to the last layer with state.
+        """
+        states = tuple(
+            StatePool(
+                pool.spec.name,
+                pool,
+                pool.spec.layers,
+                pool.spec.hit_policy,
+                pool.spec.indices_from_pool,
+            )
+            for pool in pools
+        )
+        last = max((layer for state in states for layer in state.layers), default=-1)
+        return cls(states, last + 1 if num_layers is None else num_layers)
 
     def _check_layers(self, pool: StatePool) -> None:
         layers = list(pool.layers)

@@ -326,7 +326,7 @@ def _make_controller(
     """L2, and what moves bytes to and from it."""
     allocator = params.token_to_kv_pool_allocator
     io_backend, host_pool = build_kv_host_stack(
-        params.model_pools or ModelPools.dense(allocator.get_kvcache()),
+        params.model_pools or ModelPools.of([allocator.get_kvcache()]),
         ratio=server_args.hicache_ratio,
         size_gb=server_args.hicache_size,
         io_backend=server_args.hicache_io_backend,

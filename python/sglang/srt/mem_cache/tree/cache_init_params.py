@@ -34,4 +34,4 @@ class CacheInitParams:
     metrics_registry: CollectorRegistry | None = None
     """Where the cache registers its metrics; None: it keeps none."""
     model_pools: ModelPools | None = None
-    """Every kind of state that the model keeps; None: keys and values alone, in every layer."""
+    """Every kind of state that the model keeps; None: what the allocator hands out, alone."""

@@ -182,7 +182,7 @@ def test_a_device_without_a_copier_is_refused_until_it_has_one() -> None:
     pool = MHATokenToKVPool(8 * PAGE, PAGE, torch.float32, 1, 2, LAYERS, "meta")
     with pytest.raises(ValueError, match="has no copies on meta yet"):
         build_kv_host_stack(
-            ModelPools.dense(pool),
+            ModelPools.of([pool]),
             ratio=1.0,
             size_gb=0,
             io_backend="auto",

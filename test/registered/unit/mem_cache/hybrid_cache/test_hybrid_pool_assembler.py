@@ -91,7 +91,7 @@ def test_a_size_is_divided_as_device_memory_is() -> None:
 
 def test_a_dense_model_has_one_pool_of_the_whole_size() -> None:
     kv = make_device_pool()
-    group = build(ModelPools.dense(kv), size_gb=(41 * KV_PAGE + 1) / 1e9)
+    group = build(ModelPools.of([kv]), size_gb=(41 * KV_PAGE + 1) / 1e9)
     assert page_nums(group) == {"kv": 41}
     assert (group.num_layers, group.sidecars, group.extra_queries) == (3, (), [])
     assert isinstance(group.anchor, MHATokenToKVPoolHost)
@@ -102,7 +102,7 @@ def test_a_subclass_is_mirrored_as_its_base() -> None:
         pass
 
     kv = Special(64, PAGE, torch.bfloat16, 2, 4, 3, "cpu")
-    assert type(build(ModelPools.dense(kv)).anchor) is MHATokenToKVPoolHost
+    assert type(build(ModelPools.of([kv])).anchor) is MHATokenToKVPoolHost
     with pytest.raises(ValueError, match="MHATokenToKVPool has a host pool class already"):
         register_host_pool(MHATokenToKVPool, MarksPoolHost)
 
