@@ -34,7 +34,7 @@ class MarksPool:
         self.size = size
         self.page_size = page_size
         self.layer_num = layer_num
-        self.start_layer = 0
+        self.start_layer, self.end_layer = 0, layer_num - 1
         self.dtype = self.store_dtype = torch.int64
         self.device = torch.device("cpu")
         self.marks = torch.zeros(layer_num, size // page_size + 1, dtype=torch.int64)

@@ -167,12 +167,13 @@ def test_there_is_no_import_cycle(modules: dict[str, ast.Module]) -> None:
     assert not cycle, " -> ".join(cycle)
 
 
-def test_the_controller_knows_no_other_manager_and_no_tree(
+def test_the_controller_knows_no_manager_no_tree_and_no_tier(
     modules: dict[str, ast.Module],
 ) -> None:
     imported = imports_of("sglang.srt.mem_cache.hybrid_cache.cache_controller", modules)
     assert not [m for m in imported if m.startswith("sglang.srt.managers.")]
-    assert not [m for m in imported if m.endswith(("radix_cache", "host_tier_cache"))]
+    assert not [m for m in imported if m.endswith(("radix_cache", "prefix_tree", "tier_flow"))]
+    assert not [m for m in imported if ".mem_cache.tiers" in m]
 
 
 def folder_of(module: str) -> str:

@@ -41,7 +41,7 @@ class DeviceContext:
                 raise RuntimeError(
                     f"{user} was started before a device was set, and would find no device context "
                     "(on Ascend: aclrtGetDevice failed, ret: 107002): set the device first "
-                    "(init_torch_distributed), then call mark_device_set"
+                    "(make the ModelRunner), then call mark_device_set"
                 )
             return self._device
 

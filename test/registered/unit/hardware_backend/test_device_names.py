@@ -53,6 +53,9 @@ def _is_name(node: ast.AST) -> bool:
             if isinstance(side, plain)
             for value in _constants(side)
         )
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        is_affix = node.func.attr in ("startswith", "endswith")
+        return is_affix and any(value in NAMES for arg in node.args for value in _constants(arg))
     if isinstance(node, ast.MatchValue):
         return any(value in NAMES for value in _constants(node.value))
     return False

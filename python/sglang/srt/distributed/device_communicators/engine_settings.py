@@ -12,6 +12,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     resolve_mooncake_protocol,
 )
 from sglang.srt.environ import EnvOptionalStr, envs
+from sglang.srt.hardware_backend.device_kinds import CUDA, NPU, device_kind
 from sglang.srt.utils.network import get_free_port
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def settle_engine(
         )
     if protocol == "efa":
         _check_efa_memory()
-    if protocol in _ON_CUDA and not device.startswith("cuda"):
+    if protocol in _ON_CUDA and device_kind(device) is not CUDA:
         raise ValueError(
             f"MOONCAKE_PROTOCOL={protocol} connects CUDA devices, and this process is on {device}: "
             "set MOONCAKE_PROTOCOL=rdma, or tcp where there is no RDMA device"
@@ -150,7 +151,7 @@ def _has_expandable_segments(conf: str) -> bool:
 
 
 def _ascend_name(hostname: str, device: str, gpu_id: int | None) -> str:
-    if not device.startswith("npu"):
+    if device_kind(device) is not NPU:
         raise ValueError(
             f"MOONCAKE_PROTOCOL=ascend connects NPUs, and this process is on {device}: set "
             "MOONCAKE_PROTOCOL=rdma or tcp, and unset ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-_FLAG: Final = "--disaggregation-ib-device"
+_FLAG: Final = "--disaggregation-ib-device (or MOONCAKE_DEVICE)"
 _FORMS: Final = (
     'use a list like mlx5_0,mlx5_1, a JSON object by GPU like {"0": "mlx5_0", "1": "mlx5_1"}, or '
     "the path of a .json file with such an object"

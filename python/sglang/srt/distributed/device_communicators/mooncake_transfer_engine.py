@@ -104,8 +104,8 @@ class MooncakeTransferEngine:
         config = envs.MOONCAKE_DEVICE.get() if ib_device is None else ib_device
         if gpu_id is None and parse_ib_device_config(config) is not None:
             raise ValueError(
-                "--disaggregation-ib-device has devices by GPU, and this process has none: use a "
-                "list like mlx5_0,mlx5_1"
+                "--disaggregation-ib-device (or MOONCAKE_DEVICE) has devices by GPU, and this "
+                "process has none: use a list like mlx5_0,mlx5_1"
             )
         device_name = get_ib_devices_for_gpu(config, gpu_id or 0) or ""
         self._book = MemoryBook()

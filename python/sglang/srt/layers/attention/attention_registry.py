@@ -32,7 +32,7 @@ def register_attention_backend(
     """From now on `make` makes the backend `name` for layers of `kind` on such devices.
 
     Args:
-        device_type: As `torch.device.type`: "cpu", "cuda".
+        device_type: Name of a `DeviceKind`.
         make: Raises ValueError where it does not take the model.
 
     Raises:
@@ -51,7 +51,10 @@ def default_attention_backend(device: str, kind: AttentionKind = FULL_ATTENTION)
     """
     names = _names(kind, device)
     if not names:
-        raise ValueError(f"there is no attention backend for layers of kind {kind!r} on {device!r}")
+        raise ValueError(
+            f"there is no attention backend for layers of kind {kind!r} on {device!r}: "
+            "use another device"
+        )
     return names[0]
 
 

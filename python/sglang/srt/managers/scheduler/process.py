@@ -243,10 +243,12 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     tokens, requests = group.reduce_min(torch.tensor([size.amount, rows.amount])).tolist()
     runner.init_memory_pool(tokens, requests, _longest_pass(server_args))
     gigabytes = (tokens + page_size) * runner.kv_bytes_per_token() / 1e9
-    why = size.reason if tokens == size.amount else "what another rank has room for"
+    other = "what another rank has room for"
+    why = size.reason if tokens == size.amount else other
+    why_rows = rows.reason if requests == rows.amount else other
     return (
         f"L1: {tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
-        f"{server_args.device} ({why}); {requests} requests at once ({rows.reason})"
+        f"{server_args.device} ({why}); {requests} requests at once ({why_rows})"
     )
 
 

@@ -60,9 +60,17 @@ def make_pools(
 
 
 def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
-    """The one of a model's pools whose slots requests own; others share them or hang on it."""
-    pool = pools[PoolName.KV]
-    assert isinstance(pool, KVCache), f"{type(pool).__name__} has no slots for tokens"
+    """The one of a model's pools whose slots requests own; others share them or hang on it.
+
+    Raises:
+        ValueError: The model keeps no keys and values; names what it keeps.
+    """
+    pool = pools.get(PoolName.KV)
+    if not isinstance(pool, KVCache):
+        raise ValueError(
+            f"the model keeps {', '.join(pools) or 'no state'}: it needs keys and values "
+            f"('{PoolName.KV}'), whose slots requests own"
+        )
     return pool
 
 

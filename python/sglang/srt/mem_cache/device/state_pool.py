@@ -22,6 +22,8 @@ class DevicePool(Protocol):
     @property
     def start_layer(self) -> int: ...
     @property
+    def end_layer(self) -> int: ...
+    @property
     def page_size(self) -> int:
         """Slots of a page: tokens, or 1 where a slot stands for a whole prefix."""
 
@@ -74,7 +76,10 @@ class ModelPools:
 
     def __post_init__(self) -> None:
         if not self.pools or self.pools[0].indices_from_pool is not None:
-            raise ValueError("a model's first pool is the anchor, which has slots of its own")
+            names = [str(pool.name) for pool in self.pools]
+            raise ValueError(
+                f"a model's first pool is the anchor, which has slots of its own: {names}"
+            )
         before: dict[PoolName, StatePool] = {}
         for pool in self.pools:
             if pool.name in before:

@@ -59,7 +59,7 @@ class RankShare:
     Ranks with equal shares hold equal bytes. State without heads is one head that all ranks have.
     """
 
-    split: RankSplit = RankSplit.HEADS
+    split: RankSplit = RankSplit.SAME
     begin: int = 0
     end: int = 1
     total: int = 1

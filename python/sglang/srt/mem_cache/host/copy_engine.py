@@ -52,11 +52,6 @@ class CopyEngine:
             source_access_order=_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE
         )
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether the driver takes lists (CUDA 13); otherwise each run is a call."""
-        return self._batch is not None
-
     def copy(self, runs: CopyRuns, stream: int) -> None:
         """Issue `runs` into `stream` (a handle; not the default stream). Does not wait.
 

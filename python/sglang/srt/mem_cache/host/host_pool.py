@@ -76,7 +76,7 @@ class HostKVCache(ABC, Generic[PoolT]):
         self.dtype = device_pool.store_dtype
         self.layer_num = device_pool.layer_num
         self.start_layer = device_pool.start_layer
-        self.end_layer = self.start_layer + self.layer_num - 1
+        self.end_layer = device_pool.end_layer
         self.size_per_token = self.get_size_per_token()
         self.page_bytes = self.size_per_token * page_size
         """Bytes of one page, all its buffers, without the L3 trailer."""

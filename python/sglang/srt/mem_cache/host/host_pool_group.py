@@ -40,8 +40,8 @@ class HostPoolGroup:
 
     Args:
         entries: One of them the anchor.
-        num_layers: Layers of the model on this rank, with or without state; by default those of
-            the anchor, as a dense model has them.
+        num_layers: Layers of the model on this rank, with or without state; by default up to the
+            last one that the anchor has.
 
     Raises:
         ValueError: There is not exactly one anchor, two entries share a name, or one shares the
@@ -57,7 +57,7 @@ class HostPoolGroup:
             raise ValueError(f"pool names repeat: {[str(entry.name) for entry in entries]}")
         self.anchor_entry = anchors[0]
         self.anchor = self.anchor_entry.host_pool
-        self.num_layers = self.anchor.layer_num if num_layers is None else num_layers
+        self.num_layers = self.anchor.end_layer + 1 if num_layers is None else num_layers
         self._layers = {entry.name: self._layers_of(entry) for entry in entries}
         """By pool: its layer for each model layer that it has."""
         self.sidecars = tuple(self._sidecar(entry) for entry in entries if entry.indices_from_pool)

@@ -32,7 +32,7 @@ class StorageReads:
     """The queue of reads and the work of the thread that makes them.
 
     Args:
-        store: Where to.
+        store: Where from.
         page_size: Tokens.
         page_bytes: Bytes of a page in all host pools.
         pages_per_read: Of one get at most: what a call that hangs can keep of the host pools.

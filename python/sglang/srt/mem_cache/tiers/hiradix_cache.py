@@ -68,7 +68,7 @@ class HiRadixCache(RadixCache):
     Attributes:
         administration: Changes of L3 at run time.
         cache_controller: Moves the bytes.
-        host_pool: L2.
+        host_pool: L2, the anchor's pool.
         host_pages: L2's books.
         storage_link: The way to L3.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.

@@ -1,7 +1,7 @@
 """What the scheduler asks of a prefix cache, and what a cache asks of a request.
 
 The trees never import the scheduler's `Req`: they touch it through `CacheableRequest`, and the
-type checker proves that `Req` fits. Counts are tokens; indices are token slots of a pool.
+type checker proves that `RequestSlots` fits. Counts are tokens; indices are token slots of a pool.
 """
 
 from __future__ import annotations
