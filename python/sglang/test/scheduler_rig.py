@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
@@ -104,6 +105,7 @@ class SchedulerRig:
         page_size = self.server_args.page_size
         assert page_size is not None
         self.worker = self.make_worker(model_path, page_size, pool_tokens, max_requests)
+        mark_device_set(RIG_DEVICE)
         metrics = SchedulerMetrics()
         self.tree = create_tree_cache(
             TreeCacheBuildContext(

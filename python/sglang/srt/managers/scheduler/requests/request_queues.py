@@ -58,6 +58,10 @@ class RequestQueues:
         self._alive: dict[str, Req] = {}
         self._states: dict[str, RequestState] = {}
         self._in: dict[RequestState, dict[str, Req]] = {state: {} for state in _LIVING}
+        self._waiting = self._in[RequestState.WAITING]
+        self._computing = self._in[RequestState.COMPUTING]
+        self._decoding = self._in[RequestState.DECODING]
+        self._held = self._in[RequestState.HELD]
         self._aborted: dict[str, Req] = {}
         self.partial: Req | None = None
         self.num_admitted = 0
@@ -73,7 +77,7 @@ class RequestQueues:
 
     def describe(self) -> Mapping[str, str]:
         """What the digest is of; see `Books`."""
-        waiting = self._in[RequestState.WAITING]
+        waiting = self._waiting
         return {
             f"request {rid}": "waits" if rid in waiting else "has been admitted"
             for rid in self._alive
@@ -89,22 +93,22 @@ class RequestQueues:
     @property
     def waiting(self) -> Collection[Req]:
         """Requests that wait to be scheduled, in no particular order. A live view."""
-        return self._in[RequestState.WAITING].values()
+        return self._waiting.values()
 
     @property
     def computing(self) -> Collection[Req]:
         """Requests whose prompt is being computed, whole or in parts. A live view."""
-        return self._in[RequestState.COMPUTING].values()
+        return self._computing.values()
 
     @property
     def decoding(self) -> Collection[Req]:
         """Requests that decode, in the order in which they joined. A live view."""
-        return self._in[RequestState.DECODING].values()
+        return self._decoding.values()
 
     @property
     def held(self) -> Collection[Req]:
         """Requests that hold slots without having been scheduled. A live view."""
-        return self._in[RequestState.HELD].values()
+        return self._held.values()
 
     @property
     def aborted(self) -> Collection[Req]:
@@ -120,7 +124,7 @@ class RequestQueues:
     @property
     def num_holders(self) -> int:
         """Requests that hold slots."""
-        return len(self.decoding) + len(self.computing) + len(self.held)
+        return len(self._decoding) + len(self._computing) + len(self._held)
 
     def find(self, rid: str) -> Req | None:
         """The request that lives under the id `rid`."""
@@ -136,7 +140,7 @@ class RequestQueues:
         if rid is None:
             return False
         is_partial = self.partial is not None and self.partial.rid == rid
-        return is_partial or rid in self._in[RequestState.WAITING]
+        return is_partial or rid in self._waiting
 
     # ---- transitions ---------------------------------------------------------------------------
 
