@@ -7,12 +7,13 @@ Pure tables and functions: no I/O, no allocation, any thread. The single source 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
 
 from sglang.srt.constants import KIB
 from sglang.srt.utils.spelling import did_you_mean
 
 AUTO: Final = "auto"
+S = TypeVar("S", bound=StrEnum)
 
 
 class HostLayout(StrEnum):
@@ -103,14 +104,7 @@ _PREFERENCE: Final[dict[tuple[str, bool, bool], tuple[_Pair, ...]]] = {
 
 def parse_layout(name: str) -> HostLayout:
     """The layout called `name`. Raises ValueError that lists the known ones."""
-    try:
-        return HostLayout(name)
-    except ValueError:
-        known = [layout.value for layout in HostLayout]
-        raise ValueError(
-            f"--hicache-mem-layout: unknown layout {name!r}; use {AUTO} or one of: "
-            f"{', '.join(known)}{did_you_mean(name, known)}"
-        ) from None
+    return _parse(HostLayout, name, "--hicache-mem-layout", "layout")
 
 
 def page_byte_order(layout: str) -> str:
@@ -169,12 +163,16 @@ def resolve_layout_and_io(
 
 
 def _parse_io(name: str) -> IoBackend:
+    return _parse(IoBackend, name, "--hicache-io-backend", "backend")
+
+
+def _parse(kind: type[S], name: str, flag: str, what: str) -> S:
     try:
-        return IoBackend(name)
+        return kind(name)
     except ValueError:
-        known = [io.value for io in IoBackend]
+        known = [one.value for one in kind]
         raise ValueError(
-            f"--hicache-io-backend: unknown backend {name!r}; use {AUTO} or one of: "
+            f"{flag}: unknown {what} {name!r}; use {AUTO} or one of: "
             f"{', '.join(known)}{did_you_mean(name, known)}"
         ) from None
 

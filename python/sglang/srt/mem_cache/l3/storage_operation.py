@@ -21,8 +21,26 @@ from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
+class _Operation:
+    """What a read and a write have in common."""
+
+    __slots__ = ()
+    host_indices: torch.Tensor
+    extra_transfers: Sequence[PoolTransfer]
+    outcome: CacheOutcome | None
+
+    @property
+    def transfers(self) -> list[PoolTransfer]:
+        """Where the pages are in L2, the anchor's slots first."""
+        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None
+
+
 @dataclass(eq=False, slots=True)
-class PrefetchOperation:
+class PrefetchOperation(_Operation):
     """A read of the pages of a prompt after those that L1 and L2 have or that other reads bring.
 
     It owns `host_indices` until they are published (pages that landed) or released (the others).
@@ -77,15 +95,6 @@ class PrefetchOperation:
     def __post_init__(self) -> None:
         self._owned = [(0, len(self.host_indices))]
         self.wanted_pages = len(self.hashes)
-
-    @property
-    def transfers(self) -> list[PoolTransfer]:
-        """Where the pages go, the anchor's first."""
-        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
-
-    @property
-    def ended(self) -> bool:
-        return self.outcome is not None
 
     @property
     def owned_tokens(self) -> int:
@@ -165,7 +174,7 @@ class PrefetchOperation:
 
 
 @dataclass(eq=False, slots=True)
-class StorageOperation:
+class StorageOperation(_Operation):
     """A write of a node's pages to L3. The node's host pages are pinned until it has ended."""
 
     node: TreeNode
@@ -182,15 +191,6 @@ class StorageOperation:
     """Host slots in other pools that have their own, pinned as well; see `parts_of_pages`."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all."""
-
-    @property
-    def transfers(self) -> list[PoolTransfer]:
-        """What is written, the anchor's first."""
-        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
-
-    @property
-    def ended(self) -> bool:
-        return self.outcome is not None
 
     def finish(self, outcome: CacheOutcome) -> None:
         """Transfer thread: end the operation, and drop its reference to earlier ones."""
