@@ -9,7 +9,7 @@ by one: an error then is that request's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang.srt.distributed.device_communicators.engine_pool import PooledEngine
 from sglang.srt.distributed.device_communicators.peer import (
@@ -35,6 +35,9 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 
 logger = logging.getLogger(__name__)
+
+OnFailure = Callable[[PooledEngine, Batch, CallFailed], bool]
+"""What to do about a failed call; False: there was no time left for all of it."""
 
 
 class TransferWorker:
@@ -93,7 +96,7 @@ class TransferWorker:
             return False
         has_let_go = True
         try:
-            return self._move_batch(batch)
+            return self._call(batch, self._split_batch)
         except TransfersLeft:
             has_let_go = False
             raise
@@ -101,7 +104,7 @@ class TransferWorker:
             if has_let_go:
                 self._peer.budget.release(num_slices)
 
-    def _move_batch(self, batch: Batch) -> bool:
+    def _call(self, batch: Batch, on_failure: OnFailure) -> bool:
         engine = self._peer.connect(self._deadline)
         if engine is None or not self._begin(batch):
             return False
@@ -109,31 +112,23 @@ class TransferWorker:
             self._peer.call(engine, self._op, batch.requests)
         except ConnectionGone:
             self._end(batch, BlockOutcome.NOT_SENT)
-            return self._move_batch(batch)
+            return self._call(batch, on_failure)
         except CallFailed as failure:
-            self._retire(engine, batch, failure)
-            return all(self._move_single(single) for single in one_by_one(batch))
+            return on_failure(engine, batch, failure)
         self._end(batch, BlockOutcome.DONE)
         return True
 
-    def _move_single(self, single: Batch) -> bool:
-        """A batch of one request, and where the peer refuses that, its blocks."""
-        engine = self._peer.connect(self._deadline)
-        if engine is None or not self._begin(single):
-            return False
-        try:
-            self._peer.call(engine, self._op, single.requests)
-        except ConnectionGone:
-            self._end(single, BlockOutcome.NOT_SENT)
-            return self._move_single(single)
-        except CallFailed as failure:
-            if failure.is_stall or not self._peer.is_listening():
-                self._retire(engine, single, failure)
-            blocks = split_merged(single, self._transfer.blocks)
-            self._end(single, BlockOutcome.NOT_SENT if blocks else BlockOutcome.FAILED)
-            return all(self._move_single(block) for block in blocks)
-        self._end(single, BlockOutcome.DONE)
-        return True
+    def _split_batch(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> bool:
+        self._retire(engine, batch, failure)
+        return all(self._call(single, self._split_request) for single in one_by_one(batch))
+
+    def _split_request(self, engine: PooledEngine, single: Batch, failure: CallFailed) -> bool:
+        """Into its blocks, if the peer refused a request of several."""
+        if failure.is_stall or not self._peer.is_listening():
+            self._retire(engine, single, failure)
+        blocks = split_merged(single, self._transfer.blocks)
+        self._end(single, BlockOutcome.NOT_SENT if blocks else BlockOutcome.FAILED)
+        return all(self._call(block, self._split_request) for block in blocks)
 
     def _retire(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> None:
         """End what a failed batch left. Raises PeerError where the peer is to blame."""
