@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.memory_ranks import EchoGroup
+from sglang.test.storage_rigs import counts
 from sglang.test.tier_rigs import FlakyStorage, three_tiers, wait_for
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -165,6 +166,24 @@ def test_what_follows_a_page_that_was_not_written_is_not_written() -> None:
     assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
     rig.flush()
     assert rig.run([*range(16), *range(50, 59)]).storage == 24
+
+
+def test_what_waits_for_room_is_given_up_with_what_it_follows() -> None:
+    """Else a failed write is made again for the sake of its followers, at once and each tick."""
+    rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
+    flaky = FlakyStorage(rig)
+    flaky.mode = "hangs"
+    rig.run(range(24))
+    rig.run(range(48))
+    flaky.mode = "full"
+    flaky.goes_on.set()
+    rig.settle()
+    assert counts(rig.hi.metrics.backup_outcomes) == {"failed": 1, "short": 1}
+    assert len([call for call in flaky.calls if call.startswith("batch_set")]) == 1
+    flaky.mode = "ok"
+    rig.run(range(48))
+    rig.settle()
+    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
 
 
 def test_all_writes_that_have_ended_are_settled_in_one_tick_though_they_failed() -> None:
