@@ -27,6 +27,7 @@ from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
@@ -155,6 +156,9 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
         absent = device_runtime(device).why_absent()
         if absent is not None:
             raise ValueError(f"--device {device}: {absent}; use --device {detected}")
+    if server_args.enable_hierarchical_cache:
+        # Before the model is loaded, which takes longer than finding that a name is wrong.
+        check_layout_and_io(device, server_args.hicache_io_backend, server_args.hicache_mem_layout)
     return server_args.on_device(device)
 
 
