@@ -23,6 +23,8 @@ class DeviceKind:
     """Path of the `DeviceRuntime` class: module and name, with a dot between them."""
     attention_backends: tuple[str, ...]
     """Those that run on it, the default first."""
+    process_group: str
+    """Backend of torch.distributed between devices of this kind."""
     kv_cache_dtypes: tuple[str, ...] = _KV_CACHE_DTYPES
     """Choices of `--kv-cache-dtype`."""
     prefill_chunk_tokens: int
@@ -62,6 +64,7 @@ CPU: Final = DeviceKind(
     title="a CPU",
     runtime="sglang.srt.hardware_backend.cpu.runtime.CpuRuntime",
     attention_backends=("torch_native",),
+    process_group="gloo",
     prefill_chunk_tokens=2048,
     overlaps_steps=False,
     has_own_memory=False,
@@ -72,6 +75,7 @@ CUDA: Final = DeviceKind(
     title="a GPU",
     runtime="sglang.srt.hardware_backend.cuda.runtime.CudaRuntime",
     attention_backends=("triton", "flashinfer", "torch_native"),
+    process_group="nccl",
     kv_cache_dtypes=(*_KV_CACHE_DTYPES, "fp8_e4m3"),
     prefill_chunk_tokens=8192,
     captures_graphs=True,
@@ -81,6 +85,7 @@ NPU: Final = DeviceKind(
     title="an NPU",
     runtime="sglang.srt.hardware_backend.npu.runtime.NpuRuntime",
     attention_backends=("torch_native",),
+    process_group="hccl",
     prefill_chunk_tokens=8192,
     package="torch_npu",
     package_flags=(

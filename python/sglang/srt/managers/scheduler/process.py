@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
-from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
@@ -114,7 +113,6 @@ def build_scheduler(
             tp_size=group.size,
         )
     )
-    mark_device_set(server_args.device)
     tiers = [init_pools(runner, server_args, group)]
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
