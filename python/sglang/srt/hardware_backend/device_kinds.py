@@ -45,10 +45,6 @@ class DeviceKind:
     package_remedy: str = ""
     """What to install."""
 
-    def values_of_package(self, field: str) -> tuple[str, ...]:
-        """Values of this field of the server's arguments that need the package."""
-        return tuple(value for name, value in self.package_flags if name == field)
-
     def missing_package(self) -> str | None:
         """Why the kind cannot be used here, and what to install; None: its package is there.
 
@@ -84,7 +80,8 @@ NPU: Final = DeviceKind(
     name="npu",
     title="an NPU",
     runtime="sglang.srt.hardware_backend.npu.runtime.NpuRuntime",
-    attention_backends=("torch_native",),
+    # The default needs no kernel of its own; `ascend` asks for whole pages of 16 tokens.
+    attention_backends=("torch_native", "ascend"),
     process_group="hccl",
     prefill_chunk_tokens=8192,
     package="torch_npu",
