@@ -25,8 +25,9 @@ def init_distributed_environment(backend: str) -> None:
     """
     if dist.is_initialized():
         return
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, and not in torch's stubs
     with _on_loopback():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     atexit.register(_leave, dist.group.WORLD)
 
 

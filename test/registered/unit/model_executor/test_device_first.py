@@ -5,6 +5,7 @@ Over an NPU whose library records its calls: neither NPU nor model are needed.
 
 from __future__ import annotations
 
+import atexit
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import device_context, parallel_state
+from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
 from sglang.srt.distributed.device_context import DeviceContext, require_device_set
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -47,7 +48,7 @@ class Start:
         patch.setattr(mooncake_transfer_engine, "_engine_arguments", None)
         patch.setattr(dist, "is_initialized", lambda: False)
         patch.setattr(dist, "init_process_group", self._note_world)
-        patch.setattr(parallel_state.atexit, "register", lambda *_: None)
+        patch.setattr(atexit, "register", lambda *_: None)
         patch.setattr(mooncake_transfer_engine.MooncakeTransferEngine, "initialize", self._note)
         patch.setattr(model_runner, "build_model", self._model)
 

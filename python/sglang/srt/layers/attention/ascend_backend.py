@@ -6,6 +6,7 @@ so a prefill gathers each request's context once a layer, and attends request by
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,7 +111,7 @@ class AscendAttnBackend(AttentionBackend):
         cuts.append(len(pages))
         slots = batch.req_to_token_pool.req_to_token
         calls = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             firsts = slots[:, : max(pages[begin:end]) * size : size]
             table = firsts.index_select(0, batch.req_pool_indices[begin:end]) // size
             calls.append(_DecodeCall(begin, end, table, batch.seq_lens_cpu[begin:end]))

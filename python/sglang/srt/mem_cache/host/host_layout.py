@@ -37,7 +37,7 @@ class IoBackend(StrEnum):
     KERNEL = "kernel"
     """As `direct` where pages are long; short ones by a kernel that accesses host memory."""
     KERNEL_ASCEND = "kernel_ascend"
-    """Its counterpart on Ascend NPUs."""
+    """On Ascend NPUs: plain copies of whole pages, and torch's indexed copies on the device."""
 
 
 class PageByteOrder(StrEnum):
