@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.ascend_backend import AscendAttnBackend
 from sglang.srt.layers.attention.attention_registry import (
     create_attention_backend,
     default_attention_backend,
 )
-from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
+from sglang.srt.layers.attention.base_attn_backend import FULL_ATTENTION, AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
@@ -31,6 +33,7 @@ from sglang.test.attention_cases import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 from sglang.test.recorded_calls import fake_torch_npu
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_npu_ci(est_time=4, suite="base-a-test-npu")
@@ -195,6 +198,26 @@ def test_prefill_attends_to_the_prefix_and_causally(
     assert operator.calls == [("pieces", 1)] * 3
     ends = torch.tensor(new).cumsum(0) - 1
     assert_close(run(backend, q, batch, rows=ends), want[ends], BF16)
+
+
+def test_a_model_computes_what_it_does_by_torch_native(
+    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = attention_registry._BACKENDS[FULL_ATTENTION, "ascend", "npu"]
+    monkeypatch.setitem(attention_registry._BACKENDS, (FULL_ATTENTION, "ascend", "cpu"), make)
+    save_tiny_checkpoint(tmp_path, "qwen3")
+    logits = []
+    for name in ("ascend", "torch_native"):
+        driver = StepDriver(tmp_path, page_size=PAGE, dtype="bfloat16", attention_backend=name)
+        steps = [
+            driver.extend([(0, range(20)), (3, range(5, 38))]),
+            driver.extend([(3, range(70, 75)), (1, [9])]),
+            *(driver.decode([(0, token), (1, token + 1), (3, token + 2)]) for token in range(4)),
+        ]
+        logits.append(torch.cat([step.next_token_logits for step in steps]))
+    assert operator.calls[-2:] == [("pages", 3)] * 2  # layers of the last step
+    error = float((logits[0] - logits[1]).norm() / logits[1].norm())
+    assert error < 0.02
 
 
 @pytest.mark.parametrize(
