@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    init_mooncake_transfer_engine,
+)
+from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.distributed.parallel_state import init_distributed_environment
 from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
@@ -39,6 +44,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTransferEngine:
+    """What the Transfer Engine of this process is started with; see `MooncakeTransferEngine`."""
+
+    hostname: str
+    gpu_id: int | None = None
+    ib_device: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerConfig:
     """Everything a runner needs to know, as plain values."""
 
@@ -58,6 +72,8 @@ class ModelRunnerConfig:
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
+    transfer_engine: SharedTransferEngine | None = None
+    """Of the features that move this process's memory; None: the server has no such feature."""
 
 
 class ModelRunner:
@@ -83,6 +99,8 @@ class ModelRunner:
         """Load the model.
 
         Raises:
+            RuntimeError: Another device was set in this process, or the Transfer Engine does not
+                start.
             ValueError: A name or size that is not supported, or damaged weights; one line.
         """
         if config.page_size < 1:
@@ -92,10 +110,11 @@ class ModelRunner:
                 f"tp_size={config.tp_size} is not supported yet: weights are split over ranks, but "
                 "what the ranks compute is not summed; use 1"
             )
-        runtime = device_runtime(config.device)
-        runtime.prepare()
-        self._device_kind = runtime.kind
+        self._runtime = device_runtime(config.device)
+        self._device_kind = self._runtime.kind
         self.config = config
+        self.init_torch_distributed()
+        self.init_shared_mooncake_transfer_engine()
         self.model_config = config.model_config
         self.kv_cache_dtype = _resolve_kv_dtype(
             config.kv_cache_dtype, config.model_config.dtype, self._device_kind
@@ -115,6 +134,30 @@ class ModelRunner:
         self._attn_backends = self._make_attention_backends()
         self.attn_backend = join_backends(self._attn_backends)
         load_weights(self.model, config.model_config, load_config)
+
+    def init_torch_distributed(self) -> None:
+        """Make the device current, say so to those who wait for it, and join torch.distributed.
+
+        A process that is in a world already stays in that one.
+
+        Raises:
+            RuntimeError: Another device was set in this process before.
+        """
+        self._runtime.prepare()
+        mark_device_set(self.config.device)
+        init_distributed_environment(self._device_kind.process_group)
+
+    def init_shared_mooncake_transfer_engine(self) -> None:
+        """Start the Transfer Engine that features of this server share; none: do nothing.
+
+        Raises:
+            RuntimeError: `init_torch_distributed` has not set a device yet, or the engine does not
+                start.
+            ValueError: A setting cannot work here.
+        """
+        shared = self.config.transfer_engine
+        if shared is not None:
+            init_mooncake_transfer_engine(shared.hostname, shared.gpu_id, shared.ib_device)
 
     def _make_attention_backends(self) -> dict[AttentionKind, AttentionBackend]:
         """One for each kind of the model's layers."""

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
-from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
@@ -27,6 +26,7 @@ from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
@@ -113,7 +113,6 @@ def build_scheduler(
             tp_size=group.size,
         )
     )
-    mark_device_set(server_args.device)
     tiers = [init_pools(runner, server_args, group)]
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
@@ -155,6 +154,9 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
         absent = device_runtime(device).why_absent()
         if absent is not None:
             raise ValueError(f"--device {device}: {absent}; use --device {detected}")
+    if server_args.enable_hierarchical_cache:
+        # Before the model is loaded, which takes longer than finding that a name is wrong.
+        check_layout_and_io(device, server_args.hicache_io_backend, server_args.hicache_mem_layout)
     return server_args.on_device(device)
 
 
