@@ -72,7 +72,7 @@ def page_slots(pages: list[int], page_size: int = PAGE) -> torch.Tensor:
 
 def device_bytes(pool: PagedDevicePool, slots: torch.Tensor) -> bytes:
     """The bytes of `slots` in all buffers, which a round trip must restore."""
-    parts = [buffer[slots].contiguous() for buffer in chain(*pool.parts)]
+    parts = [buffer[slots].cpu().contiguous() for buffer in chain(*pool.parts)]
     return b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
 

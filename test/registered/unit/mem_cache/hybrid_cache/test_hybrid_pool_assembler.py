@@ -19,16 +19,24 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
     register_host_pool,
 )
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool_host import (
+    HostPoolGroup,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import PAGE, make_device_pool
 from sglang.test.marks_pool import MarksPool, MarksPoolHost
+from sglang.test.mla_pools import make_indexer_pool, make_mla_pool
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
 KV_PAGE = PAGE * 3 * 2 * 2 * 4 * 2  # layers, K and V, heads, dim, bf16
 MARK_PAGE, STATE = 16, 16
+LATENT_PAGE = PAGE * 3 * 12 * 2  # layers, elements of a row, bf16
+KEYS_PAGE = PAGE * 2 * 6 * 2  # layers, elements of a key, bf16
 
 
 def three_pools() -> ModelPools:
@@ -42,6 +50,11 @@ def three_pools() -> ModelPools:
         ),
         6,
     )
+
+
+def sparse_model() -> ModelPools:
+    """16 pages of latent rows in three layers, and of indexer keys in two of them."""
+    return ModelPools.of([make_mla_pool(), make_indexer_pool()])
 
 
 def build(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
@@ -107,6 +120,20 @@ def test_a_subclass_is_mirrored_as_its_base() -> None:
         register_host_pool(MHATokenToKVPool, MarksPoolHost)
 
 
+def test_a_sparse_model_has_latent_rows_and_indexer_keys_in_the_same_pages() -> None:
+    group = build(sparse_model(), size_gb=(9 * (LATENT_PAGE + KEYS_PAGE) + 1) / 1e9)
+    assert page_nums(group) == {"kv": 9, "indexer": 9}
+    assert isinstance(group.anchor, MLATokenToKVPoolHost)
+    assert isinstance(group.get_pool("indexer"), NSAIndexerPoolHost)
+    assert (group.page_bytes, group.num_layers) == (LATENT_PAGE + KEYS_PAGE, 3)
+    assert [one.pool_name for one in group.sidecars] == [INDEXER]
+    assert [group.entries["indexer"].layer_mapper(layer) for layer in range(3)] == [0, None, 1]
+
+
+def test_a_latent_model_without_an_indexer_has_one_pool() -> None:
+    assert page_nums(build(ModelPools.of([make_mla_pool()]))) == {"kv": 32}
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
@@ -144,6 +171,43 @@ def test_pools_that_do_not_fit_together_are_named_with_their_bytes() -> None:
 def test_a_layout_that_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layout"):
         build(three_pools(), layout="diagonal")
+    with pytest.raises(
+        ValueError, match=r"host pool kv: --hicache-mem-layout page_first_kv_split "
+    ):
+        build(sparse_model(), layout="page_first_kv_split")
+
+
+def test_a_sparse_model_that_does_not_fit_is_refused_with_the_bytes_of_each_pool() -> None:
+    each = f"pool kv {32 * LATENT_PAGE} bytes, pool indexer {32 * KEYS_PAGE} bytes"
+    reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(1 << 60)
+    with reserve, pytest.raises(ValueError, match=rf"{each}.*needs.*GiB available"):
+        build(sparse_model())
+    both = LATENT_PAGE + KEYS_PAGE
+    with pytest.raises(ValueError, match=rf"pool kv gets {both - 1} bytes .*takes {both}"):
+        build(sparse_model(), size_gb=(both - 0.5) / 1e9)
+
+
+def test_no_latent_rows_are_kept_where_there_is_no_memory_for_indexer_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[weakref.ref[torch.Tensor]] = []
+    allocate = HostTensorAllocator.allocate
+
+    def refuses_second(self: HostTensorAllocator, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if rows:
+            raise MemoryError("no more")
+        tensor = allocate(self, *args, **kwargs)
+        rows.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(HostTensorAllocator, "allocate", refuses_second)
+    with pytest.raises(
+        ValueError, match=rf"host pool indexer: no memory for {32 * KEYS_PAGE} bytes, with \d+"
+    ) as raised:
+        build(sparse_model())
+    del raised
+    gc.collect()
+    assert rows[0]() is None
 
 
 @pytest.mark.parametrize("error", [MemoryError("the driver refused"), RuntimeError("no memory")])
