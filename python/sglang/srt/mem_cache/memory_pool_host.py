@@ -3,7 +3,6 @@
 from typing import Final
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.device.state_pool import DevicePool
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
@@ -20,7 +19,6 @@ HICACHE_HOST_MEMORY_RESERVE_BYTES: Final = envs.HICACHE_HOST_MEMORY_RESERVE_BYTE
 __all__ = [
     "HICACHE_HOST_MEMORY_RESERVE_BYTES",
     "DSAIndexerPoolHost",
-    "DevicePool",
     "HostKVCache",
     "HostPoolGroup",
     "HostTensorAllocator",

@@ -103,7 +103,7 @@ def test_a_load_signals_the_layers_of_the_model() -> None:
     rig = MarksRig(settings=HiCacheSettings())
     counter = rig.hi.cache_controller.layer_done_counter
     assert counter.num_layers == 5
-    assert rig.pool.layer_transfer_counter is rig.marks.counter is counter
+    assert rig.pool.layer_transfer_counter is rig.marks.layer_transfer_counter is counter
     rig.close()
 
 
