@@ -12,7 +12,14 @@ from typing import Final
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    PoolHitPolicy,
+    PoolName,
+    StateBuffer,
+    StateSpec,
+)
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.page_copier import PageLoad
@@ -21,28 +28,48 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_hos
 MARK_BYTES: Final = 8
 
 
-class MarksPool:
+_MARK: Final = (StateBuffer("mark", (1,), torch.int64),)
+
+
+def page_marks(*layers: int) -> StateSpec:
+    """Of marks in these layers, one a page of the anchor."""
+    return StateSpec(
+        name=PoolName.INDEXER, layers=layers, buffers=_MARK, indices_from_pool=PoolName.KV
+    )
+
+
+def prefix_marks(*layers: int) -> StateSpec:
+    """Of marks in these layers, one a prefix."""
+    return StateSpec(
+        name=PoolName.MAMBA,
+        layers=layers,
+        buffers=_MARK,
+        item=ItemKind.STATE,
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+    )
+
+
+class MarksPool(BaseDevicePool):
     """Marks on the device, which is a CPU.
 
     Args:
+        spec: From `page_marks` or `prefix_marks`.
         size: Slots besides the padding page.
         page_size: Slots of a page.
-        layer_num: Layers held here.
     """
 
-    def __init__(self, size: int, page_size: int, layer_num: int) -> None:
-        self.size = size
-        self.page_size = page_size
-        self.layer_num = layer_num
-        self.start_layer, self.end_layer = 0, layer_num - 1
-        self.dtype = self.store_dtype = torch.int64
-        self.device = torch.device("cpu")
-        self.marks = torch.zeros(layer_num, size // page_size + 1, dtype=torch.int64)
+    def __init__(self, spec: StateSpec, size: int, page_size: int) -> None:
+        super().__init__(spec, size, "cpu", page_size)
+        self.marks = torch.zeros(self.layer_num, size // page_size + 1, dtype=torch.int64)
         """`[layer, page]`."""
-        self.counter: LayerTransferCounter | None = None
 
-    def register_layer_transfer_counter(self, layer_transfer_counter: LayerTransferCounter) -> None:
-        self.counter = layer_transfer_counter
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        layers = list(self.marks)
+        return (
+            [layer.data_ptr() for layer in layers],
+            [layer.nbytes for layer in layers],
+            [MARK_BYTES] * len(layers),
+        )
 
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
         """Page numbers of the slots of whole pages."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.test.cache_rig import CacheRig, RigRequest, expected_kv
-from sglang.test.marks_pool import MarksPool
+from sglang.test.marks_pool import MarksPool, page_marks
 
 MARK_LAYERS = (1, 3)
 NUM_LAYERS = 5
@@ -19,12 +18,12 @@ class MarksRig(CacheRig):
     end, and checks those that it reuses."""
 
     def model_pools(self) -> ModelPools:
-        self.marks = MarksPool(self.pool.size, self.page_size, len(MARK_LAYERS))
-        kv = StatePool(PoolName.KV, self.pool, range(self.pool.layer_num))
-        indexer = StatePool(
-            PoolName.INDEXER, self.marks, MARK_LAYERS, indices_from_pool=PoolName.KV
-        )
-        return ModelPools((kv, indexer), NUM_LAYERS)
+        self.marks = MarksPool(page_marks(*MARK_LAYERS), self.pool.size, self.page_size)
+        return ModelPools.of([self.pool, self.marks], NUM_LAYERS)
+
+    def spoil(self) -> None:
+        """Overwrite every mark on the device."""
+        self.marks.marks[:, 1:].fill_(-1)
 
     def _compute(self, request: RigRequest) -> None:
         super()._compute(request)
@@ -34,9 +33,8 @@ class MarksRig(CacheRig):
         pages = row[self.page_size - 1 :: self.page_size] // self.page_size
         ends = expected_kv(ids, request.extra_key)[self.page_size - 1 :: self.page_size].long()
         reused = known // self.page_size
-        for own, layer in enumerate(MARK_LAYERS):
-            assert self.marks.counter is not None
-            self.marks.counter.wait_until(layer)
+        for layer in MARK_LAYERS:
+            own = self.marks.wait_for_layer(layer)
             wanted = 1000 * ends + layer
             assert torch.equal(self.marks.marks[own, pages[:reused]], wanted[:reused]), layer
             self.marks.marks[own, pages[reused:]] = wanted[reused:]

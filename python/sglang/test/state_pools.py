@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.test.host_pools import PAGE, make_device_pool
-from sglang.test.marks_pool import MarksPool
+from sglang.test.marks_pool import MarksPool, prefix_marks
 
 TRAILING = PoolHitPolicy.TRAILING_PAGES
 
@@ -24,14 +24,8 @@ class StatePools:
 
     def __init__(self) -> None:
         self.kv = make_device_pool()
-        self.states = MarksPool(6, 1, 2)
-        pools = ModelPools(
-            (
-                StatePool(PoolName.KV, self.kv, range(3)),
-                StatePool(PoolName.MAMBA, self.states, (1, 3), TRAILING),
-            ),
-            4,
-        )
+        self.states = MarksPool(prefix_marks(1, 3), 6, 1)
+        pools = ModelPools.of([self.kv, self.states], 4)
         io_backend, self.group = build_kv_host_stack(
             pools, ratio=2.0, size_gb=0, io_backend="auto", layout="auto", has_storage=True
         )

@@ -1,4 +1,4 @@
-"""Two kinds of state in a real Mooncake Store: pages and their marks, all or none."""
+"""Two kinds of state in a real Mooncake Store: both parts of a page, or none."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import RIG_LAYOUTS, Reused
+from sglang.test.cache_rig import CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import PoolKind, page_keys, round_trip, storage_config
 from sglang.test.marks_rig import MarksRig
+from sglang.test.mla_pools import INDEXER_KEYS, LATENT_ROWS, LAYOUTS
+from sglang.test.mla_rig import MLARig
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.storage_rigs import PAGE, StorageRigs, storage_io_of
 
@@ -25,14 +29,21 @@ def cluster() -> Iterator[MooncakeCluster]:
         yield running
 
 
-@pytest.mark.parametrize("layout", RIG_LAYOUTS)
-def test_marks_come_back_with_their_pages_or_both_stay_away(
-    cluster: MooncakeCluster, layout: str
+@pytest.fixture(params=["staged", "in place"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How pages move; the tiny ones of these tests would all be staged."""
+    if request.param == "in place":
+        monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
+
+
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize("kind", [MarksRig, MLARig])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_both_parts_come_back_or_both_stay_away(
+    cluster: MooncakeCluster, layout: str, kind: type[CacheRig]
 ) -> None:
     with StorageRigs.on(cluster) as rigs:
-        writer, reader, third = (
-            rigs.make(kind=MarksRig, hicache_mem_layout=layout) for _ in range(3)
-        )
+        writer, reader, third = (rigs.make(kind=kind, hicache_mem_layout=layout) for _ in range(3))
         writer.run(PROMPT)
         writer.settle()
         assert reader.run(PROMPT) == Reused(storage=160)
@@ -47,6 +58,27 @@ def test_marks_come_back_with_their_pages_or_both_stay_away(
         reader.settle()
         assert third.run(PROMPT) == Reused(storage=160), "the write brought back what was missing"
         third.settle()
+
+
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [LATENT_ROWS, INDEXER_KEYS], ids=["latent", "indexer"])
+def test_latent_rows_and_indexer_keys_come_back_bit_for_bit(
+    cluster: MooncakeCluster, kind: PoolKind, layout: str
+) -> None:
+    store = MooncakeStore(
+        storage_config(
+            "bits",
+            master_server_address=cluster.master.address,
+            protocol="tcp",
+            global_segment_size="0mb",
+        )
+    )
+    try:
+        store.clear()
+        round_trip(store, layout, page_keys(3, "bits"), [5, 2, 9], kind=kind)
+    finally:
+        store.close()
 
 
 if __name__ == "__main__":

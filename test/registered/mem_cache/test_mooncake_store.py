@@ -29,6 +29,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (
     copy_to_host,
     device_bytes,
+    keys_and_values,
     make_device_pool,
     make_host_pool,
     page_keys,
@@ -162,7 +163,7 @@ def test_pages_of_two_buffers_are_one_object_in_place_and_staged(
     monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", short_page_bytes)
     store = connect(cluster)
     store.clear()
-    round_trip(store, "page_first_kv_split", page_keys(3), [5, 2, 9], dtype=dtype)
+    round_trip(store, "page_first_kv_split", page_keys(3), [5, 2, 9], kind=keys_and_values(dtype))
     with store._client.using() as client:
         sizes = [len(client.get(f"{key}/kv")) for key in page_keys(3)]
     page_bytes = 2 * 2 * 4 * 3 * 4 * dtype.itemsize  # K and V, heads, dim, layers, tokens

@@ -2,137 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
-    from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, LayerTransferCounter
-
-
-class DevicePool(Protocol):
-    """What the lower tiers need of a device pool, whatever state it holds."""
-
-    @property
-    def layer_num(self) -> int: ...
-    @property
-    def start_layer(self) -> int: ...
-    @property
-    def end_layer(self) -> int: ...
-    @property
-    def page_size(self) -> int:
-        """Slots of a page: tokens, or 1 where a slot stands for a whole prefix."""
-
-    @property
-    def size(self) -> int:
-        """Slots that requests can own; the padding page (slots below `page_size`) is extra."""
-
-    @property
-    def store_dtype(self) -> torch.dtype: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device | str: ...
-    def register_layer_transfer_counter(
-        self, layer_transfer_counter: LayerTransferCounter
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StatePool:
-    """One kind of state on the device."""
-
-    name: PoolName
-    device_pool: DevicePool
-    layers: Sequence[int]
-    """Model layers (0-based in this rank's stack) that have such state, in the pool's order."""
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-    indices_from_pool: PoolName | None = None
-    """The pool whose slots these pages share on every tier; None: the pool has its own slots."""
-
-    @property
-    def layer_mapper(self) -> Callable[[int], int | None]:
-        """Model layer to the pool's own layer, None where it has no such layer."""
-        return {layer: own for own, layer in enumerate(self.layers)}.get
+    from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+    from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPools:
-    """All kinds of state that a model keeps. The first is the anchor: prefixes are made of its
-    pages.
+    """All kinds of state that a model keeps, as their pools' specs describe them. The first is the
+    anchor: prefixes are made of its pages.
 
     Raises:
-        ValueError: A name repeats, a pool's layers are not the model's or not as many as the pool
-            has, or a pool shares the slots of one that does not come before it or has others.
+        ValueError: A name repeats, a pool has layers that the model does not have, or shares the
+            slots of one that does not come before it or has others.
     """
 
-    pools: tuple[StatePool, ...]
+    pools: tuple[BaseDevicePool, ...]
     num_layers: int
     """Of the model on this rank, with or without state."""
 
     def __post_init__(self) -> None:
-        if not self.pools or self.pools[0].indices_from_pool is not None:
-            names = [str(pool.name) for pool in self.pools]
+        if not self.pools or self.pools[0].spec.indices_from_pool is not None:
+            names = [str(pool.spec.name) for pool in self.pools]
             raise ValueError(
                 f"a model's first pool is the anchor, which has slots of its own: {names}"
             )
-        before: dict[PoolName, StatePool] = {}
+        before: dict[PoolName, BaseDevicePool] = {}
         for pool in self.pools:
-            if pool.name in before:
-                raise ValueError(f"pool {pool.name} is there twice")
-            self._check_layers(pool)
-            if pool.indices_from_pool is not None:
-                _check_shares(pool, before.get(pool.indices_from_pool))
-            before[pool.name] = pool
+            spec = pool.spec
+            if spec.name in before:
+                raise ValueError(f"pool {spec.name} is there twice")
+            if not 0 <= spec.layers[0] <= spec.layers[-1] < self.num_layers:
+                raise ValueError(
+                    f"pool {spec.name} has layers {list(spec.layers)} of a model with "
+                    f"{self.num_layers}"
+                )
+            if spec.indices_from_pool is not None:
+                _check_shares(pool, before.get(spec.indices_from_pool))
+            before[spec.name] = pool
 
     @classmethod
     def of(cls, pools: Iterable[BaseDevicePool], num_layers: int | None = None) -> ModelPools:
-        """The pools of a model as their specs describe them, the anchor first.
+        """The pools of a model, the anchor first.
 
         Args:
             pools: In the order of the model's specs.
             num_layers: Of the model on this rank; None: up to the last layer with state.
         """
-        states = tuple(
-            StatePool(
-                pool.spec.name,
-                pool,
-                pool.spec.layers,
-                pool.spec.hit_policy,
-                pool.spec.indices_from_pool,
-            )
-            for pool in pools
-        )
-        last = max((layer for state in states for layer in state.layers), default=-1)
-        return cls(states, last + 1 if num_layers is None else num_layers)
-
-    def _check_layers(self, pool: StatePool) -> None:
-        layers = list(pool.layers)
-        is_in_model = all(0 <= layer < self.num_layers for layer in layers)
-        if not is_in_model or sorted(set(layers)) != layers or len(layers) != _layers_of(pool):
-            raise ValueError(
-                f"pool {pool.name} has {_layers_of(pool)} layers: give as many model layers below "
-                f"{self.num_layers}, ascending, not {layers}"
-            )
+        all_pools = tuple(pools)
+        last = max((pool.end_layer for pool in all_pools), default=-1)
+        return cls(all_pools, last + 1 if num_layers is None else num_layers)
 
 
-def _layers_of(pool: StatePool) -> int:
-    return pool.device_pool.layer_num
-
-
-def _check_shares(pool: StatePool, owner: StatePool | None) -> None:
+def _check_shares(pool: BaseDevicePool, owner: BaseDevicePool | None) -> None:
+    name, shared = pool.spec.name, pool.spec.indices_from_pool
     if owner is None:
+        raise ValueError(f"pool {name} shares the slots of {shared}, which does not come before it")
+    if (pool.size, pool.page_size) != (owner.size, owner.page_size):
         raise ValueError(
-            f"pool {pool.name} shares the slots of {pool.indices_from_pool}, which does not come "
-            "before it"
-        )
-    own, other = pool.device_pool, owner.device_pool
-    if (own.size, own.page_size) != (other.size, other.page_size):
-        raise ValueError(
-            f"pool {pool.name} shares the slots of {owner.name}, but has {own.size} in pages of "
-            f"{own.page_size}, not {other.size} in pages of {other.page_size}"
+            f"pool {name} shares the slots of {shared}, but has {pool.size} in pages of "
+            f"{pool.page_size}, not {owner.size} in pages of {owner.page_size}"
         )

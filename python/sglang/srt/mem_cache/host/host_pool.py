@@ -17,7 +17,7 @@ import torch
 
 from sglang.srt.constants import GB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
-from sglang.srt.mem_cache.device.state_pool import DevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.host.host_layout import (
     is_zero_copy,
     parse_layout,
@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.host.host_memory import (
 from sglang.srt.mem_cache.host.host_page_list import HostPageList, whole_pages
 from sglang.srt.mem_cache.host.page_copier import PageLoad
 
-PoolT = TypeVar("PoolT", bound=DevicePool)
+PoolT = TypeVar("PoolT", bound=BaseDevicePool)
 
 
 class HostKVCache(ABC, Generic[PoolT]):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import Event
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
-from sglang.srt.mem_cache.device.state_pool import DevicePool
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName, StateSpec
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 
 
@@ -21,7 +21,7 @@ class PoolEntry:
 
     name: PoolName
     host_pool: AnyHostPool
-    device_pool: DevicePool
+    device_pool: BaseDevicePool
     layer_mapper: Callable[[int], int | None]
     """Model layer (0-based in the stack) to this pool's layer, None where it has no such layer."""
     is_primary_index_anchor: bool = False
@@ -30,9 +30,19 @@ class PoolEntry:
     device_evict_fn: Callable[[int], Any] | None = None
     device_alloc_fn: Callable[[int], torch.Tensor | None] | None = None
     device_free_fn: Callable[[torch.Tensor], Any] | None = None
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-    indices_from_pool: PoolName | None = None
-    """The pool whose slots these pages share on every tier; None: the pool has its own slots."""
+
+    @classmethod
+    def of(
+        cls, host_pool: AnyHostPool, device_pool: BaseDevicePool, *, is_anchor: bool
+    ) -> PoolEntry:
+        """The entry of a pair of pools, with the name and the layers of their spec."""
+        layers = {layer: own for own, layer in enumerate(device_pool.spec.layers)}
+        return cls(device_pool.spec.name, host_pool, device_pool, layers.get, is_anchor)
+
+    @property
+    def spec(self) -> StateSpec:
+        """What the pool stores, whose slots it shares, and what a hit needs of it."""
+        return self.device_pool.spec
 
 
 class HostPoolGroup:
@@ -60,7 +70,9 @@ class HostPoolGroup:
         self.num_layers = self.anchor.end_layer + 1 if num_layers is None else num_layers
         self._layers = {entry.name: self._layers_of(entry) for entry in entries}
         """By pool: its layer for each model layer that it has."""
-        self.sidecars = tuple(self._sidecar(entry) for entry in entries if entry.indices_from_pool)
+        self.sidecars = tuple(
+            self._sidecar(entry) for entry in entries if entry.spec.indices_from_pool
+        )
         """The pools without slots of their own."""
 
     def _layers_of(self, entry: PoolEntry) -> dict[int, int]:
@@ -68,15 +80,16 @@ class HostPoolGroup:
         return {layer: mapped for layer, mapped in own if mapped is not None}
 
     def _sidecar(self, entry: PoolEntry) -> SidecarPoolSpec:
-        assert entry.indices_from_pool is not None
-        own, owner = entry.host_pool, self.get_pool(entry.indices_from_pool)
+        shared = entry.spec.indices_from_pool
+        assert shared is not None
+        own, owner = entry.host_pool, self.get_pool(shared)
         if (own.page_num, own.page_size) != (owner.page_num, owner.page_size):
             raise ValueError(
-                f"host pool {entry.name} shares the slots of {entry.indices_from_pool}, but has "
+                f"host pool {entry.name} shares the slots of {shared}, but has "
                 f"{own.page_num} pages of {own.page_size}, not {owner.page_num} of "
                 f"{owner.page_size}"
             )
-        return SidecarPoolSpec(entry.name, entry.indices_from_pool, entry.hit_policy)
+        return SidecarPoolSpec(entry.name, shared, entry.spec.hit_policy)
 
     def get_pool(self, name: str) -> AnyHostPool:
         """The host pool called `name`. Raises ValueError that lists the known."""
@@ -167,7 +180,7 @@ class HostPoolGroup:
     def extra_queries(self) -> list[PoolTransfer]:
         """One transfer for each extra pool, with its hit policy, for questions to a store."""
         return [
-            PoolTransfer(self.entries[name].name, hit_policy=self.entries[name].hit_policy)
+            PoolTransfer(self.entries[name].name, hit_policy=self.entries[name].spec.hit_policy)
             for name in self.extra_pools
         ]
 
@@ -177,7 +190,7 @@ class HostPoolGroup:
         return sum(
             entry.host_pool.page_bytes
             for entry in self.entries.values()
-            if entry.hit_policy is PoolHitPolicy.ALL_PAGES
+            if entry.spec.hit_policy is PoolHitPolicy.ALL_PAGES
         )
 
     @property

@@ -13,19 +13,27 @@ from typing import Any, TypeAlias
 import torch
 
 from sglang.srt.constants import GB
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
+from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
 
 HostPoolClass: TypeAlias = type[HostKVCache[Any]]
 
-_HOST_POOLS: dict[type, HostPoolClass] = {MHATokenToKVPool: MHATokenToKVPoolHost}
+_HOST_POOLS: dict[type, HostPoolClass] = {
+    MHATokenToKVPool: MHATokenToKVPoolHost,
+    MLATokenToKVPool: MLATokenToKVPoolHost,
+    NSAIndexerPool: NSAIndexerPoolHost,
+}
 """By class of the device pool; a subclass is mirrored as the nearest of its bases that is here."""
 
 
@@ -43,21 +51,25 @@ def register_host_pool(device_pool_class: type, host_pool_class: HostPoolClass) 
 class _Plan:
     """One host pool before it has memory."""
 
-    state: StatePool
+    device_pool: BaseDevicePool
     host_pool_class: HostPoolClass
+
+    @property
+    def name(self) -> PoolName:
+        return self.device_pool.spec.name
 
     @property
     def device_bytes(self) -> int:
         """Bytes that requests can own on the device."""
-        return self.state.device_pool.size * self._slot_bytes
+        return self.device_pool.size * self._slot_bytes
 
     @property
     def page_bytes(self) -> int:
-        return self.state.device_pool.page_size * self._slot_bytes
+        return self.device_pool.page_size * self._slot_bytes
 
     @property
     def _slot_bytes(self) -> int:
-        return self.host_pool_class.slot_bytes(self.state.device_pool)
+        return self.host_pool_class.slot_bytes(self.device_pool)
 
 
 def build_kv_host_stack(
@@ -89,9 +101,9 @@ def build_kv_host_stack(
         ValueError: A kind of device pool has no host counterpart, layout or I/O cannot work, or
             there is too little memory. Names the pool, the bytes wanted and those there.
     """
-    plans = [_Plan(state, _host_pool_class(state)) for state in pools.pools]
+    plans = [_Plan(pool, _host_pool_class(pool)) for pool in pools.pools]
     anchor = plans[0]
-    device_pool = anchor.state.device_pool
+    device_pool = anchor.device_pool
     check_has_copier(device_pool.device)
     io_backend, layout = resolve_layout_and_io(
         torch.device(device_pool.device).type,
@@ -104,17 +116,17 @@ def build_kv_host_stack(
     _check_all_fit(plans, pages)
     entries: list[PoolEntry] = []
     for plan in plans:
-        host_pool = _build(plan, pages[plan.state.name], layout, allocator_type)
-        entries.append(_entry(plan.state, host_pool, is_anchor=plan is anchor))
+        host_pool = _build(plan, pages[plan.name], layout, allocator_type)
+        entries.append(PoolEntry.of(host_pool, plan.device_pool, is_anchor=plan is anchor))
     return io_backend, HostPoolGroup(entries, pools.num_layers)
 
 
-def _host_pool_class(state: StatePool) -> HostPoolClass:
-    bases = type(state.device_pool).__mro__
+def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:
+    bases = type(pool).__mro__
     found = next((_HOST_POOLS[base] for base in bases if base in _HOST_POOLS), None)
     if found is None:
         raise ValueError(
-            f"the hierarchical cache has no host pool for {bases[0].__name__} (pool {state.name}); "
+            f"the hierarchical cache has no host pool for {bases[0].__name__} (pool {pool.spec.name}); "
             "start without --enable-hierarchical-cache"
         )
     return found
@@ -126,7 +138,7 @@ def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dic
     device_bytes = sum(plan.device_bytes for plan in plans)
     pages: dict[PoolName, int] = {}
     for plan in plans:
-        name, owner = plan.state.name, plan.state.indices_from_pool
+        name, owner = plan.name, plan.device_pool.spec.indices_from_pool
         if owner is not None:
             pages[name] = pages[owner]
             continue
@@ -139,15 +151,15 @@ def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dic
 
 
 def _owner_of_slots(plan: _Plan, plans: Sequence[_Plan]) -> PoolName:
-    by_name = {one.state.name: one.state for one in plans}
-    state = plan.state
-    while state.indices_from_pool is not None:
-        state = by_name[state.indices_from_pool]
-    return state.name
+    specs = {one.name: one.device_pool.spec for one in plans}
+    spec = specs[plan.name]
+    while spec.indices_from_pool is not None:
+        spec = specs[spec.indices_from_pool]
+    return spec.name
 
 
 def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int]) -> None:
-    wanted = {plan.state.name: pages[plan.state.name] * plan.page_bytes for plan in plans}
+    wanted = {plan.name: pages[plan.name] * plan.page_bytes for plan in plans}
     each = ", ".join(f"pool {name} {size} bytes" for name, size in wanted.items())
     check_fits_host_memory(
         sum(wanted.values()),
@@ -157,10 +169,10 @@ def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int]) -> None:
 
 
 def _build(plan: _Plan, page_num: int, layout: str, allocator_type: str) -> AnyHostPool:
-    name = plan.state.name
+    name = plan.name
     try:
         return plan.host_pool_class.make(
-            plan.state.device_pool, page_num=page_num, layout=layout, allocator_type=allocator_type
+            plan.device_pool, page_num=page_num, layout=layout, allocator_type=allocator_type
         )
     except ValueError as error:
         raise ValueError(f"host pool {name}: {error}") from error
@@ -170,15 +182,3 @@ def _build(plan: _Plan, page_num: int, layout: str, allocator_type: str) -> AnyH
             f"{available_host_bytes()} bytes available: {error}; lower --hicache-size or "
             "--hicache-ratio"
         ) from error
-
-
-def _entry(state: StatePool, host_pool: AnyHostPool, *, is_anchor: bool) -> PoolEntry:
-    return PoolEntry(
-        name=state.name,
-        host_pool=host_pool,
-        device_pool=state.device_pool,
-        layer_mapper=state.layer_mapper,
-        is_primary_index_anchor=is_anchor,
-        hit_policy=state.hit_policy,
-        indices_from_pool=state.indices_from_pool,
-    )

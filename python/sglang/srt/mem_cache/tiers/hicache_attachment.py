@@ -15,6 +15,7 @@ from sglang.srt.arg_groups.extra_config import (
     without_secrets,
 )
 from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.mem_cache.device.state_spec import RankSplit
 from sglang.srt.mem_cache.host.host_layout import page_byte_order
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
@@ -192,7 +193,7 @@ class StorageAttachment:
     def _connector(
         self, backend: str, config: dict[str, Any], namespace: str
     ) -> Callable[[], HiCacheStorage]:
-        group = self._controller.mem_pool_host
+        group, share = self._controller.mem_pool_host, self._controller.mem_pool_device.spec.share
         storage_config = HiCacheStorageConfig(
             tp_rank=self._group.rank,
             tp_size=self._group.size,
@@ -200,7 +201,7 @@ class StorageAttachment:
             pp_size=1,
             attn_cp_rank=0,
             attn_cp_size=1,
-            is_mla_model=False,
+            is_mla_model=share.split is RankSplit.SAME,
             enable_storage_metrics=True,
             is_page_first_layout=group.anchor.is_zero_copy,
             model_name=self._model_name,

@@ -21,7 +21,7 @@ from sglang.test.host_pools import (
     make_host_pool,
     page_slots,
 )
-from sglang.test.marks_pool import MarksPool, MarksPoolHost, marks_of
+from sglang.test.marks_pool import MarksPool, MarksPoolHost, marks_of, page_marks
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
@@ -31,7 +31,7 @@ class Pools:
 
     def __init__(self) -> None:
         self.kv = make_device_pool()
-        self.marks = MarksPool(self.kv.size, PAGE, 2)
+        self.marks = MarksPool(page_marks(1, 2), self.kv.size, PAGE)
         self.group = HostPoolGroup(
             [
                 PoolEntry(
@@ -39,7 +39,6 @@ class Pools:
                     MarksPoolHost(self.marks, 2.0, 0, PAGE, "page_first"),
                     self.marks,
                     {1: 0, 2: 1}.get,
-                    indices_from_pool=PoolName.KV,
                 ),
                 PoolEntry(
                     PoolName.KV,

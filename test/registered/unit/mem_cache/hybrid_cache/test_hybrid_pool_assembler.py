@@ -5,43 +5,52 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
     register_host_pool,
 )
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool_host import (
+    HostPoolGroup,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import PAGE, make_device_pool
-from sglang.test.marks_pool import MarksPool, MarksPoolHost
+from sglang.test.marks_pool import MarksPool, MarksPoolHost, page_marks, prefix_marks
+from sglang.test.mla_pools import make_indexer_pool, make_mla_pool
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
-KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
+INDEXER, MAMBA = PoolName.INDEXER, PoolName.MAMBA
 KV_PAGE = PAGE * 3 * 2 * 2 * 4 * 2  # layers, K and V, heads, dim, bf16
 MARK_PAGE, STATE = 16, 16
+LATENT_PAGE = PAGE * 3 * 12 * 2  # layers, elements of a row, bf16
+KEYS_PAGE = PAGE * 2 * 6 * 2  # layers, elements of a key, bf16
 
 
 def three_pools() -> ModelPools:
     """16 pages of KV with a mark each, and 8 states."""
     kv = make_device_pool()
-    return ModelPools(
-        (
-            StatePool(KV, kv, range(3)),
-            StatePool(INDEXER, MarksPool(kv.size, PAGE, 2), (0, 2), indices_from_pool=KV),
-            StatePool(MAMBA, MarksPool(8, 1, 2), (3, 4), PoolHitPolicy.TRAILING_PAGES),
-        ),
-        6,
-    )
+    marks = MarksPool(page_marks(0, 2), kv.size, PAGE)
+    return ModelPools.of([kv, marks, MarksPool(prefix_marks(3, 4), 8, 1)], 6)
+
+
+def sparse_model() -> ModelPools:
+    """16 pages of latent rows in three layers, and of indexer keys in two of them."""
+    return ModelPools.of([make_mla_pool(), make_indexer_pool()])
 
 
 def build(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
@@ -107,18 +116,34 @@ def test_a_subclass_is_mirrored_as_its_base() -> None:
         register_host_pool(MHATokenToKVPool, MarksPoolHost)
 
 
+def test_a_sparse_model_has_latent_rows_and_indexer_keys_in_the_same_pages() -> None:
+    group = build(sparse_model(), size_gb=(9 * (LATENT_PAGE + KEYS_PAGE) + 1) / 1e9)
+    assert page_nums(group) == {"kv": 9, "indexer": 9}
+    assert isinstance(group.anchor, MLATokenToKVPoolHost)
+    assert isinstance(group.get_pool("indexer"), NSAIndexerPoolHost)
+    assert (group.page_bytes, group.num_layers) == (LATENT_PAGE + KEYS_PAGE, 3)
+    assert [one.pool_name for one in group.sidecars] == [INDEXER]
+    assert [group.entries["indexer"].layer_mapper(layer) for layer in range(3)] == [0, None, 1]
+
+
+def test_a_latent_model_without_an_indexer_has_one_pool() -> None:
+    assert page_nums(build(ModelPools.of([make_mla_pool()]))) == {"kv": 32}
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
-class Unknown:
-    size, page_size, layer_num, device = 8, 1, 2, "cpu"
+class Unknown(BaseDevicePool):
+    """A pool of a kind that nobody registered."""
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        return ([], [], [])
 
 
 def test_a_kind_without_a_host_pool_is_named() -> None:
-    kv = StatePool(KV, make_device_pool(), range(3))
-    strange = StatePool(MAMBA, Unknown(), (0, 1))  # type: ignore[arg-type]
+    strange = Unknown(prefix_marks(0, 1), 8, "cpu")
     with pytest.raises(ValueError, match=r"no host pool for Unknown \(pool mamba\)"):
-        build(ModelPools((kv, strange), 3))
+        build(ModelPools.of([make_device_pool(), strange]))
 
 
 def test_a_pool_that_gets_less_than_a_page_is_named_with_its_bytes() -> None:
@@ -144,6 +169,43 @@ def test_pools_that_do_not_fit_together_are_named_with_their_bytes() -> None:
 def test_a_layout_that_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layout"):
         build(three_pools(), layout="diagonal")
+    with pytest.raises(
+        ValueError, match=r"host pool kv: --hicache-mem-layout page_first_kv_split "
+    ):
+        build(sparse_model(), layout="page_first_kv_split")
+
+
+def test_a_sparse_model_that_does_not_fit_is_refused_with_the_bytes_of_each_pool() -> None:
+    each = f"pool kv {32 * LATENT_PAGE} bytes, pool indexer {32 * KEYS_PAGE} bytes"
+    reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(1 << 60)
+    with reserve, pytest.raises(ValueError, match=rf"{each}.*needs.*GiB available"):
+        build(sparse_model())
+    both = LATENT_PAGE + KEYS_PAGE
+    with pytest.raises(ValueError, match=rf"pool kv gets {both - 1} bytes .*takes {both}"):
+        build(sparse_model(), size_gb=(both - 0.5) / 1e9)
+
+
+def test_no_latent_rows_are_kept_where_there_is_no_memory_for_indexer_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[weakref.ref[torch.Tensor]] = []
+    allocate = HostTensorAllocator.allocate
+
+    def refuses_second(self: HostTensorAllocator, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if rows:
+            raise MemoryError("no more")
+        tensor = allocate(self, *args, **kwargs)
+        rows.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(HostTensorAllocator, "allocate", refuses_second)
+    with pytest.raises(
+        ValueError, match=rf"host pool indexer: no memory for {32 * KEYS_PAGE} bytes, with \d+"
+    ) as raised:
+        build(sparse_model())
+    del raised
+    gc.collect()
+    assert rows[0]() is None
 
 
 @pytest.mark.parametrize("error", [MemoryError("the driver refused"), RuntimeError("no memory")])
@@ -184,23 +246,20 @@ def test_what_a_pool_refuses_is_said_with_its_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_specs_are_checked() -> None:
-    kv = StatePool(KV, make_device_pool(), range(3))
-    marks = MarksPool(64, PAGE, 2)
+    kv = make_device_pool()
+    marks = MarksPool(page_marks(0, 1), 64, PAGE)
+    of_states = replace(page_marks(0, 1), indices_from_pool=MAMBA)
     for pools, message in (
-        ((), "first pool is the anchor"),
-        ((StatePool(INDEXER, marks, (0, 1), indices_from_pool=KV), kv), "first pool is the anchor"),
-        ((kv, kv), "kv is there twice"),
-        ((kv, StatePool(INDEXER, marks, (0, 4))), r"indexer has 2 layers.*below 4.*\[0, 4\]"),
-        ((kv, StatePool(INDEXER, marks, (1, 0))), r"ascending, not \[1, 0\]"),
-        ((kv, StatePool(INDEXER, marks, (0,))), "indexer has 2 layers"),
-        ((kv, StatePool(INDEXER, marks, (0, 1), indices_from_pool=MAMBA)), "does not come before"),
-        (
-            (kv, StatePool(INDEXER, MarksPool(8, 1, 2), (0, 1), indices_from_pool=KV)),
-            "has 8 in pages of 1, not 64 in pages of 4",
-        ),
+        ([], "first pool is the anchor"),
+        ([marks, kv], "first pool is the anchor"),
+        ([kv, kv], "kv is there twice"),
+        ([kv, MarksPool(page_marks(0, 4), 64, PAGE)], r"indexer has layers \[0, 4\] .* with 4"),
+        ([kv, MarksPool(page_marks(-1, 0), 64, PAGE)], r"indexer has layers \[-1, 0\]"),
+        ([kv, MarksPool(of_states, 64, PAGE)], "does not come before"),
+        ([kv, MarksPool(page_marks(0, 1), 8, 1)], "has 8 in pages of 1, not 64 in pages of 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            ModelPools(pools, 4)
+            ModelPools.of(pools, 4)
 
 
 if __name__ == "__main__":

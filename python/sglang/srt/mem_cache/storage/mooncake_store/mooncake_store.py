@@ -159,15 +159,22 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         self, prompts: Sequence[list[str]], pool_transfers: Sequence[PoolTransfer]
     ) -> list[PoolTransferResult]:
         """`prompts_exist` with several pools, in one call as well."""
-        pages = list(dict.fromkeys(chain(*prompts)))
-        pools = [PoolName.KV, *(transfer.name for transfer in pool_transfers)]
-        asked = [key for pool in pools for key in self.object_keys(pages, pool)]
+        asked = self._get_hybrid_page_component_keys(
+            list(dict.fromkeys(chain(*prompts))), pool_transfers
+        )
         there = set(compress(asked, self._exist(asked)))
 
         def exists(pool: str, keys: Sequence[str]) -> list[bool]:
             return [key in there for key in self.object_keys(keys, pool)]
 
         return [combine_hits(keys, pool_transfers, exists, PoolName.KV) for keys in prompts]
+
+    def _get_hybrid_page_component_keys(
+        self, pages: Sequence[str], pool_transfers: Sequence[PoolTransfer]
+    ) -> list[str]:
+        """Keys of all parts of pages: of the anchor, then of each of the other pools."""
+        pools = [PoolName.KV, *(transfer.name for transfer in pool_transfers)]
+        return [key for pool in pools for key in self.object_keys(pages, pool)]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
