@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 class Partial(NamedTuple):
     """Attention over some keys."""
 
     out: torch.Tensor
-    """`[n, heads, rows, head_dim]`, in the queries' dtype."""
+    """`[n, heads, rows, v_head_dim]`, in the queries' dtype."""
     lse: torch.Tensor
     """fp32 `[n, heads, rows]`: log of the sum of exponentials of the scaled scores."""
 
@@ -39,19 +40,26 @@ def attend(
 
     Args:
         q: `[n, heads, rows, head_dim]`; strides are free but for the dense last dimension.
-        k: `[n, kv_heads, keys, head_dim]`, `v` likewise; `kv_heads` divides `heads`.
+        k: `[n, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`.
+        v: `[n, kv_heads, keys, v_head_dim]`. On a CPU another `v_head_dim` than `head_dim` costs a
+            copy of the smaller ones.
         scale: Of the scores.
         causal: Row i sees keys 0 to i (rows and keys are then equal in number).
         mask: Added to the scores, broadcast to `[n, heads, rows, keys]`; not with `causal`.
     """
     if not q.is_cpu:
         return _attend_plainly(q, k, v, scale=scale, causal=causal, mask=mask)
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    if v_head_dim < head_dim:
+        v = F.pad(v, (0, head_dim - v_head_dim))
+    elif v_head_dim > head_dim:
+        q, k = (F.pad(x, (0, v_head_dim - head_dim)) for x in (q, k))
     # The kernel that scaled_dot_product_attention runs on a CPU, called by name because the
     # public function drops the log-sum-exp.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
-    return Partial(out, lse)
+    return Partial(out if out.shape[-1] == v_head_dim else out[..., :v_head_dim], lse)
 
 
 def _attend_plainly(
@@ -82,6 +90,21 @@ def merge_two(a: Partial, b: Partial) -> torch.Tensor:
     """Attention over the union of two disjoint sets of keys: `[n, heads, rows, head_dim]`."""
     weight = torch.sigmoid(a.lse - b.lse).unsqueeze(-1)
     return torch.lerp(b.out.float(), a.out.float(), weight).to(b.out.dtype)
+
+
+class RunningAttention:
+    """Attention over parts of a context that come one after the other, in fp32."""
+
+    def __init__(self, first: Partial) -> None:
+        self.out = first.out.float()
+        self.lse = first.lse
+
+    def add_(self, part: Partial, begin: int = 0) -> None:
+        """Add keys that only the rows from `begin` on see, and that no part had."""
+        out, lse = self.out[:, :, begin:], self.lse[:, :, begin:]
+        weight = torch.sigmoid(part.lse - lse).unsqueeze(-1)
+        out.lerp_(part.out.float(), weight)
+        torch.logaddexp(lse, part.lse, out=lse)
 
 
 def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> torch.Tensor:

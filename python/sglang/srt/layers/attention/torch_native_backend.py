@@ -105,24 +105,48 @@ class TorchNativeAttnBackend(AttentionBackend):
     def forward_decode(
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        plan = self._decode_plan
-        assert plan is not None
+        assert self._decode_plan is not None
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        batch_size = q.shape[0]
-        q = q.reshape(batch_size, layer.num_kv_heads, -1, layer.head_dim)
-        parts = []
-        for row, slot, length in plan.views:
-            k_view = heads_first(pool_k.narrow(0, slot, length)).to(q.dtype)
+        grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, layer.head_dim)
+        out = decode_by_plan(self._decode_plan, grouped, pool_k, pool_v, scale=layer.scaling)
+        return out.reshape(q.shape[0], -1)
+
+
+def decode_by_plan(
+    plan: DecodePlan,
+    q: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Attend from one token of each request to its whole context.
+
+    Args:
+        plan: Of this batch.
+        q: `[bs, num_kv_heads, heads of a group, head_dim]`.
+        pool_k: `[slots, num_kv_heads, head_dim]`; `pool_v` likewise, or the same tensor, which is
+            then gathered once.
+        scale: Of the scores.
+
+    Returns:
+        `[bs, num_kv_heads, heads of a group, head_dim]`.
+    """
+    parts = []
+    for row, slot, length in plan.views:
+        k_view = heads_first(pool_k.narrow(0, slot, length)).to(q.dtype)
+        v_view = k_view
+        if pool_v is not pool_k:
             v_view = heads_first(pool_v.narrow(0, slot, length)).to(q.dtype)
-            parts.append(attend(q[row : row + 1], k_view, v_view, scale=layer.scaling))
-        parts += [_attend_gathered(q, pool_k, pool_v, part, layer) for part in plan.gathers]
-        out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
-        if plan.order is None:
-            lse = torch.cat([part.lse for part in parts])
-            out = merge_parts(Partial(out, lse), plan.owners, batch_size)
-        elif not plan.in_order:
-            out = out.index_select(0, plan.order)
-        return out.reshape(batch_size, -1)
+        parts.append(attend(q[row : row + 1], k_view, v_view, scale=scale))
+    parts += [_attend_gathered(q, pool_k, pool_v, part, scale) for part in plan.gathers]
+    out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
+    if plan.order is None:
+        lse = torch.cat([part.lse for part in parts])
+        out = merge_parts(Partial(out, lse), plan.owners, q.shape[0])
+    elif not plan.in_order:
+        out = out.index_select(0, plan.order)
+    return out
 
 
 def _read_prefix(
@@ -170,7 +194,7 @@ def _attend_gathered(
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     part: Gather,
-    layer: RadixAttention,
+    scale: float,
 ) -> Partial:
     """Attend from one token of each row in `part` to the slots gathered for it.
 
@@ -180,9 +204,11 @@ def _attend_gathered(
     Returns:
         `out` `[len(part.rows), num_kv_heads, heads of a group, head_dim]`.
     """
-    shape = (len(part.rows), part.width, layer.num_kv_heads, layer.head_dim)
+    shape = (len(part.rows), part.width, *pool_k.shape[1:])
     k = pool_k.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
-    v = pool_v.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
+    v = k
+    if pool_v is not pool_k:
+        v = pool_v.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
     if part.row_index is not None:
         q = q.index_select(0, part.row_index)
-    return attend(q, k, v, scale=layer.scaling, mask=part.mask)
+    return attend(q, k, v, scale=scale, mask=part.mask)
