@@ -7,6 +7,7 @@ the layer counter keeps their order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -46,8 +47,7 @@ class BaseDevicePool(ABC):
         self.size = size
         self.page_size = page_size
         self.dtype = spec.dtype
-        # Index operations on fp8 are not implemented everywhere; bytes are.
-        self.store_dtype = torch.uint8 if spec.dtype in FP8_DTYPES else spec.dtype
+        self.store_dtype = _stored_dtype(spec.dtype)
         self.device = torch.device(device)
         self.layer_transfer_counter: LayerTransferCounter | None = None
         self._place = {layer: place for place, layer in enumerate(spec.layers)}
@@ -87,3 +87,94 @@ class BaseDevicePool(ABC):
     @abstractmethod
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """For each buffer of each layer: address, bytes, bytes of a page (or of one state)."""
+
+
+class PagedDevicePool(BaseDevicePool):
+    """Token slots in pages: one zeroed tensor for each buffer of the spec and each layer.
+
+    Slots `[0, page_size)` are the padding page, which nobody owns: padded batches write there.
+    Slots `[page_size, size + page_size)` are handed out by an allocator.
+
+    Attributes:
+        parts: For each buffer of the spec its layers, each contiguous `[size + page_size, *shape]`.
+            fp8 is stored as bytes.
+    """
+
+    def __init__(
+        self, spec: StateSpec, size: int, page_size: int, device: torch.device | str
+    ) -> None:
+        """
+        Args:
+            spec: What a slot stores; its item is a token.
+            size: Token slots besides the padding page.
+            page_size: Tokens per page.
+            device: Where the buffers are.
+
+        Raises:
+            ValueError: A size is not positive, or `size` is not whole pages.
+        """
+        if min(size, page_size) < 1 or size % page_size:
+            raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
+        super().__init__(spec, size, device, page_size)
+        # Zeroed, since the padding page is read by padded batches and garbage may be NaN.
+        self.parts = tuple(
+            [
+                torch.zeros(
+                    (size + page_size, *buffer.shape),
+                    dtype=_stored_dtype(buffer.dtype),
+                    device=self.device,
+                )
+                for _ in spec.layers
+            ]
+            for buffer in spec.buffers
+        )
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """All layers of the first buffer, then of the next: address, bytes, bytes of a page."""
+        buffers = [buffer for part in self.parts for buffer in part]
+        return (
+            [b.data_ptr() for b in buffers],
+            [b.nbytes for b in buffers],
+            [b[0].nbytes * self.page_size for b in buffers],
+        )
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy slots `src_loc` to `tgt_loc` (int64 `[n]`) in every layer."""
+        for part in self.parts:
+            for buffer in part:
+                buffer[tgt_loc] = buffer[src_loc]
+
+
+def held_layers(
+    layer_num: int,
+    start_layer: int | None,
+    end_layer: int | None,
+    layers: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The model layers that a pool holds.
+
+    Args:
+        layer_num: How many.
+        start_layer: The first, where they are consecutive; 0 by default.
+        end_layer: The last one; follows from `layer_num` by default.
+        layers: All of them, where they are not consecutive.
+
+    Raises:
+        ValueError: The arguments contradict each other.
+    """
+    first = start_layer or 0
+    held = tuple(range(first, first + layer_num) if layers is None else layers)
+    if len(held) != layer_num or end_layer not in (None, *held[-1:]):
+        raise ValueError(f"layers do not fit together: {layer_num=}, {layers=}, {end_layer=}")
+    return held
+
+
+def refuse_memory_saver(enabled: bool) -> None:
+    """Raise ValueError where a caller asks for a memory saver, which pools do not have."""
+    if enabled:
+        raise ValueError("enable_memory_saver is not supported: pass False")
+
+
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Index operations on fp8 are not implemented everywhere; bytes are."""
+    return torch.uint8 if dtype in FP8_DTYPES else dtype

@@ -13,8 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, StateSpec
+from sglang.srt.mem_cache.device.base_device_pool import (
+    PagedDevicePool,
+    held_layers,
+    refuse_memory_saver,
+)
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare
 
 
 class HasLayerId(Protocol):
@@ -29,11 +33,6 @@ class HasReqPoolIdx(Protocol):
     """What the row pool needs to know of a request."""
 
     req_pool_idx: int | None
-
-
-def _refuse_memory_saver(enabled: bool) -> None:
-    if enabled:
-        raise ValueError("enable_memory_saver is not supported: pass False")
 
 
 class ReqToTokenPool:
@@ -51,7 +50,7 @@ class ReqToTokenPool:
         device: torch.device | str,
         enable_memory_saver: bool = False,
     ) -> None:
-        _refuse_memory_saver(enable_memory_saver)
+        refuse_memory_saver(enable_memory_saver)
         if size < 1 or max_context_len < 1:
             raise ValueError(f"need both >= 1: {size=}, {max_context_len=}")
         self.size = size
@@ -100,30 +99,11 @@ class ReqToTokenPool:
         self._free_rows = list(range(self.size - 1, -1, -1))
 
 
-class KVCache(BaseDevicePool):
-    """What the token slots of one rank hold, layer by layer.
+class KVCache(PagedDevicePool):
+    """What attention reads of the token slots of one rank, layer by layer.
 
-    Slots `[0, page_size)` are the padding page, which nobody owns: padded batches write there.
-    Slots `[page_size, size + page_size)` are handed out by an allocator. Layers are the model's:
-    the spec says which of them are held here.
+    Layers are the model's: the spec says which of them are held here.
     """
-
-    def __init__(
-        self, spec: StateSpec, size: int, page_size: int, device: torch.device | str
-    ) -> None:
-        """
-        Args:
-            spec: What a slot stores; its item is a token.
-            size: Token slots besides the padding page.
-            page_size: Tokens per page.
-            device: Where the buffers are.
-
-        Raises:
-            ValueError: A size is not positive, or `size` is not whole pages.
-        """
-        if min(size, page_size) < 1 or size % page_size:
-            raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
-        super().__init__(spec, size, device, page_size)
 
     @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
@@ -155,14 +135,6 @@ class KVCache(BaseDevicePool):
     @abstractmethod
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of the key and of the value buffers, the padding page included."""
-
-    @abstractmethod
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Keys of all layers, then values: each buffer's address, bytes, bytes of a page."""
-
-    @abstractmethod
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy slots `src_loc` to `tgt_loc` (int64 `[n]`) in every layer."""
 
 
 class MHATokenToKVPool(KVCache):
@@ -199,24 +171,17 @@ class MHATokenToKVPool(KVCache):
             layer_num: Layers held here.
             enable_memory_saver: Refused.
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
-            start_layer: The first model layer held here, where they are consecutive; 0 by default.
-            end_layer: The last one; follows from `layer_num` by default.
-            layers: The model layers held here, `layer_num` of them, where they are not.
+            start_layer: See `held_layers`; so are `end_layer` and `layers`.
             share: Which of the model's heads these are; None: all of them.
         """
-        _refuse_memory_saver(enable_memory_saver)
-        first = start_layer or 0
-        held = tuple(range(first, first + layer_num) if layers is None else layers)
-        if len(held) != layer_num or end_layer not in (None, *held[-1:]):
-            raise ValueError(f"layers do not fit together: {layer_num=}, {layers=}, {end_layer=}")
+        refuse_memory_saver(enable_memory_saver)
+        held = held_layers(layer_num, start_layer, end_layer, layers)
         kv = KVSpec.of_heads(held, head_num, head_dim, dtype, v_head_dim=v_head_dim, share=share)
         super().__init__(kv, size, page_size, device)
         self.head_num = kv.head_num
         self.head_dim = kv.head_dim
         self.v_head_dim = kv.v_head_dim
-        # Zeroed, since the padding page is read by padded batches and garbage may be NaN.
-        self.k_buffer = [self._make_buffer(self.head_dim) for _ in held]
-        self.v_buffer = [self._make_buffer(self.v_head_dim) for _ in held]
+        self.k_buffer, self.v_buffer = self.parts
 
     @classmethod
     def from_spec(
@@ -237,10 +202,6 @@ class MHATokenToKVPool(KVCache):
         )
         assert pool.spec == spec, f"{cls.__name__} cannot hold {spec}"
         return pool
-
-    def _make_buffer(self, dim: int) -> torch.Tensor:
-        shape = (self.size + self.page_size, self.head_num, dim)
-        return torch.zeros(shape, dtype=self.store_dtype, device=self.device)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self._as_dtype(self.k_buffer[self.wait_for_layer(layer_id)])
@@ -277,18 +238,6 @@ class MHATokenToKVPool(KVCache):
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         return sum(b.nbytes for b in self.k_buffer), sum(b.nbytes for b in self.v_buffer)
-
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        buffers = [*self.k_buffer, *self.v_buffer]
-        return (
-            [b.data_ptr() for b in buffers],
-            [b.nbytes for b in buffers],
-            [b[0].nbytes * self.page_size for b in buffers],
-        )
-
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        for buffer in (*self.k_buffer, *self.v_buffer):
-            buffer[tgt_loc] = buffer[src_loc]
 
     def _as_dtype(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer if self.store_dtype is self.dtype else buffer.view(self.dtype)

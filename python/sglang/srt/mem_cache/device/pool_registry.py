@@ -8,7 +8,9 @@ from typing import TypeVar
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 Spec = TypeVar("Spec", bound=StateSpec)
@@ -75,3 +77,5 @@ def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
 
 
 register_pool(KVSpec, MHATokenToKVPool.from_spec)
+register_pool(MLASpec, MLATokenToKVPool.from_spec)
+register_pool(IndexerSpec, NSAIndexerPool)

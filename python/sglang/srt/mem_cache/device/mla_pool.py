@@ -1,0 +1,216 @@
+"""Latent rows of multi-head latent attention (MLA).
+
+A token's row is what all heads share: the latent vector that keys and values are projected from,
+then the rotated part of the key. It is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.mem_cache.device.base_device_pool import (
+    FP8_DTYPES,
+    held_layers,
+    refuse_memory_saver,
+)
+from sglang.srt.mem_cache.device.memory_pool import HasLayerId, KVCache
+from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateSpec
+
+
+def refuse_fp8(spec: StateSpec, what: str) -> None:
+    """Raise ValueError where a buffer of `spec` is fp8; `what` says whose values they are."""
+    if any(buffer.dtype in FP8_DTYPES for buffer in spec.buffers):
+        dtype = str(spec.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"state '{spec.name}': {what} are not kept in {dtype}; "
+            "use --kv-cache-dtype auto or bfloat16"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASpec(StateSpec):
+    """A latent row per token: `latent` `[1, kv_lora_rank + qk_rope_head_dim]`.
+
+    Raises:
+        ValueError: The dtype is fp8, or as `StateSpec`.
+    """
+
+    name: PoolName = PoolName.KV
+    kv_lora_rank: int
+    """Elements of the latent vector, at the row's start."""
+    qk_rope_head_dim: int
+    """Elements of the rotated part of the key, which follow."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_fp8(self, "latent rows of MLA")
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[int],
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        dtype: torch.dtype,
+    ) -> MLASpec:
+        """The spec of rows of `kv_lora_rank + qk_rope_head_dim` elements in `layers`."""
+        return cls(
+            layers=tuple(layers),
+            buffers=(StateBuffer("latent", (1, kv_lora_rank + qk_rope_head_dim), dtype),),
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+        )
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+class MLATokenToKVPool(KVCache):
+    """Latent rows of multi-head latent attention.
+
+    The keys of a layer are its whole rows, the values their latent part: one tensor, one head.
+
+    Attributes:
+        kv_buffer: For each layer `[size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: torch.device | str,
+        enable_memory_saver: bool = False,
+        *,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """See `KVCache`.
+
+        Args:
+            dtype: Of the rows; fp8 is refused.
+            kv_lora_rank: Elements of the latent vector.
+            qk_rope_head_dim: Elements of the rotated part of the key.
+            layer_num: Layers held here.
+            enable_memory_saver: Refused.
+            start_layer: See `held_layers`; so are `end_layer` and `layers`.
+        """
+        refuse_memory_saver(enable_memory_saver)
+        held = held_layers(layer_num, start_layer, end_layer, layers)
+        spec = MLASpec.of(held, kv_lora_rank, qk_rope_head_dim, dtype)
+        super().__init__(spec, size, page_size, device)
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
+        (self.kv_buffer,) = self.parts
+
+    @classmethod
+    def from_spec(
+        cls, spec: MLASpec, size: int, page_size: int, device: torch.device | str
+    ) -> MLATokenToKVPool:
+        """The pool of `spec`; sizes as in `KVCache`."""
+        pool = cls(
+            size,
+            page_size,
+            spec.dtype,
+            spec.kv_lora_rank,
+            spec.qk_rope_head_dim,
+            len(spec.layers),
+            device,
+            layers=spec.layers,
+        )
+        assert pool.spec == spec, f"{cls.__name__} cannot hold {spec}"
+        return pool
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Whole rows of a layer; waits for a load that is filling it."""
+        return self.kv_buffer[self.wait_for_layer(layer_id)]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """The latent part of the rows, a view; waits for a load that is filling it."""
+        return self._latent(self.get_key_buffer(layer_id))
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.get_key_buffer(layer_id)
+        return rows, self._latent(rows)
+
+    def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole rows of a layer, and their latent part; does not wait."""
+        rows = self.kv_buffer[self._place[layer_id]]
+        return rows, self._latent(rows)
+
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+    ) -> None:
+        """Store the rows of new tokens.
+
+        Args:
+            layer: The attention layer, or its id.
+            loc: int64 `[n]`: slots.
+            cache_k: `[n, 1, kv_lora_rank + qk_rope_head_dim]`: whole rows, any float dtype.
+            cache_v: Their latent part. It is in `cache_k` already and is not read.
+        """
+        self._rows_of(layer).index_copy_(0, loc, cache_k.to(self.dtype))
+
+    def set_mla_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        cache_k_nope: torch.Tensor,
+        cache_k_rope: torch.Tensor,
+    ) -> None:
+        """Store the rows of new tokens, whose two parts are apart. Does not wait.
+
+        Args:
+            layer: The attention layer, or its id.
+            loc: int64 `[n]`: slots.
+            cache_k_nope: `[n, kv_lora_rank]` or `[n, 1, kv_lora_rank]`: latent vectors.
+            cache_k_rope: `[n, qk_rope_head_dim]` or with a 1 likewise.
+        """
+        rows, count, rank = self._rows_of(layer), len(loc), self.kv_lora_rank
+        latent = cache_k_nope.view(count, 1, rank).to(self.dtype)
+        rope = cache_k_rope.view(count, 1, self.qk_rope_head_dim).to(self.dtype)
+        rows[..., :rank].index_copy_(0, loc, latent)
+        rows[..., rank:].index_copy_(0, loc, rope)
+
+    def get_mla_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        dst_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the rows of slots; waits for a load that is filling the layer.
+
+        Args:
+            layer: The attention layer, or its id.
+            loc: int64 `[n]`: slots.
+            dst_dtype: Of the copies; by default the pool's.
+
+        Returns:
+            Latent vectors `[n, 1, kv_lora_rank]`, and rotated parts `[n, 1, qk_rope_head_dim]`.
+        """
+        layer_id = layer if isinstance(layer, int) else layer.layer_id
+        rows = self.get_key_buffer(layer_id)[loc].to(dst_dtype or self.dtype)
+        return self._latent(rows), rows[..., self.kv_lora_rank :]
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of the rows, and 0: the values are a part of them."""
+        return sum(b.nbytes for b in self.kv_buffer), 0
+
+    def _rows_of(self, layer: HasLayerId | int) -> torch.Tensor:
+        return self.kv_buffer[self._place[layer if isinstance(layer, int) else layer.layer_id]]
+
+    def _latent(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[..., : self.kv_lora_rank]
