@@ -1,4 +1,4 @@
-"""Settings of multi-head latent attention (MLA) and of its sparse form, from a checkpoint's config."""
+"""Settings of latent attention (MLA) and of its sparse form, from a checkpoint's config."""
 
 from __future__ import annotations
 

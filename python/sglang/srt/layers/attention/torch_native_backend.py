@@ -14,6 +14,7 @@ mask 55 ms (58 with building it); causal_lower_right 58 ms. 100 tokens after 6,0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,9 +32,11 @@ from sglang.srt.layers.attention.slot_plan import (
     DecodePlan,
     ExtendSegment,
     Gather,
+    Slots,
     plan_decode,
     plan_extend,
 )
+from sglang.srt.mem_cache.device.state_spec import PoolName
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -45,33 +48,38 @@ class TorchNativeAttnBackend(AttentionBackend):
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         self._config = config
-        self._view_tokens = max(1, view_bytes // config.kv.layer_bytes)
+        self._view_tokens = max(1, view_bytes // config.specs[PoolName.KV].layer_bytes)
         self._decode_plan: DecodePlan | None = None
         self._extend_plan: list[ExtendSegment] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         table = forward_batch.req_to_token_pool.req_to_token.cpu().numpy()
         rows = forward_batch.req_pool_indices.tolist()
+        lens = forward_batch.seq_lens_cpu
+        contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
         device = forward_batch.input_ids.device
         if forward_batch.forward_mode.is_decode():
-            lens = forward_batch.seq_lens_cpu
-            contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
-            self._decode_plan = plan_decode(
-                contexts,
-                page_size=self._config.page_size,
-                view_tokens=self._view_tokens,
-                dtype=self._config.dtype,
-                device=device,
-            )
+            self._decode_plan = self._plan_decode(contexts, device)
         else:
-            prefix_lens = forward_batch.extend_prefix_lens_cpu
-            extend_lens = forward_batch.extend_seq_lens_cpu
-            assert prefix_lens is not None
-            assert extend_lens is not None
-            prefixes = [table[row, :length] for row, length in zip(rows, prefix_lens, strict=True)]
-            self._extend_plan = plan_extend(
-                prefixes, extend_lens, page_size=self._config.page_size, device=device
+            assert forward_batch.extend_seq_lens_cpu is not None
+            self._extend_plan = self._plan_extend(
+                contexts, forward_batch.extend_seq_lens_cpu, device
             )
+
+    def _plan_decode(self, contexts: Sequence[Slots], device: torch.device) -> DecodePlan:
+        return plan_decode(
+            contexts,
+            page_size=self._config.page_size,
+            view_tokens=self._view_tokens,
+            dtype=self._config.dtype,
+            device=device,
+        )
+
+    def _plan_extend(
+        self, contexts: Sequence[Slots], extend_lens: Sequence[int], device: torch.device
+    ) -> list[ExtendSegment]:
+        prefixes = [slots[:-new] for slots, new in zip(contexts, extend_lens, strict=True)]
+        return plan_extend(prefixes, extend_lens, page_size=self._config.page_size, device=device)
 
     def forward_extend(
         self,
