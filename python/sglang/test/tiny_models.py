@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -30,6 +32,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 _SHAPE = {
     "vocab_size": 160,
@@ -42,19 +45,28 @@ _SHAPE = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+_FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+"""Fields that one family alone has."""
 
 
 def save_tiny_checkpoint(
     directory: Path | str, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
-    """Write a random model of `family` ("llama", "qwen2", "qwen3"); return transformers' model.
+    """Write a random model of `family`, a key of `_CLASSES`; return transformers' model.
 
     Args:
         overrides: Fields of the family's config, and `max_shard_size` for the writer.
     """
     config_class, model_class = _CLASSES[family]
     shard = overrides.pop("max_shard_size", "1GB")
-    config = config_class(**{**_SHAPE, **overrides})
+    config = config_class(**{**_SHAPE, **_FAMILY_SHAPES.get(family, {}), **overrides})
     generator = torch.Generator().manual_seed(17)
     model: PreTrainedModel = model_class(config).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Llama, and the decoder that Qwen2 and Qwen3 share with it but for a few options."""
+"""Llama, and the decoder that the Qwen families share with it but for a few options."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.activation import silu_and_mul
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.qkv import prepare_qkv
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -24,40 +25,29 @@ from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
-    """Options in which the dense architectures differ."""
+    """Options in which the architectures differ."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sparse: SparseMoeOptions | None = None
+    """What `sparse_layers` have in place of the dense feed-forward part."""
+    sparse_layers: frozenset[int] = frozenset()
 
 
-class LlamaMLP(torch.nn.Module):
-    """Gated feed-forward layer."""
+class LlamaMLP(GatedMLP):
+    """The feed-forward layer of dense decoder layers."""
 
     def __init__(
         self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
-        super().__init__()
-        size = placement.share(config.intermediate_size, "features of the feed-forward layers")
-        self.gate_up_proj = MergedColumnParallelLinear(
+        super().__init__(
             config.hidden_size,
-            [("gate_proj", size), ("up_proj", size)],
+            config.intermediate_size,
             bias=options.mlp_bias,
             placement=placement,
         )
-        self.down_proj = RowParallelLinear(
-            size,
-            config.hidden_size,
-            bias=options.mlp_bias,
-            placement=placement.at("down_proj"),
-        )
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
 
 
 class LlamaAttention(torch.nn.Module):
@@ -137,11 +127,20 @@ class LlamaDecoderLayer(torch.nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = LlamaAttention(config, options, placement.at("self_attn"), layer_id)
-        self.mlp = LlamaMLP(config, options, placement.at("mlp"))
+        self.mlp = self._feed_forward(config, options, placement.at("mlp"), layer_id)
         self.input_layernorm = RMSNorm(size, eps, placement=placement.at("input_layernorm"))
         self.post_attention_layernorm = RMSNorm(
             size, eps, placement=placement.at("post_attention_layernorm")
         )
+
+    @staticmethod
+    def _feed_forward(
+        config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
+    ) -> LlamaMLP | SparseMoeBlock:
+        if layer_id not in options.sparse_layers:
+            return LlamaMLP(config, options, placement)
+        assert options.sparse is not None
+        return SparseMoeBlock(options.sparse, placement)
 
     def forward(
         self,
@@ -257,6 +256,12 @@ class LlamaForCausalLM(torch.nn.Module):
         for module in self.modules():
             if isinstance(module, WeightedLayer):
                 yield from module.weight_slots()
+
+    def stacked_slots(self) -> NamedSlots:
+        """Tensors that a checkpoint may have in place of several of `weight_slots`."""
+        for module in self.modules():
+            if isinstance(module, WeightedLayer):
+                yield from module.stacked_slots()
 
     def is_redundant(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor though the model computes or shares it."""

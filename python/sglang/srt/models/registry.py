@@ -11,12 +11,14 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] = MappingProxyType(
     {
         "LlamaForCausalLM": LlamaForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
+        "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     }
 )
 """`configs.config_file.SUPPORTED_ARCHITECTURES` has the same names."""
