@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from transformers import PretrainedConfig
+
+from sglang.srt.configs.model_config import positive_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +32,29 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @classmethod
-    def from_hf(cls, hf_config: Any) -> MLAConfig:
+    def from_hf(cls, hf_config: PretrainedConfig) -> MLAConfig:
         """Read a config of the DeepSeek family.
 
         Raises:
-            ValueError: A size is missing or not a positive integer, or the rotated part is odd.
+            ValueError: A size is missing or not a positive integer, the rotated part is odd, or
+                `head_dim` contradicts it.
         """
-        rope_dim = _size(hf_config, "qk_rope_head_dim")
+        rope_dim = positive_int(hf_config, "qk_rope_head_dim")
         if rope_dim % 2:
             raise ValueError(f"config.json: qk_rope_head_dim={rope_dim} must be even")
+        head_dim = getattr(hf_config, "head_dim", rope_dim)
+        if head_dim != rope_dim:
+            raise ValueError(
+                f"config.json: head_dim={head_dim} means what is rotated of a head, which "
+                f"qk_rope_head_dim={rope_dim} says too: remove head_dim"
+            )
         has_q_lora = getattr(hf_config, "q_lora_rank", None) is not None
         return cls(
-            kv_lora_rank=_size(hf_config, "kv_lora_rank"),
-            q_lora_rank=_size(hf_config, "q_lora_rank") if has_q_lora else None,
-            qk_nope_head_dim=_size(hf_config, "qk_nope_head_dim"),
+            kv_lora_rank=positive_int(hf_config, "kv_lora_rank"),
+            q_lora_rank=positive_int(hf_config, "q_lora_rank") if has_q_lora else None,
+            qk_nope_head_dim=positive_int(hf_config, "qk_nope_head_dim"),
             qk_rope_head_dim=rope_dim,
-            v_head_dim=_size(hf_config, "v_head_dim"),
+            v_head_dim=positive_int(hf_config, "v_head_dim"),
             rope_interleave=bool(getattr(hf_config, "rope_interleave", True)),
         )
 
@@ -61,28 +71,21 @@ class IndexerConfig:
     """Of the indexer's queries and keys; the first `qk_rope_head_dim` elements are rotated."""
 
     @classmethod
-    def from_hf(cls, hf_config: Any) -> IndexerConfig:
+    def from_hf(cls, hf_config: PretrainedConfig) -> IndexerConfig:
         """Read a config of DeepSeek-V3.2.
 
         Raises:
             ValueError: A size is missing or not a positive integer, or does not fit to another.
         """
-        head_dim = _size(hf_config, "index_head_dim")
-        rope_dim = _size(hf_config, "qk_rope_head_dim")
+        head_dim = positive_int(hf_config, "index_head_dim")
+        rope_dim = positive_int(hf_config, "qk_rope_head_dim")
         if head_dim < rope_dim:
             raise ValueError(
                 f"config.json: index_head_dim={head_dim} must be at least "
                 f"qk_rope_head_dim={rope_dim}"
             )
         return cls(
-            topk=_size(hf_config, "index_topk"),
-            num_heads=_size(hf_config, "index_n_heads"),
+            topk=positive_int(hf_config, "index_topk"),
+            num_heads=positive_int(hf_config, "index_n_heads"),
             head_dim=head_dim,
         )
-
-
-def _size(hf_config: Any, name: str) -> int:
-    value = getattr(hf_config, name, None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {name}={value!r} must be a positive integer")
-    return value

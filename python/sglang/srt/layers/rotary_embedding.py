@@ -103,4 +103,4 @@ def deinterleave(x: torch.Tensor) -> torch.Tensor:
     For checkpoints whose pairs are neighbours. Scores do not change where queries and keys are
     ordered alike.
     """
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -135,7 +135,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         *,
         index: IndexQuery | None = None,
     ) -> torch.Tensor:
-        if index is None or max(map(len, self._slots)) <= index.topk:
+        if index is None:
             return super().forward(q, k, v, layer, forward_batch, save_kv_cache, rows)
         if save_kv_cache:
             forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)

@@ -149,9 +149,9 @@ def _pieces(
     if segment.prefix_run is not None:
         run = segment.prefix_run
         whole = pool.narrow(0, run.slot, run.end)
-        yield from (whole,) if is_absorbed else whole.split(step)
+        yield from (whole,) if is_absorbed else torch.split(whole, step)
     elif segment.prefix_slots is not None:
-        for slots in segment.prefix_slots.split(step):
+        for slots in torch.split(segment.prefix_slots, step):
             yield pool.index_select(0, slots)
 
 

@@ -99,11 +99,11 @@ class LatentAttention(RadixAttention):
         rows: torch.Tensor | None = None,
         index: IndexQuery | None = None,
     ) -> torch.Tensor:
-        """Attend to contexts that the pool holds, the rows of the new tokens included.
+        """Store the rows of new tokens, then attend.
 
         Args:
             q: `[num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]`, rotated.
-            row: `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`: what was stored.
+            row: `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`, rotated.
             rows: As in `RadixAttention.forward`.
             index: What chooses the tokens that each token attends to; None: all up to itself.
 
@@ -111,4 +111,4 @@ class LatentAttention(RadixAttention):
             `[num_tokens, num_heads * v_head_dim]`, or `[bs, ...]` with `rows`.
         """
         latent = row[..., : self.mla.kv_lora_rank]
-        return self.forward(q, row, latent, forward_batch, False, rows, index=index)
+        return self.forward(q, row, latent, forward_batch, rows=rows, index=index)
