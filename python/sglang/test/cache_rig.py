@@ -19,7 +19,7 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
@@ -105,9 +105,7 @@ class CacheRig:
     def __post_init__(self) -> None:
         mark_device_set(RIG_DEVICE)
         size = self.l1_pages * self.page_size
-        self.pool = MHATokenToKVPool(
-            size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, RIG_DEVICE
-        )
+        self.pool = self.make_pool(size)
         self.allocator: TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator
         if self.page_size == 1:
             self.allocator = TokenToKVPoolAllocator(size, self.dtype, RIG_DEVICE, self.pool)
@@ -129,6 +127,10 @@ class CacheRig:
             RadixCache(params) if self.settings is None else HiRadixCache(params, self.settings)
         )
         self._next_rid = self._arrivals = 0
+
+    def make_pool(self, size: int) -> KVCache:
+        """The pool whose slots requests own, `size` of them."""
+        return MHATokenToKVPool(size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, RIG_DEVICE)
 
     def model_pools(self) -> ModelPools | None:
         """The kinds of state of the rig's model; None: keys and values alone."""
@@ -222,7 +224,15 @@ class CacheRig:
         assert self.rows.alloc([request]) is not None
         row = torch.cat([request.prefix_indices, slots[: len(ids) - known]])
         self.rows.write((request.req_pool_idx, slice(0, len(ids))), row)
-        wanted = expected_kv(ids, request.extra_key).to(RIG_DEVICE)
+        self.use_slots(row, known, expected_kv(ids, request.extra_key).to(RIG_DEVICE))
+
+    def use_slots(self, row: torch.Tensor, known: int, wanted: torch.Tensor) -> None:
+        """Check what the first `known` slots of a request hold, and store the rest, layer by layer.
+
+        Args:
+            row: int64 `[n]`: a request's slots.
+            wanted: float64 `[n]`: what they are made from (`expected_kv`).
+        """
         for layer in range(_LAYERS):
             keys, values = self.pool.get_kv_buffer(layer)
             assert torch.equal(keys[row[:known]], as_rows(wanted[:known] + layer, self.dtype))

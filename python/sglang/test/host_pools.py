@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
 
 import torch
 
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -15,6 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
 PAGE = 4
@@ -34,11 +39,16 @@ def make_device_pool(
     pool = MHATokenToKVPool(
         num_pages * page_size, page_size, dtype, 2, head_dim, 3, "cpu", v_head_dim=v_head_dim
     )
+    fill_with_random_bits(pool, seed)
+    return pool
+
+
+def fill_with_random_bits(pool: PagedDevicePool, seed: int) -> None:
+    """Every slot of every buffer, the padding page included."""
     generator = torch.Generator().manual_seed(seed)
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
+    for buffer in chain(*pool.parts):
         raw = buffer.view(-1).view(torch.uint8)
         raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
-    return pool
 
 
 def make_host_pool(
@@ -60,15 +70,13 @@ def page_slots(pages: list[int], page_size: int = PAGE) -> torch.Tensor:
     return (starts + torch.arange(page_size)).reshape(-1)
 
 
-def device_bytes(pool: MHATokenToKVPool, slots: torch.Tensor) -> bytes:
-    """The K and V bytes of `slots` in all layers, which a round trip must restore."""
-    parts = [buffer[slots].contiguous() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+def device_bytes(pool: PagedDevicePool, slots: torch.Tensor) -> bytes:
+    """The bytes of `slots` in all buffers, which a round trip must restore."""
+    parts = [buffer[slots].contiguous() for buffer in chain(*pool.parts)]
     return b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
 
-def copy_to_host(
-    pool: MHATokenToKVPool, host: MHATokenToKVPoolHost, pages: list[int]
-) -> torch.Tensor:
+def copy_to_host(pool: PagedDevicePool, host: AnyHostPool, pages: list[int]) -> torch.Tensor:
     """Back up device pages to newly allocated host pages, and return their slots."""
     slots = host.alloc(len(pages) * pool.page_size)
     assert slots is not None
@@ -77,7 +85,7 @@ def copy_to_host(
 
 
 def copy_to_device(
-    host: MHATokenToKVPoolHost, pool: MHATokenToKVPool, slots: torch.Tensor, pages: list[int]
+    host: AnyHostPool, pool: PagedDevicePool, slots: torch.Tensor, pages: list[int]
 ) -> None:
     """Load host slots into device pages, all layers."""
     for layer in range(pool.layer_num):
@@ -112,6 +120,21 @@ def page_keys(count: int, namespace: str = "ns") -> list[str]:
     return [f"{namespace}/{index:064x}" for index in range(count)]
 
 
+@dataclass(frozen=True)
+class PoolKind:
+    """A kind of state and its pools, for `round_trip`."""
+
+    name: PoolName
+    make_device_pool: Callable[[int], PagedDevicePool]
+    """Random bits by a seed, in pages of `PAGE` tokens."""
+    host_pool_class: type[HostKVCache[Any]]
+
+
+KEYS_AND_VALUES: Final = PoolKind(
+    PoolName.KV, lambda seed: make_device_pool(seed=seed), MHATokenToKVPoolHost
+)
+
+
 def round_trip(
     storage: HiCacheStorage,
     layout: str,
@@ -119,28 +142,36 @@ def round_trip(
     pages: list[int],
     *,
     allocator_type: str = "default",
+    kind: PoolKind = KEYS_AND_VALUES,
 ) -> None:
     """Copy device to host to `storage` to host to another device pool; assert equal bytes.
 
     The bytes depend only on the pages. So a page written from one layout can be read into another
     of the same byte order; existing pages are not written again.
     """
-    device = make_device_pool()
-    writer = make_host_pool(device, layout, allocator_type=allocator_type)
+    name = kind.name
+
+    def make_host(device: PagedDevicePool) -> AnyHostPool:
+        host = kind.host_pool_class.make(
+            device, page_num=32, layout=layout, allocator_type=allocator_type
+        )
+        storage.register_mem_host_pool_v2(host, name)
+        return host
+
+    device, other = (kind.make_device_pool(seed) for seed in (0, 1))
+    writer = make_host(device)
     writer.alloc(PAGE)
     slots = copy_to_host(device, writer, pages)
-    storage.register_mem_host_pool_v2(writer, PoolName.KV)
-    written = storage.batch_set_v2([PoolTransfer(PoolName.KV, host_indices=slots, keys=keys)])
-    assert all(written[PoolName.KV]), written
-    assert storage.batch_exists_v2(keys).kv_hit_pages == len(keys)
+    written = storage.batch_set_v2([PoolTransfer(name, host_indices=slots, keys=keys)])
+    assert all(written[name]), written
+    if name is PoolName.KV:
+        assert storage.batch_exists_v2(keys).kv_hit_pages == len(keys)
 
-    other = make_device_pool(seed=1)
-    reader = make_host_pool(other, layout, allocator_type=allocator_type)
+    reader = make_host(other)
     target = reader.alloc(len(slots))
     assert target is not None
-    storage.register_mem_host_pool_v2(reader, PoolName.KV)
-    got = storage.batch_get_v2([PoolTransfer(PoolName.KV, host_indices=target, keys=keys)])
-    assert all(got[PoolName.KV]), got
+    got = storage.batch_get_v2([PoolTransfer(name, host_indices=target, keys=keys)])
+    assert all(got[name]), got
     copy_to_device(reader, other, target, pages)
     wanted = page_slots(pages)
     assert device_bytes(other, wanted) == device_bytes(device, wanted)

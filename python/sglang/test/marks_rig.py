@@ -26,6 +26,10 @@ class MarksRig(CacheRig):
         )
         return ModelPools((kv, indexer), NUM_LAYERS)
 
+    def spoil(self) -> None:
+        """Overwrite every mark on the device."""
+        self.marks.marks[:, 1:].fill_(-1)
+
     def _compute(self, request: RigRequest) -> None:
         super()._compute(request)
         ids, known = request.kv_committed_ids, request.cache_protected_len

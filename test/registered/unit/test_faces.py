@@ -38,9 +38,10 @@ NAMES: Final[Mapping[str, str]] = {
         "SidecarPoolSpec"
     ),
     "mem_cache.hiradix_cache": "HiRadixCache",
-    "mem_cache.memory_pool": "KVCache MHATokenToKVPool ReqToTokenPool",
+    "mem_cache.memory_pool": "KVCache MHATokenToKVPool MLATokenToKVPool ReqToTokenPool",
     "mem_cache.memory_pool_host": (
-        "HostKVCache HostPoolGroup HostTensorAllocator MHATokenToKVPoolHost PoolEntry"
+        "DSAIndexerPoolHost HICACHE_HOST_MEMORY_RESERVE_BYTES HostKVCache HostPoolGroup "
+        "HostTensorAllocator MHATokenToKVPoolHost MLATokenToKVPoolHost NSAIndexerPoolHost PoolEntry"
     ),
     "mem_cache.radix_cache": "RadixCache RadixKey TreeNode",
     "mem_cache.registry": "TreeCacheBuildContext create_tree_cache",

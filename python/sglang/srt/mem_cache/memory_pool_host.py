@@ -1,16 +1,31 @@
 """L2, host memory: the front of the host pools. See `host_pool` for units and threads."""
 
+from typing import Final
+
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_pool import DevicePool
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.mla_host_pool import (
+    DSAIndexerPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+)
+
+HICACHE_HOST_MEMORY_RESERVE_BYTES: Final = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES
+"""The setting; `get()` is the number of bytes that L2 leaves free."""
 
 __all__ = [
+    "HICACHE_HOST_MEMORY_RESERVE_BYTES",
+    "DSAIndexerPoolHost",
     "DevicePool",
     "HostKVCache",
     "HostPoolGroup",
     "HostTensorAllocator",
     "MHATokenToKVPoolHost",
+    "MLATokenToKVPoolHost",
+    "NSAIndexerPoolHost",
     "PoolEntry",
 ]

@@ -107,6 +107,14 @@ def parse_layout(name: str) -> HostLayout:
     return _parse(HostLayout, name, "--hicache-mem-layout", "layout")
 
 
+def check_layout_of_kind(layout: str, known: tuple[HostLayout, ...], kind: str) -> None:
+    """Raise ValueError where a kind of state has other layouts, `known`; names them."""
+    if layout not in known:
+        raise ValueError(
+            f"--hicache-mem-layout {layout} is not for {kind}; use one of: {', '.join(known)}"
+        )
+
+
 def page_byte_order(layout: str) -> str:
     """The order of a page's bytes in L3. Layouts with the same order can share a namespace."""
     return _BYTE_ORDER[parse_layout(layout)].value

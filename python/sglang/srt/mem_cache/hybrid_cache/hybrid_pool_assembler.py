@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 import torch
 
 from sglang.srt.constants import GB
+from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
@@ -21,11 +23,16 @@ from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fi
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
 
 HostPoolClass: TypeAlias = type[HostKVCache[Any]]
 
-_HOST_POOLS: dict[type, HostPoolClass] = {MHATokenToKVPool: MHATokenToKVPoolHost}
+_HOST_POOLS: dict[type, HostPoolClass] = {
+    MHATokenToKVPool: MHATokenToKVPoolHost,
+    MLATokenToKVPool: MLATokenToKVPoolHost,
+    NSAIndexerPool: NSAIndexerPoolHost,
+}
 """By class of the device pool; a subclass is mirrored as the nearest of its bases that is here."""
 
 

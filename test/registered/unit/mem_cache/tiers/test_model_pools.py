@@ -1,6 +1,7 @@
 """Two kinds of state in one tree: their pages move together through L1, L2 and L3, or not at all.
 
-The second kind is a mark a page, in layers of its own; the rig checks every mark that it reuses.
+The second kind has layers of its own and shares the slots of the first: a mark a page beside keys
+and values, or indexer keys beside latent rows. The rigs check every one that they reuse.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
+from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache import cache_controller
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -33,6 +34,7 @@ from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_mooncake import FakeMooncakes
 from sglang.test.marks_rig import MarksRig
+from sglang.test.mla_rig import MLARig
 from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 from sglang.test.random_setup import impatient
 from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
@@ -49,14 +51,24 @@ def storage_dir(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
+Kind = type[MarksRig] | type[MLARig]
+
+
+@pytest.fixture(params=[MarksRig, MLARig])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """The rig of a model with two kinds of state."""
+    found: Kind = request.param
+    return found
+
+
 @pytest.fixture(name="rigs")
 def make_rigs() -> Iterator[StorageRigs]:
     with StorageRigs() as made:
         yield made
 
 
-def mark_file(root: Path, page: int) -> Path:
-    """Where the mark of a page of `PROMPT` is."""
+def second_part(root: Path, page: int) -> Path:
+    """Where the mark, or the indexer keys, of a page of `PROMPT` are."""
     page_hash = RadixKey(PROMPT[:40]).page_hashes(PAGE)[page]
     (found,) = root.glob(f"*/??/{page_hash}%2Findexer")
     return found
@@ -68,19 +80,19 @@ def mark_file(root: Path, page: int) -> Path:
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_marks_go_to_the_host_and_come_back(
-    monkeypatch: pytest.MonkeyPatch, layout: str, policy: str, in_pieces: bool
+def test_both_kinds_go_to_the_host_and_come_back(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, layout: str, policy: str, in_pieces: bool
 ) -> None:
-    monkeypatch.setattr(MHATokenToKVPoolHost, "prefers_cpu_slots", lambda *_: in_pieces)
+    monkeypatch.setattr(PagedPoolHost, "prefers_cpu_slots", lambda *_: in_pieces)
     monkeypatch.setattr(cache_controller, "_PAGES_AT_ONCE", 3)
     settings = HiCacheSettings(hicache_mem_layout=layout, hicache_write_policy=policy)
-    rig = MarksRig(l1_pages=12, settings=settings)
+    rig = kind(l1_pages=12, settings=settings)
     rig.run(PROMPT)
     rig.settle()
     for first in (1000, 2000):
         rig.run(range(first, first + 40))
         rig.settle()
-    rig.marks.marks[:, 1:].fill_(-1)
+    rig.spoil()
     assert rig.run(PROMPT).host == 40
     rig.settle()
     rig.close()
@@ -98,21 +110,21 @@ def test_a_load_signals_the_layers_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-def test_marks_go_to_files_and_come_back(rigs: StorageRigs, layout: str) -> None:
-    writer, reader = (rigs.make("file", kind=MarksRig, hicache_mem_layout=layout) for _ in range(2))
+def test_both_kinds_go_to_files_and_come_back(rigs: StorageRigs, kind: Kind, layout: str) -> None:
+    writer, reader = (rigs.make("file", kind=kind, hicache_mem_layout=layout) for _ in range(2))
     writer.run(PROMPT)
     writer.settle()
     assert reader.run(PROMPT) == Reused(storage=40)
     reader.settle()
 
 
-def test_marks_go_to_mooncake_and_come_back_with_one_question_for_all_prompts(
-    monkeypatch: pytest.MonkeyPatch,
+def test_both_kinds_go_to_mooncake_and_come_back_with_one_question_for_all_prompts(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     fakes = FakeMooncakes(monkeypatch)
     monkeypatch.setattr(mooncake_store, "is_reachable", lambda config: True)
     with StorageRigs(master_server_address="127.0.0.1:1", protocol="tcp") as rigs:
-        writer, reader = (rigs.make(kind=MarksRig) for _ in range(2))
+        writer, reader = (rigs.make(kind=kind) for _ in range(2))
         other = [*range(500, 520), 7]
         for prompt in (PROMPT, other):
             writer.run(prompt)
@@ -130,13 +142,13 @@ def test_marks_go_to_mooncake_and_come_back_with_one_question_for_all_prompts(
 
 
 @pytest.mark.parametrize("trouble", ["missing", "damaged", "truncated"])
-def test_a_page_without_its_mark_counts_as_missing_and_is_healed_whole(
-    rigs: StorageRigs, storage_dir: Path, trouble: str
+def test_a_page_without_its_second_part_counts_as_missing_and_is_healed_whole(
+    rigs: StorageRigs, storage_dir: Path, kind: Kind, trouble: str
 ) -> None:
-    writer, reader, third = (rigs.make("file", kind=MarksRig) for _ in range(3))
+    writer, reader, third = (rigs.make("file", kind=kind) for _ in range(3))
     writer.run(PROMPT)
     writer.settle()
-    file = mark_file(storage_dir, 6)
+    file = second_part(storage_dir, 6)
     raw = file.read_bytes()
     if trouble == "missing":
         file.unlink()
@@ -150,13 +162,13 @@ def test_a_page_without_its_mark_counts_as_missing_and_is_healed_whole(
 
 
 class Picky(HiCacheFile):
-    """A file store that does to marks alone what it is told to."""
+    """A file store that does to the second kind of state alone what it is told to."""
 
     fails_at: ClassVar[int | None] = None
-    """Marks from this page of a call on are refused."""
+    """Its pages from this one of a call on are refused."""
     is_down: ClassVar[bool] = False
     gate: ClassVar[threading.Event]
-    """Marks are read when it is set, a moment after the keys and values."""
+    """It is read when this is set, a moment after the first kind."""
 
     def __init__(self, storage_config: Any, **_: Any) -> None:
         root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
@@ -168,7 +180,7 @@ class Picky(HiCacheFile):
         results = super().batch_get_v2(transfers[:1], extra_info)
         assert self.gate.wait(30)
         if self.is_down:
-            raise StorageUnavailable("no marks today")
+            raise StorageUnavailable("not today")
         return results | super().batch_get_v2(transfers[1:], extra_info)
 
     def batch_set_v2(
@@ -177,11 +189,11 @@ class Picky(HiCacheFile):
         if self.fails_at is None:
             return super().batch_set_v2(transfers, extra_info)
         results = super().batch_set_v2(transfers[:1], extra_info)
-        (marks,) = transfers[1:]
-        assert marks.keys is not None and marks.host_indices is not None
-        kept, refused = marks.keys[: self.fails_at], marks.keys[self.fails_at :]
-        slots = marks.host_indices[: len(kept) * PAGE]
-        some = PoolTransfer(marks.name, slots, keys=kept)
+        (second,) = transfers[1:]
+        assert second.keys is not None and second.host_indices is not None
+        kept, refused = second.keys[: self.fails_at], second.keys[self.fails_at :]
+        slots = second.host_indices[: len(kept) * PAGE]
+        some = PoolTransfer(second.name, slots, keys=kept)
         written = super().batch_set_v2([some], extra_info)["indexer"]
         return results | {"indexer": [*written, *[CacheOutcome.FAILED] * len(refused)]}
 
@@ -194,9 +206,11 @@ def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Picky.gate.set()
 
 
-def test_nothing_of_a_read_is_visible_before_all_its_marks_are_there(rigs: StorageRigs) -> None:
-    writer = rigs.make("file", kind=MarksRig)
-    reader = rigs.make(Picky, kind=MarksRig, extra={"prefetch_timeout_max": 20})
+def test_nothing_of_a_read_is_visible_before_both_kinds_are_there(
+    rigs: StorageRigs, kind: Kind
+) -> None:
+    writer = rigs.make("file", kind=kind)
+    reader = rigs.make(Picky, kind=kind, extra={"prefetch_timeout_max": 20})
     writer.run(PROMPT)
     writer.settle()
     Picky.gate.clear()
@@ -214,10 +228,10 @@ def test_nothing_of_a_read_is_visible_before_all_its_marks_are_there(rigs: Stora
     reader.settle()
 
 
-def test_a_store_that_fails_for_marks_gives_nothing(
-    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_fails_for_one_kind_gives_nothing(
+    rigs: StorageRigs, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, reader = rigs.make("file", kind=MarksRig), rigs.make(Picky, kind=MarksRig)
+    writer, reader = rigs.make("file", kind=kind), rigs.make(Picky, kind=kind)
     writer.run(PROMPT)
     writer.settle()
     monkeypatch.setattr(Picky, "is_down", True)
@@ -227,10 +241,10 @@ def test_a_store_that_fails_for_marks_gives_nothing(
     assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size - 40, "its own copy"
 
 
-def test_nothing_is_written_behind_a_page_whose_mark_was_refused(
-    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_written_behind_a_page_whose_second_part_was_refused(
+    rigs: StorageRigs, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, reader = rigs.make(Picky, kind=MarksRig), rigs.make("file", kind=MarksRig)
+    writer, reader = rigs.make(Picky, kind=kind), rigs.make("file", kind=kind)
     monkeypatch.setattr(Picky, "fails_at", 3)
     writer.run(PROMPT)
     writer.run([*PROMPT[:40], *range(100, 108), 7])
@@ -245,8 +259,8 @@ _MOODS = ("well", "quick", "slow", "failing", "refusing", "rotten", "forgetful",
 
 @pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
 @pytest.mark.parametrize("seed", range(3))
-def test_marks_are_right_whatever_the_store_does(backend: str, seed: int) -> None:
-    """Prompts of four families over small tiers; every reused mark is checked by the rig."""
+def test_both_kinds_are_right_whatever_the_store_does(backend: str, seed: int, kind: Kind) -> None:
+    """Prompts of four families over small tiers; all that is reused is checked by the rig."""
     rng = random.Random(seed)
     with (
         ObjectStore(seed) as store,
@@ -256,7 +270,7 @@ def test_marks_are_right_whatever_the_store_does(backend: str, seed: int) -> Non
         pair = [
             rigs.make(
                 backend,
-                kind=MarksRig,
+                kind=kind,
                 l1_pages=12,
                 hicache_ratio=1.5,
                 hicache_mem_layout=rng.choice(("page_first_direct", "layer_first")),

@@ -1,0 +1,38 @@
+"""Small pools of latent rows and indexer keys with known bytes, for tests of L2 and L3."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
+from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.memory_pool_host import MLATokenToKVPoolHost, NSAIndexerPoolHost
+from sglang.test.host_pools import PAGE, PoolKind, fill_with_random_bits
+
+LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
+"""Those of these pools."""
+
+
+def make_mla_pool(
+    seed: int = 0, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", num_pages: int = 16
+) -> MLATokenToKVPool:
+    """3 layers of rows of 10 + 2 elements, in random bits."""
+    pool = MLATokenToKVPool(num_pages * PAGE, PAGE, dtype, 10, 2, 3, device)
+    fill_with_random_bits(pool, seed)
+    return pool
+
+
+def make_indexer_pool(
+    seed: int = 0, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", num_pages: int = 16
+) -> NSAIndexerPool:
+    """2 layers of keys of 6 elements, in random bits."""
+    pool = NSAIndexerPool(IndexerSpec.of((0, 2), 6, dtype), num_pages * PAGE, PAGE, device)
+    fill_with_random_bits(pool, seed)
+    return pool
+
+
+LATENT_ROWS: Final = PoolKind(PoolName.KV, make_mla_pool, MLATokenToKVPoolHost)
+INDEXER_KEYS: Final = PoolKind(PoolName.INDEXER, make_indexer_pool, NSAIndexerPoolHost)

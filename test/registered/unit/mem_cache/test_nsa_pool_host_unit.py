@@ -1,0 +1,201 @@
+"""Host pools of latent rows and indexer keys: bytes in every layout, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    HiCacheFile,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.host.host_layout import page_byte_order
+from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+from sglang.srt.mem_cache.memory_pool_host import (
+    DSAIndexerPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import (
+    PAGE,
+    PoolKind,
+    copy_to_device,
+    copy_to_host,
+    device_bytes,
+    page_keys,
+    page_slots,
+    round_trip,
+    storage_config,
+)
+from sglang.test.mla_pools import (
+    INDEXER_KEYS,
+    LATENT_ROWS,
+    LAYOUTS,
+    make_indexer_pool,
+    make_mla_pool,
+)
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KINDS = pytest.mark.parametrize("kind", [LATENT_ROWS, INDEXER_KEYS], ids=["latent", "indexer"])
+MAKERS = pytest.mark.parametrize("make", [make_mla_pool, make_indexer_pool])
+IN_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def host_of(device: PagedDevicePool, layout: str) -> AnyHostPool:
+    kind = INDEXER_KEYS if isinstance(device, NSAIndexerPool) else LATENT_ROWS
+    return kind.host_pool_class.make(device, page_num=32, layout=layout)
+
+
+def expected_page(device: PagedDevicePool, page: int, layout: str) -> bytes:
+    layers = torch.stack([buffer[page_slots([page])] for buffer in device.parts[0]])
+    if page_byte_order(layout) == "token_major":
+        layers = layers.transpose(0, 1)
+    return layers.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# -- L1 to L2 and back ---------------------------------------------------------------------------
+
+
+@MAKERS
+@IN_LAYOUTS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pages", [[3, 1, 15, 8], [5, 6, 7]])
+def test_device_host_device_is_bit_exact(
+    make: Callable[..., PagedDevicePool], layout: str, dtype: torch.dtype, pages: list[int]
+) -> None:
+    device, other = make(0, dtype=dtype), make(1, dtype=dtype)
+    untouched = device_bytes(other, page_slots([0, 2]))
+    host = host_of(device, layout)
+    copy_to_host(device, host, [0])
+    slots = copy_to_host(device, host, pages)
+    targets = [14, 4, 10, 11][: len(pages)]
+    copy_to_device(host, other, slots, targets)
+    assert device_bytes(other, page_slots(targets)) == device_bytes(device, page_slots(pages))
+    assert device_bytes(other, page_slots([0, 2])) == untouched
+
+
+# -- bytes of pages ------------------------------------------------------------------------------
+
+
+@MAKERS
+@IN_LAYOUTS
+def test_page_bytes_follow_the_byte_order(
+    make: Callable[..., PagedDevicePool], layout: str
+) -> None:
+    device = make()
+    host = host_of(device, layout)
+    slots = copy_to_host(device, host, [7, 3])
+    flat = host.get_data_page(int(slots[PAGE]))
+    assert flat.view(torch.uint8).numpy().tobytes() == expected_page(device, 3, layout)
+    layers, item = device.layer_num, device.spec.buffers[0].shape
+    tokens_and_layers = (PAGE, layers) if layout == "page_first" else (layers, PAGE)
+    assert host.get_data_page(0, flat=False).shape == (*tokens_and_layers, *item)
+    host.set_from_flat_data_page(40, flat)
+    assert torch.equal(host.get_data_page(40).view(torch.uint8), flat.view(torch.uint8))
+
+
+@MAKERS
+@IN_LAYOUTS
+def test_gathered_pages_scatter_back(make: Callable[..., PagedDevicePool], layout: str) -> None:
+    device, other = make(0), make(1)
+    host = host_of(device, layout)
+    slots = copy_to_host(device, host, [6, 2, 9])
+    # Rows with a gap, as a staging page with its trailer has.
+    rows = torch.zeros((3, host.page_bytes + 32), dtype=torch.uint8)
+    host.gather_pages(slots, rows[:, : host.page_bytes])
+    for row, page in zip(rows, (6, 2, 9), strict=True):
+        assert row[: host.page_bytes].numpy().tobytes() == expected_page(device, page, layout)
+        assert not row[host.page_bytes :].any()
+    copies = host.alloc(len(slots))
+    assert copies is not None
+    host.scatter_pages(copies, rows[:, : host.page_bytes])
+    copy_to_device(host, other, copies, [6, 2, 9])
+    wanted = page_slots([6, 2, 9])
+    assert device_bytes(other, wanted) == device_bytes(device, wanted)
+
+
+@MAKERS
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_page_is_one_run_of_memory(make: Callable[..., PagedDevicePool], layout: str) -> None:
+    device = make()
+    host = host_of(device, layout)
+    slots = copy_to_host(device, host, [7, 3])
+    ptrs, sizes = host.get_page_buffer_meta(slots)
+    assert sizes == [host.page_bytes] * 2
+    for ptr, views, page in zip(ptrs, host.get_page_views(slots), (7, 3), strict=True):
+        expected = expected_page(device, page, layout)
+        assert ctypes.string_at(ptr, host.page_bytes) == expected
+        assert [bytes(view) for view in views] == [expected]
+    with pytest.raises(ValueError, match="leave the pool"):
+        host.get_page_buffer_meta(page_slots([32]))
+
+
+# -- L2 to L3 and back ---------------------------------------------------------------------------
+
+
+@KINDS
+@IN_LAYOUTS
+def test_pages_go_to_files_and_come_back(kind: PoolKind, layout: str, tmp_path: Path) -> None:
+    storage = HiCacheFile(storage_config(), str(tmp_path))
+    round_trip(storage, layout, page_keys(5), [9, 4, 5, 0, 11], kind=kind)
+
+
+def test_a_prefix_is_a_hit_as_far_as_both_pools_have_its_pages(tmp_path: Path) -> None:
+    storage = HiCacheFile(storage_config(), str(tmp_path))
+    keys, transfers = page_keys(5), []
+    for kind, count in ((LATENT_ROWS, 5), (INDEXER_KEYS, 3)):
+        device = kind.make_device_pool(0)
+        host = host_of(device, "page_first_direct")
+        storage.register_mem_host_pool_v2(host, kind.name)
+        slots = copy_to_host(device, host, list(range(count)))
+        transfers.append(PoolTransfer(kind.name, slots, keys=keys[:count]))
+    written = storage.batch_set_v2(transfers)
+    assert written == {"kv": [CacheOutcome.LANDED] * 5, "indexer": [CacheOutcome.LANDED] * 3}
+    assert storage.batch_exists_v2(keys).kv_hit_pages == 5
+    with_keys = storage.batch_exists_v2(keys, [PoolTransfer(PoolName.INDEXER)])
+    assert (with_keys.kv_hit_pages, with_keys.extra_pool_hit_pages) == (3, {"indexer": 3})
+
+
+# -- sizes, names, and what is refused -----------------------------------------------------------
+
+
+def test_sizes() -> None:
+    host = MLATokenToKVPoolHost(make_mla_pool(), 2.0, 0, PAGE, "page_first")
+    assert (host.page_num, host.size_per_token, host.get_ksize_per_token()) == (32, 72, 72)
+    assert (host.page_bytes, host.nbytes) == (288, 32 * 288)
+    indexer = NSAIndexerPoolHost(make_indexer_pool(), host, "page_first")
+    assert (indexer.page_num, indexer.size, indexer.page_bytes) == (32, 128, 96)
+    assert DSAIndexerPoolHost is NSAIndexerPoolHost
+
+
+@MAKERS
+def test_a_layout_with_parts_apart_is_refused(make: Callable[..., PagedDevicePool]) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"page_first_kv_split is not for .*use one of: layer_first, page_first, page_first_d",
+    ):
+        host_of(make(), "page_first_kv_split")
+    with pytest.raises(ValueError, match="unknown layout"):
+        host_of(make(), "page_last")
+
+
+def test_an_indexer_with_longer_pages_than_its_anchor_is_refused() -> None:
+    anchor = MLATokenToKVPoolHost(make_mla_pool(), 2.0, 0, PAGE, "page_first")
+    longer = NSAIndexerPool(IndexerSpec.of((0,), 6, torch.bfloat16), 64, 8, "cpu")
+    with pytest.raises(ValueError, match=r"pages of 8 tokens .* pages of 4"):
+        NSAIndexerPoolHost(longer, anchor, "page_first")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
