@@ -36,12 +36,10 @@ class MLAConfig:
         """Read a config of the DeepSeek family.
 
         Raises:
-            ValueError: A size is missing or not a positive integer, the rotated part is odd, or
-                `head_dim` contradicts it.
+            ValueError: A size is missing or not a positive integer, or `head_dim` is another than
+                that of the rotated part.
         """
         rope_dim = positive_int(hf_config, "qk_rope_head_dim")
-        if rope_dim % 2:
-            raise ValueError(f"config.json: qk_rope_head_dim={rope_dim} must be even")
         head_dim = getattr(hf_config, "head_dim", rope_dim)
         if head_dim != rope_dim:
             raise ValueError(

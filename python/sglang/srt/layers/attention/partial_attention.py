@@ -7,10 +7,13 @@ of being gathered first (the identity that FlashAttention and Flash-Decoding res
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+SCORE_BYTES: Final = 256 << 20
+"""Most that the scores of some rows take at a time, where no kernel computes attention."""
 
 
 class Partial(NamedTuple):
@@ -71,19 +74,28 @@ def _attend_plainly(
     causal: bool,
     mask: torch.Tensor | None,
 ) -> Partial:
-    """`attend` in elementary operations, for devices without such a kernel."""
+    """`attend` in elementary operations, for devices without such a kernel.
+
+    Takes some rows at a time, so that their scores take at most `SCORE_BYTES`.
+    """
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-    if mask is not None:
-        scores = scores + mask
-    if causal:
-        rows, keys = scores.shape[-2:]
-        above = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(above, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    out = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v.float())
-    return Partial(out.to(q.dtype), lse)
+    wide_k = k.float().repeat_interleave(group, dim=1)
+    wide_v = wide_k if v is k else v.float().repeat_interleave(group, dim=1)
+    n, heads, rows, _ = q.shape
+    step = max(1, SCORE_BYTES // (4 * n * heads * k.shape[2]))
+    outs, lses = [], []
+    for begin in range(0, rows, step):
+        block = slice(begin, begin + step)
+        scores = torch.matmul(q[:, :, block].float(), wide_k.transpose(-1, -2)) * scale
+        if mask is not None:
+            scores += mask if mask.shape[-2] == 1 else mask[..., block, :]
+        if causal:
+            ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            scores.masked_fill_(ones.triu(1 + begin), -torch.inf)
+        lses.append(scores.logsumexp(dim=-1))
+        weights = (scores - lses[-1].unsqueeze(-1)).exp_()
+        outs.append(torch.matmul(weights, wide_v).to(q.dtype))
+    return Partial(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
 
 
 def merge_two(a: Partial, b: Partial) -> torch.Tensor:
@@ -99,12 +111,11 @@ class RunningAttention:
         self.out = first.out.float()
         self.lse = first.lse
 
-    def add_(self, part: Partial, begin: int = 0) -> None:
-        """Add keys that only the rows from `begin` on see, and that no part had."""
-        out, lse = self.out[:, :, begin:], self.lse[:, :, begin:]
-        weight = torch.sigmoid(part.lse - lse).unsqueeze(-1)
-        out.lerp_(part.out.float(), weight)
-        torch.logaddexp(lse, part.lse, out=lse)
+    def add_(self, part: Partial) -> None:
+        """Add keys that no part had."""
+        weight = torch.sigmoid(part.lse - self.lse).unsqueeze(-1)
+        self.out.lerp_(part.out.float(), weight)
+        self.lse = torch.logaddexp(self.lse, part.lse)
 
 
 def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> torch.Tensor:
