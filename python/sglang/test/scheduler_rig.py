@@ -28,6 +28,7 @@ from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process import init_pools
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
+from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_key import token_array
@@ -104,6 +105,8 @@ class SchedulerRig:
         )
         page_size = self.server_args.page_size
         assert page_size is not None
+        self.model_pools: ModelPools | None = None
+        """All kinds of state; None: keys and values alone."""
         self.worker = self.make_worker(model_path, page_size, pool_tokens, max_requests)
         mark_device_set(RIG_DEVICE)
         metrics = SchedulerMetrics()
@@ -119,6 +122,7 @@ class SchedulerRig:
                     weights_identity="rig",
                     tp_cache_group=self.group,
                     metrics_registry=metrics.registry,
+                    model_pools=self.model_pools,
                 ),
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )
@@ -158,6 +162,8 @@ class SchedulerRig:
             init_pools(runner, self.server_args, self.group)
         else:
             runner.init_memory_pool(pool_tokens, max_requests)
+        layers = runner.model_config.num_hidden_layers
+        self.model_pools = ModelPools.of(runner.pools.values(), layers)
         return TpModelWorker(runner)
 
     def request(

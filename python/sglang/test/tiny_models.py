@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -29,6 +35,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -45,7 +54,31 @@ _SHAPE = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
 _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2},
+    "deepseek_v32": {
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "index_topk": 32,
+        "index_n_heads": 16,
+        "index_head_dim": 24,
+    },
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,
@@ -74,6 +107,9 @@ def save_tiny_checkpoint(
             # The default initialisation has zero biases and norms of 1, which would test nothing.
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(noise * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
     return model

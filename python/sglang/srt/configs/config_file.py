@@ -9,6 +9,9 @@ from typing import Any, Final
 from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 
 SUPPORTED_ARCHITECTURES: Final = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
 
 
@@ -17,11 +18,27 @@ class RopeConfig:
     rope_type: str = "default"
     theta: float = DEFAULT_THETA
     factor: float = 1.0
-    """`linear`, `llama3`: the factor by which the context was extended."""
+    """All but `default`: the factor by which the context was extended."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    """`llama3`: context length in tokens before the extension."""
+    """`llama3`, `yarn`: context length in tokens before the extension."""
+    beta_fast: float = 32.0
+    """`yarn`: dimensions that turn more often than this in the original context are kept."""
+    beta_slow: float = 1.0
+    """`yarn`: dimensions that turn less often than this are slowed by `factor`."""
+    truncate: bool = True
+    """`yarn`: the two bounds are rounded to whole dimensions."""
+    attention_factor: float = 1.0
+    """`yarn`: what cosines and sines are multiplied by."""
+    mscale_all_dim: float = 0.0
+    """What models with latent attention scale their scores by; see `score_scale`."""
+
+    def score_scale(self) -> float:
+        """The factor of attention scores in models that scale all of a head's dimensions."""
+        if self.rope_type == "default" or not self.mscale_all_dim:
+            return 1.0
+        return _mscale(self.factor, self.mscale_all_dim) ** 2
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> RopeConfig:
@@ -50,14 +67,34 @@ class RopeConfig:
             )
         if rope_type == "default":
             return cls(theta=float(theta))
+        factor = _number(params, "factor", rope_type)
+        mscale_all_dim = _number(params, "mscale_all_dim", rope_type, default=0.0)
         if rope_type == "linear":
             return cls(
-                rope_type=rope_type, theta=float(theta), factor=_number(params, "factor", rope_type)
+                rope_type=rope_type,
+                theta=float(theta),
+                factor=factor,
+                mscale_all_dim=mscale_all_dim,
+            )
+        if rope_type == "yarn":
+            return cls(
+                rope_type=rope_type,
+                theta=float(theta),
+                factor=factor,
+                original_max_position_embeddings=int(
+                    _number(params, "original_max_position_embeddings", rope_type)
+                ),
+                beta_fast=_number(params, "beta_fast", rope_type, default=32.0),
+                beta_slow=_number(params, "beta_slow", rope_type, default=1.0),
+                truncate=bool(params.get("truncate", True)),
+                attention_factor=_attention_factor(params, factor),
+                mscale_all_dim=mscale_all_dim,
             )
         return cls(
             rope_type=rope_type,
             theta=float(theta),
-            factor=_number(params, "factor", rope_type),
+            factor=factor,
+            mscale_all_dim=mscale_all_dim,
             low_freq_factor=_number(params, "low_freq_factor", rope_type),
             high_freq_factor=_number(params, "high_freq_factor", rope_type),
             original_max_position_embeddings=int(
@@ -66,8 +103,29 @@ class RopeConfig:
         )
 
 
-def _number(params: Mapping[str, Any], name: str, rope_type: str) -> float:
+def _attention_factor(params: Mapping[str, Any], factor: float) -> float:
+    """YaRN's temperature, which is applied to the rotation instead of the scores."""
+    if params.get("attention_factor") is not None:
+        return _number(params, "attention_factor", "yarn")
+    mscale = _number(params, "mscale", "yarn", default=0.0)
+    all_dim = _number(params, "mscale_all_dim", "yarn", default=0.0)
+    if mscale and all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """YaRN's rule for how much scores grow with a context that is extended by `factor`."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _number(
+    params: Mapping[str, Any], name: str, rope_type: str, *, default: float | None = None
+) -> float:
+    """A field that must be positive; with a default it may be missing, or as the default."""
     value = params.get(name)
+    if default is not None and value in (None, default):
+        return default
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ValueError(
             f"rope_parameters.{name}={value!r} in config.json: rope type {rope_type!r} "

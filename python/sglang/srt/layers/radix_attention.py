@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import FULL_ATTENTION, AttentionKind
+from sglang.srt.layers.attention.base_attn_backend import (
+    FULL_ATTENTION,
+    AttentionKind,
+    IndexQuery,
+)
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 
 
@@ -43,6 +47,8 @@ class RadixAttention(torch.nn.Module):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         rows: torch.Tensor | None = None,
+        *,
+        index: IndexQuery | None = None,
     ) -> torch.Tensor:
         """Store the new keys and values, then attend.
 
@@ -52,6 +58,7 @@ class RadixAttention(torch.nn.Module):
             save_kv_cache: False: `k` and `v` have been stored.
             rows: Extend only: each request's last new token, int64 `[bs]`, where the others
                 need not attend.
+            index: What chooses the tokens to attend to, for kinds of attention that choose.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`.
@@ -59,4 +66,4 @@ class RadixAttention(torch.nn.Module):
         assert forward_batch.attn_backend is not None, "the runner sets it before the model runs"
         forward_batch.begin_layer(self.layer_id)
         backend = forward_batch.attn_backend
-        return backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows)
+        return backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows, index=index)

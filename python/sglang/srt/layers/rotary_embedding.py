@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear and llama3 frequencies."""
+"""Rotary position embedding: default, linear, llama3 and yarn frequencies."""
 
 from __future__ import annotations
 
@@ -38,8 +38,32 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         span = rope.high_freq_factor - rope.low_freq_factor
         keep = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
         return freqs * (keep + (1.0 - keep) / rope.factor)
+    if rope.rope_type == "yarn":
+        return _yarn_frequencies(rope, freqs)
     assert rope.rope_type == "default", rope.rope_type
     return freqs
+
+
+def _yarn_frequencies(rope: RopeConfig, freqs: torch.Tensor) -> torch.Tensor:
+    """YaRN (Peng et al., 2023), "NTK by parts".
+
+    Pairs that turn more than `beta_fast` times in the original context are kept, those that turn
+    less than `beta_slow` times are slowed by `factor`, and what lies between is interpolated.
+    """
+    pairs = len(freqs)
+
+    def pair_that_turns(turns: float) -> float:
+        wave = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return pairs * math.log(wave) / math.log(rope.theta)
+
+    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The upper bound counts dimensions, not pairs, in the method's own code.
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    ramp = torch.arange(pairs, dtype=torch.float32) - first
+    slowed = (ramp / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return freqs / rope.factor * slowed + freqs * (1.0 - slowed)
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -50,6 +74,7 @@ class RotaryEmbedding(torch.nn.Module):
     def __init__(self, rope: RopeConfig, head_dim: int, *, placement: TensorPlacement) -> None:
         super().__init__()
         self.dtype = placement.dtype
+        self.scale = rope.attention_factor
         self.register_buffer(
             "inv_freq", inverse_frequencies(rope, head_dim).to(placement.device), persistent=False
         )
@@ -58,6 +83,8 @@ class RotaryEmbedding(torch.nn.Module):
         """Angles of int64 `[num_tokens]` positions."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
         return Rotation(
             torch.cat((cos, cos), dim=-1).to(self.dtype).unsqueeze(1),
             torch.cat((-sin, sin), dim=-1).to(self.dtype).unsqueeze(1),
@@ -68,3 +95,12 @@ def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate `[num_tokens, num_heads, head_dim]`; dimension i pairs with i + head_dim / 2."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * rotation.cos, swapped, rotation.signed_sin)
+
+
+def deinterleave(x: torch.Tensor) -> torch.Tensor:
+    """Order the last dimension so that pairs 2i and 2i + 1 become pairs i and i + half.
+
+    For checkpoints whose pairs are neighbours. Scores do not change where queries and keys are
+    ordered alike.
+    """
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,28 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
 from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 
+class SelfAttention(Protocol):
+    """The attention part of a decoder layer."""
+
+    @property
+    def attn(self) -> RadixAttention:
+        """What attends, by a backend."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `LlamaAttention.forward`."""
+
+
+MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], SelfAttention]
+"""With the number of the layer. What it makes is a module."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
     """Options in which the architectures differ."""
@@ -34,6 +57,8 @@ class DecoderOptions:
     sparse: SparseMoeOptions | None = None
     """What `sparse_layers` have in place of the dense feed-forward part."""
     sparse_layers: frozenset[int] = frozenset()
+    attention: MakeAttention | None = None
+    """Makes the attention of each layer; None: `LlamaAttention`."""
 
 
 class LlamaMLP(GatedMLP):
@@ -126,7 +151,8 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = LlamaAttention(config, options, placement.at("self_attn"), layer_id)
+        attention = options.attention or LlamaAttention
+        self.self_attn = attention(config, options, placement.at("self_attn"), layer_id)
         self.mlp = self._feed_forward(config, options, placement.at("mlp"), layer_id)
         self.input_layernorm = RMSNorm(size, eps, placement=placement.at("input_layernorm"))
         self.post_attention_layernorm = RMSNorm(

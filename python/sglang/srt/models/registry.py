@@ -8,6 +8,11 @@ from types import MappingProxyType
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.deepseek_v2 import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+    DeepseekV32ForCausalLM,
+)
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -15,6 +20,9 @@ from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+        "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
+        "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,

@@ -82,7 +82,7 @@ def test_overrides(tmp_path: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*LlamaForCaus"),
         ({"architectures": ...}, r"missing \(model_type 'qwen3'\)"),
         ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'.*llama3, yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor=-1.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantiz"),

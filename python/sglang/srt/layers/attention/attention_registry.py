@@ -13,11 +13,15 @@ import torch
 
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.layers.attention.base_attn_backend import (
+    DSA,
     FULL_ATTENTION,
+    MLA,
     AttentionBackend,
     AttentionConfig,
     AttentionKind,
 )
+from sglang.srt.layers.attention.dsa_backend import DSATorchNativeBackend
+from sglang.srt.layers.attention.mla_backend import MLATorchNativeBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 MakeBackend = Callable[[AttentionConfig], AttentionBackend]
@@ -162,3 +166,5 @@ _FULL: Final[dict[str, MakeBackend]] = {
 for _kind in DEVICE_KINDS.values():
     for _name in _kind.attention_backends:
         register_attention_backend(FULL_ATTENTION, _name, _kind.name, _FULL[_name])
+    register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
+    register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NewType
+from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
 import torch
 
@@ -22,6 +22,27 @@ AttentionKind = NewType("AttentionKind", str)
 
 FULL_ATTENTION: Final = AttentionKind("full")
 """Every token sees all tokens up to itself; keys and values are kept per head."""
+
+MLA: Final = AttentionKind("mla")
+"""As `FULL_ATTENTION`, but a latent row is kept that all heads share."""
+
+DSA: Final = AttentionKind("dsa")
+"""As `MLA`, but every token sees only the tokens that an indexer chooses."""
+
+
+class IndexQuery(NamedTuple):
+    """What an indexer asks for some tokens: which tokens of their contexts are read."""
+
+    q: torch.Tensor
+    """`[num_tokens, heads, head_dim]` of the indexer."""
+    weights: torch.Tensor
+    """fp32 `[num_tokens, heads]`: of each head's positive products with the keys; scaled."""
+    topk: int
+    """Tokens to choose; contexts that are not longer are read as a whole."""
+
+    def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
+        """The same for some of the tokens."""
+        return IndexQuery(self.q[tokens], self.weights[tokens], self.topk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +164,17 @@ class AttentionBackend(ABC):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         rows: torch.Tensor | None = None,
+        *,
+        index: IndexQuery | None = None,
     ) -> torch.Tensor:
         """Store K and V, then attend; shapes as in `RadixAttention.forward`.
+
+        `index` is for kinds of attention that choose what is read.
 
         Storing comes first and writes other slots than any load in flight; reading the pool
         is what waits for this layer's load, so that copying hides behind the layers before.
         """
+        assert index is None, f"{type(self).__name__} reads whole contexts"
         if save_kv_cache:
             forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         if forward_batch.forward_mode.is_decode():

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionKind
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    AttentionKind,
+    IndexQuery,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -70,9 +74,11 @@ class MixedAttnBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         rows: torch.Tensor | None = None,
+        *,
+        index: IndexQuery | None = None,
     ) -> torch.Tensor:
         backend = self._backends[layer.kind]
-        return backend.forward(q, k, v, layer, forward_batch, save_kv_cache, rows)
+        return backend.forward(q, k, v, layer, forward_batch, save_kv_cache, rows, index=index)
 
     def forward_extend(
         self,

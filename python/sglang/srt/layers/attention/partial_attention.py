@@ -7,16 +7,20 @@ of being gathered first (the identity that FlashAttention and Flash-Decoding res
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
+
+SCORE_BYTES: Final = 256 << 20
+"""Most that the scores of some rows take at a time, where no kernel computes attention."""
 
 
 class Partial(NamedTuple):
     """Attention over some keys."""
 
     out: torch.Tensor
-    """`[n, heads, rows, head_dim]`, in the queries' dtype."""
+    """`[n, heads, rows, v_head_dim]`, in the queries' dtype."""
     lse: torch.Tensor
     """fp32 `[n, heads, rows]`: log of the sum of exponentials of the scaled scores."""
 
@@ -39,19 +43,26 @@ def attend(
 
     Args:
         q: `[n, heads, rows, head_dim]`; strides are free but for the dense last dimension.
-        k: `[n, kv_heads, keys, head_dim]`, `v` likewise; `kv_heads` divides `heads`.
+        k: `[n, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`.
+        v: `[n, kv_heads, keys, v_head_dim]`. On a CPU another `v_head_dim` than `head_dim` costs a
+            copy of the smaller ones.
         scale: Of the scores.
         causal: Row i sees keys 0 to i (rows and keys are then equal in number).
         mask: Added to the scores, broadcast to `[n, heads, rows, keys]`; not with `causal`.
     """
     if not q.is_cpu:
         return _attend_plainly(q, k, v, scale=scale, causal=causal, mask=mask)
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    if v_head_dim < head_dim:
+        v = F.pad(v, (0, head_dim - v_head_dim))
+    elif v_head_dim > head_dim:
+        q, k = (F.pad(x, (0, v_head_dim - head_dim)) for x in (q, k))
     # The kernel that scaled_dot_product_attention runs on a CPU, called by name because the
     # public function drops the log-sum-exp.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
-    return Partial(out, lse)
+    return Partial(out if out.shape[-1] == v_head_dim else out[..., :v_head_dim], lse)
 
 
 def _attend_plainly(
@@ -63,25 +74,48 @@ def _attend_plainly(
     causal: bool,
     mask: torch.Tensor | None,
 ) -> Partial:
-    """`attend` in elementary operations, for devices without such a kernel."""
+    """`attend` in elementary operations, for devices without such a kernel.
+
+    Takes some rows at a time, so that their scores take at most `SCORE_BYTES`.
+    """
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-    if mask is not None:
-        scores = scores + mask
-    if causal:
-        rows, keys = scores.shape[-2:]
-        above = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(above, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    out = torch.matmul((scores - lse.unsqueeze(-1)).exp(), v.float())
-    return Partial(out.to(q.dtype), lse)
+    wide_k = k.float().repeat_interleave(group, dim=1)
+    wide_v = wide_k if v is k else v.float().repeat_interleave(group, dim=1)
+    n, heads, rows, _ = q.shape
+    step = max(1, SCORE_BYTES // (4 * n * heads * k.shape[2]))
+    outs, lses = [], []
+    for begin in range(0, rows, step):
+        block = slice(begin, begin + step)
+        scores = torch.matmul(q[:, :, block].float(), wide_k.transpose(-1, -2)) * scale
+        if mask is not None:
+            scores += mask if mask.shape[-2] == 1 else mask[..., block, :]
+        if causal:
+            ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            scores.masked_fill_(ones.triu(1 + begin), -torch.inf)
+        lses.append(scores.logsumexp(dim=-1))
+        weights = (scores - lses[-1].unsqueeze(-1)).exp_()
+        outs.append(torch.matmul(weights, wide_v).to(q.dtype))
+    return Partial(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
 
 
 def merge_two(a: Partial, b: Partial) -> torch.Tensor:
     """Attention over the union of two disjoint sets of keys: `[n, heads, rows, head_dim]`."""
     weight = torch.sigmoid(a.lse - b.lse).unsqueeze(-1)
     return torch.lerp(b.out.float(), a.out.float(), weight).to(b.out.dtype)
+
+
+class RunningAttention:
+    """Attention over parts of a context that come one after the other, in fp32."""
+
+    def __init__(self, first: Partial) -> None:
+        self.out = first.out.float()
+        self.lse = first.lse
+
+    def add_(self, part: Partial) -> None:
+        """Add keys that no part had."""
+        weight = torch.sigmoid(part.lse - self.lse).unsqueeze(-1)
+        self.out.lerp_(part.out.float(), weight)
+        self.lse = torch.logaddexp(self.lse, part.lse)
 
 
 def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> torch.Tensor:

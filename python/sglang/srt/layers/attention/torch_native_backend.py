@@ -14,6 +14,7 @@ mask 55 ms (58 with building it); causal_lower_right 58 ms. 100 tokens after 6,0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,9 +32,11 @@ from sglang.srt.layers.attention.slot_plan import (
     DecodePlan,
     ExtendSegment,
     Gather,
+    Slots,
     plan_decode,
     plan_extend,
 )
+from sglang.srt.mem_cache.device.state_spec import PoolName
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -45,33 +48,38 @@ class TorchNativeAttnBackend(AttentionBackend):
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         self._config = config
-        self._view_tokens = max(1, view_bytes // config.kv.layer_bytes)
+        self._view_tokens = max(1, view_bytes // config.specs[PoolName.KV].layer_bytes)
         self._decode_plan: DecodePlan | None = None
         self._extend_plan: list[ExtendSegment] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         table = forward_batch.req_to_token_pool.req_to_token.cpu().numpy()
         rows = forward_batch.req_pool_indices.tolist()
+        lens = forward_batch.seq_lens_cpu
+        contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
         device = forward_batch.input_ids.device
         if forward_batch.forward_mode.is_decode():
-            lens = forward_batch.seq_lens_cpu
-            contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
-            self._decode_plan = plan_decode(
-                contexts,
-                page_size=self._config.page_size,
-                view_tokens=self._view_tokens,
-                dtype=self._config.dtype,
-                device=device,
-            )
+            self._decode_plan = self._plan_decode(contexts, device)
         else:
-            prefix_lens = forward_batch.extend_prefix_lens_cpu
-            extend_lens = forward_batch.extend_seq_lens_cpu
-            assert prefix_lens is not None
-            assert extend_lens is not None
-            prefixes = [table[row, :length] for row, length in zip(rows, prefix_lens, strict=True)]
-            self._extend_plan = plan_extend(
-                prefixes, extend_lens, page_size=self._config.page_size, device=device
+            assert forward_batch.extend_seq_lens_cpu is not None
+            self._extend_plan = self._plan_extend(
+                contexts, forward_batch.extend_seq_lens_cpu, device
             )
+
+    def _plan_decode(self, contexts: Sequence[Slots], device: torch.device) -> DecodePlan:
+        return plan_decode(
+            contexts,
+            page_size=self._config.page_size,
+            view_tokens=self._view_tokens,
+            dtype=self._config.dtype,
+            device=device,
+        )
+
+    def _plan_extend(
+        self, contexts: Sequence[Slots], extend_lens: Sequence[int], device: torch.device
+    ) -> list[ExtendSegment]:
+        prefixes = [slots[:-new] for slots, new in zip(contexts, extend_lens, strict=True)]
+        return plan_extend(prefixes, extend_lens, page_size=self._config.page_size, device=device)
 
     def forward_extend(
         self,
@@ -105,24 +113,48 @@ class TorchNativeAttnBackend(AttentionBackend):
     def forward_decode(
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        plan = self._decode_plan
-        assert plan is not None
+        assert self._decode_plan is not None
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        batch_size = q.shape[0]
-        q = q.reshape(batch_size, layer.num_kv_heads, -1, layer.head_dim)
-        parts = []
-        for row, slot, length in plan.views:
-            k_view = heads_first(pool_k.narrow(0, slot, length)).to(q.dtype)
+        grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, layer.head_dim)
+        out = decode_by_plan(self._decode_plan, grouped, pool_k, pool_v, scale=layer.scaling)
+        return out.reshape(q.shape[0], -1)
+
+
+def decode_by_plan(
+    plan: DecodePlan,
+    q: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Attend from one token of each request to its whole context.
+
+    Args:
+        plan: Of this batch.
+        q: `[bs, num_kv_heads, heads of a group, head_dim]`.
+        pool_k: `[slots, num_kv_heads, head_dim]`; `pool_v` likewise, or the same tensor, which is
+            then gathered once.
+        scale: Of the scores.
+
+    Returns:
+        `[bs, num_kv_heads, heads of a group, head_dim]`.
+    """
+    parts = []
+    for row, slot, length in plan.views:
+        k_view = heads_first(pool_k.narrow(0, slot, length)).to(q.dtype)
+        v_view = k_view
+        if pool_v is not pool_k:
             v_view = heads_first(pool_v.narrow(0, slot, length)).to(q.dtype)
-            parts.append(attend(q[row : row + 1], k_view, v_view, scale=layer.scaling))
-        parts += [_attend_gathered(q, pool_k, pool_v, part, layer) for part in plan.gathers]
-        out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
-        if plan.order is None:
-            lse = torch.cat([part.lse for part in parts])
-            out = merge_parts(Partial(out, lse), plan.owners, batch_size)
-        elif not plan.in_order:
-            out = out.index_select(0, plan.order)
-        return out.reshape(batch_size, -1)
+        parts.append(attend(q[row : row + 1], k_view, v_view, scale=scale))
+    parts += [_attend_gathered(q, pool_k, pool_v, part, scale) for part in plan.gathers]
+    out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
+    if plan.order is None:
+        lse = torch.cat([part.lse for part in parts])
+        out = merge_parts(Partial(out, lse), plan.owners, q.shape[0])
+    elif not plan.in_order:
+        out = out.index_select(0, plan.order)
+    return out
 
 
 def _read_prefix(
@@ -170,7 +202,7 @@ def _attend_gathered(
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     part: Gather,
-    layer: RadixAttention,
+    scale: float,
 ) -> Partial:
     """Attend from one token of each row in `part` to the slots gathered for it.
 
@@ -180,9 +212,11 @@ def _attend_gathered(
     Returns:
         `out` `[len(part.rows), num_kv_heads, heads of a group, head_dim]`.
     """
-    shape = (len(part.rows), part.width, layer.num_kv_heads, layer.head_dim)
+    shape = (len(part.rows), part.width, *pool_k.shape[1:])
     k = pool_k.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
-    v = pool_v.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
+    v = k
+    if pool_v is not pool_k:
+        v = pool_v.index_select(0, part.slots).view(shape).transpose(1, 2).to(q.dtype)
     if part.row_index is not None:
         q = q.index_select(0, part.row_index)
-    return attend(q, k, v, scale=layer.scaling, mask=part.mask)
+    return attend(q, k, v, scale=scale, mask=part.mask)

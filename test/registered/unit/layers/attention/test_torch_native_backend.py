@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers.attention import partial_attention
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.partial_attention import (
     Partial,
+    RunningAttention,
     _attend_plainly,
     attend,
     merge_parts,
@@ -176,8 +178,12 @@ def random_qkv(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return q, k, v
 
 
+@pytest.mark.parametrize("score_bytes", [1, 2000, 1 << 20])
 @pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
-def test_the_kernel_and_elementary_operations_agree(causal: bool, masked: bool) -> None:
+def test_the_kernel_and_elementary_operations_agree(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, masked: bool, score_bytes: int
+) -> None:
+    monkeypatch.setattr(partial_attention, "SCORE_BYTES", score_bytes)
     q, k, v = random_qkv(11, 11)
     mask: torch.Tensor | None = None
     if masked:
@@ -201,6 +207,29 @@ def test_parts_join_to_the_whole_even_where_one_weighs_nothing() -> None:
     torch.testing.assert_close(got, whole.out, rtol=1e-4, atol=1e-5)
     two = attend(q, k[:, :, 40:], v[:, :, 40:], scale=1.0)
     torch.testing.assert_close(merge_two(pieces[0], two), whole.out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("v_head_dim", [3, 8, 13])
+def test_values_may_be_of_another_size_than_keys(v_head_dim: int) -> None:
+    q, k, _ = random_qkv(5, 20)
+    v = torch.randn(*k.shape[:-1], v_head_dim, generator=torch.Generator().manual_seed(5))
+    kernel, plain = (
+        attend(q, k, v, scale=0.3),
+        _attend_plainly(q, k, v, scale=0.3, causal=False, mask=None),
+    )
+    torch.testing.assert_close(kernel.out, plain.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kernel.lse, plain.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_are_added_one_after_the_other() -> None:
+    q, k, v = random_qkv(5, 60)
+    k[:, :, 20:30] *= 100
+    running = RunningAttention(attend(q, k[:, :, :20], v[:, :, :20], scale=1.0))
+    for a, b in ((20, 50), (50, 60)):
+        running.add_(attend(q, k[:, :, a:b], v[:, :, a:b], scale=1.0))
+    whole = attend(q, k, v, scale=1.0)
+    torch.testing.assert_close(running.out, whole.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(running.lse, whole.lse, rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_backend_is_refused_by_name() -> None:

@@ -1,0 +1,89 @@
+"""Settings of latent attention (MLA) and of its sparse form, from a checkpoint's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from sglang.srt.configs.model_config import positive_int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Sizes of latent attention: elements of one token's vectors.
+
+    A query or key of one head has a part without position, then a rotated one.
+    """
+
+    kv_lora_rank: int
+    """Of the latent vector that keys and values of all heads are projected from."""
+    q_lora_rank: int | None
+    """Of the vector that queries are projected from; None: from the hidden state."""
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+    """The rotated pairs of the checkpoint are neighbours; otherwise half a head apart."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Of a query or key of one head, both parts."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @classmethod
+    def from_hf(cls, hf_config: PretrainedConfig) -> MLAConfig:
+        """Read a config of the DeepSeek family.
+
+        Raises:
+            ValueError: A size is missing or not a positive integer, or `head_dim` is another than
+                that of the rotated part.
+        """
+        rope_dim = positive_int(hf_config, "qk_rope_head_dim")
+        head_dim = getattr(hf_config, "head_dim", rope_dim)
+        if head_dim != rope_dim:
+            raise ValueError(
+                f"config.json: head_dim={head_dim} means what is rotated of a head, which "
+                f"qk_rope_head_dim={rope_dim} says too: remove head_dim"
+            )
+        has_q_lora = getattr(hf_config, "q_lora_rank", None) is not None
+        return cls(
+            kv_lora_rank=positive_int(hf_config, "kv_lora_rank"),
+            q_lora_rank=positive_int(hf_config, "q_lora_rank") if has_q_lora else None,
+            qk_nope_head_dim=positive_int(hf_config, "qk_nope_head_dim"),
+            qk_rope_head_dim=rope_dim,
+            v_head_dim=positive_int(hf_config, "v_head_dim"),
+            rope_interleave=bool(getattr(hf_config, "rope_interleave", True)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerConfig:
+    """Settings of DeepSeek Sparse Attention (DSA): an indexer chooses what a token attends to."""
+
+    topk: int
+    """Tokens that each token attends to, at most."""
+    num_heads: int
+    """Of the indexer's queries; all of them share a key."""
+    head_dim: int
+    """Of the indexer's queries and keys; the first `qk_rope_head_dim` elements are rotated."""
+
+    @classmethod
+    def from_hf(cls, hf_config: PretrainedConfig) -> IndexerConfig:
+        """Read a config of DeepSeek-V3.2.
+
+        Raises:
+            ValueError: A size is missing or not a positive integer, or does not fit to another.
+        """
+        head_dim = positive_int(hf_config, "index_head_dim")
+        rope_dim = positive_int(hf_config, "qk_rope_head_dim")
+        if head_dim < rope_dim:
+            raise ValueError(
+                f"config.json: index_head_dim={head_dim} must be at least "
+                f"qk_rope_head_dim={rope_dim}"
+            )
+        return cls(
+            topk=positive_int(hf_config, "index_topk"),
+            num_heads=positive_int(hf_config, "index_n_heads"),
+            head_dim=head_dim,
+        )

@@ -1,0 +1,248 @@
+"""DeepSeek Sparse Attention (DSA) in torch alone: latent attention over the tokens that an
+indexer chooses.
+
+A token at position `topk` or behind chooses `topk` tokens of its context by their indexer keys,
+which share the slots of the rows, and attends to the rows of those. Tokens before see all that
+comes before them and are computed as without an indexer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig, IndexQuery
+from sglang.srt.layers.attention.mla_backend import (
+    MLATorchNativeBackend,
+    absorb,
+    as_latent,
+    decode_rows,
+    extend_segment,
+    values_of,
+)
+from sglang.srt.layers.attention.partial_attention import attend
+from sglang.srt.layers.attention.slot_plan import (
+    VIEW_BYTES,
+    DecodePlan,
+    ExtendSegment,
+    Slots,
+    longest_run,
+)
+from sglang.srt.layers.attention.token_choice import choose_tokens, index_scores
+from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.mla.latent_attention import LatentAttention
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+GATHER_BYTES: Final = 64 << 20
+"""Most that chosen rows take when they are gathered, for a few queries at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where the tokens of one request are, those of this step included."""
+
+    slots: torch.Tensor
+    """int64 `[context]` on the pool's device."""
+    first_slot: int | None
+    """Where they lie in one piece: its begin."""
+
+    @classmethod
+    def of(cls, slots: Slots, page_size: int, device: torch.device) -> Context:
+        run = longest_run(slots, page_size)
+        is_whole = run.end - run.begin == len(slots)
+        on_device = torch.from_numpy(slots.astype(np.int64)).to(device)
+        return cls(on_device, run.slot if is_whole else None)
+
+    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+        """`[slots, ...]` to `[context, ...]`: a view where that is possible."""
+        if self.first_slot is not None:
+            return buffer.narrow(0, self.first_slot, len(self.slots))
+        return buffer.index_select(0, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSplit:
+    """The requests of a decode step, by whether all of their context is read."""
+
+    short_rows: torch.Tensor
+    """int64: rows of the batch."""
+    short_plan: DecodePlan | None
+    """Of those, in this order; None: there are none."""
+    long_rows: list[int]
+    order: torch.Tensor
+    """int64 `[bs]`: where each row is in the short ones, then the long ones."""
+
+
+class Pools(NamedTuple):
+    """One layer's state, once it may be read."""
+
+    rows: torch.Tensor
+    """`[slots, 1, row_dim]`."""
+    index_keys: torch.Tensor
+    """`[slots, head_dim]`."""
+
+    @classmethod
+    def of(cls, forward_batch: ForwardBatch, layer_id: int) -> Pools:
+        assert forward_batch.pools is not None, "the runner sets it before the model runs"
+        indexer = forward_batch.pools[PoolName.INDEXER]
+        assert isinstance(indexer, NSAIndexerPool)
+        rows = forward_batch.token_to_kv_pool.get_key_buffer(layer_id)
+        return cls(rows, indexer.get_index_k_buffer(layer_id))
+
+
+class DSATorchNativeBackend(MLATorchNativeBackend):
+    """As its base where `index` is None; otherwise with the tokens that it chooses."""
+
+    def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
+        super().__init__(config, view_bytes=view_bytes)
+        self._slots: Sequence[Slots] = ()
+        self._device = torch.device(config.device)
+        # Of the batch at hand: made for the first layer that asks, and kept for the others.
+        self._contexts: dict[int, Context] = {}
+        self._splits: dict[int, DecodeSplit] = {}
+
+    def _plan_decode(self, contexts: Sequence[Slots], device: torch.device) -> DecodePlan:
+        self._begin_batch(contexts, device)
+        return super()._plan_decode(contexts, device)
+
+    def _plan_extend(
+        self, contexts: Sequence[Slots], extend_lens: Sequence[int], device: torch.device
+    ) -> list[ExtendSegment]:
+        self._begin_batch(contexts, device)
+        return super()._plan_extend(contexts, extend_lens, device)
+
+    def _begin_batch(self, contexts: Sequence[Slots], device: torch.device) -> None:
+        self._slots, self._device = contexts, device
+        self._contexts, self._splits = {}, {}
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        rows: torch.Tensor | None = None,
+        *,
+        index: IndexQuery | None = None,
+    ) -> torch.Tensor:
+        if index is None:
+            return super().forward(q, k, v, layer, forward_batch, save_kv_cache, rows)
+        if save_kv_cache:
+            forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        pools = Pools.of(forward_batch, layer.layer_id)
+        if forward_batch.forward_mode.is_decode():
+            return self._decode(q, as_latent(layer), pools, index)
+        return self._extend(q, k, as_latent(layer), pools, index, rows is not None)
+
+    def _decode(
+        self, q: torch.Tensor, layer: LatentAttention, pools: Pools, index: IndexQuery
+    ) -> torch.Tensor:
+        split = self._split(index.topk)
+        outs = []
+        if split.short_plan is not None:
+            short = q.index_select(0, split.short_rows)
+            outs.append(decode_rows(split.short_plan, short, pools.rows, layer))
+        for row in split.long_rows:
+            own = slice(row, row + 1)
+            outs.append(self._attend_chosen(row, q[own], layer, pools, index.of(own)))
+        return torch.cat(outs).index_select(0, split.order)
+
+    def _split(self, topk: int) -> DecodeSplit:
+        if topk not in self._splits:
+            short = [row for row, slots in enumerate(self._slots) if len(slots) <= topk]
+            long = [row for row, slots in enumerate(self._slots) if len(slots) > topk]
+            contexts = [self._slots[row] for row in short]
+            self._splits[topk] = DecodeSplit(
+                torch.tensor(short, dtype=torch.int64, device=self._device),
+                super()._plan_decode(contexts, self._device) if short else None,
+                long,
+                torch.tensor(short + long, device=self._device).argsort(),
+            )
+        return self._splits[topk]
+
+    def _extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layer: LatentAttention,
+        pools: Pools,
+        index: IndexQuery,
+        last_only: bool,
+    ) -> torch.Tensor:
+        outs = []
+        for request, segment in enumerate(self._extend_plan):
+            prefix = len(self._slots[request]) - (segment.end - segment.begin)
+            # Tokens from here on are at position `topk` or behind.
+            choosing = min(max(segment.begin + index.topk - prefix, segment.begin), segment.end)
+            if segment.begin < choosing and not (last_only and choosing < segment.end):
+                before = slice(choosing - 1 if last_only else segment.begin, choosing)
+                new = k[segment.begin : choosing]
+                outs.append(extend_segment(q[before], new, pools.rows, segment, layer))
+            if choosing < segment.end:
+                own = slice(segment.end - 1 if last_only else choosing, segment.end)
+                outs.append(self._attend_chosen(request, q[own], layer, pools, index.of(own)))
+        return torch.cat(outs)
+
+    def _attend_chosen(
+        self,
+        request: int,
+        q: torch.Tensor,
+        layer: LatentAttention,
+        pools: Pools,
+        index: IndexQuery,
+    ) -> torch.Tensor:
+        """Attend from the last tokens of one request, each of which chooses.
+
+        Args:
+            q: `[n, num_heads, qk_head_dim]`.
+            index: Of the same tokens.
+
+        Returns:
+            `[n, num_heads * v_head_dim]`.
+        """
+        context = self._context(request)
+        keys = context.read(pools.index_keys)
+        first = len(keys) - len(q)
+        step = max(1, GATHER_BYTES // (index.topk * pools.rows[0].nbytes))
+        outs = []
+        for begin in range(0, len(q), step):
+            block = slice(begin, min(begin + step, len(q)))
+            seen = first + block.stop
+            positions = torch.arange(first + begin, seen, device=keys.device)
+            scores = index_scores(index.of(block), keys[:seen], positions=positions)
+            chosen = context.slots[choose_tokens(scores, index.topk)]
+            outs.append(_attend_rows(q[block], pools.rows, chosen, layer))
+        return torch.cat(outs)
+
+    def _context(self, request: int) -> Context:
+        if request not in self._contexts:
+            slots = self._slots[request]
+            self._contexts[request] = Context.of(slots, self._config.page_size, self._device)
+        return self._contexts[request]
+
+
+def _attend_rows(
+    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layer: LatentAttention
+) -> torch.Tensor:
+    """Attend from each token to slots of its own.
+
+    Args:
+        q: `[n, num_heads, qk_head_dim]`.
+        slots: int64 `[n, topk]`.
+
+    Returns:
+        `[n, num_heads * v_head_dim]`.
+    """
+    rows = pool.index_select(0, slots.view(-1)).view(*slots.shape, -1).to(q.dtype).unsqueeze(1)
+    part = attend(absorb(q, layer).unsqueeze(1), rows, rows, scale=layer.scaling)
+    return values_of(part.out.squeeze(1), layer)

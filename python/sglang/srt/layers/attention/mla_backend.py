@@ -1,0 +1,192 @@
+"""Latent attention (MLA) in torch alone.
+
+A decode step absorbs the up-projections: the rows of the pool are keys and values of a single
+head, whose queries are the model's heads, and are read as dense attention reads them. A prefill
+projects rows up, because scores of many queries cost less over keys than over rows; it reads its
+prefix piece by piece and joins the pieces by their log-sum-exp. So besides the keys and values of
+its new tokens (as many as its queries) it has at most `PIECE_BYTES` of copies of a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import DSA, MLA
+from sglang.srt.layers.attention.partial_attention import (
+    Partial,
+    RunningAttention,
+    attend,
+    heads_first,
+)
+from sglang.srt.layers.attention.slot_plan import DecodePlan, ExtendSegment
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, decode_by_plan
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.mla.latent_attention import LatentAttention
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+PIECE_BYTES: Final = 64 << 20
+"""Most that a piece of a prefix takes, gathered or projected up, in one layer."""
+
+
+class MLATorchNativeBackend(TorchNativeAttnBackend):
+    """Views of the pool, and gathers where views do not pay; for layers of latent attention."""
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        latent_layer = as_latent(layer)
+        pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        last_only = rows is not None
+        outs = []
+        for segment in self._extend_plan:
+            queries = q[segment.end - 1 if last_only else segment.begin : segment.end]
+            new = k[segment.begin : segment.end]
+            outs.append(extend_segment(queries, new, pool, segment, latent_layer))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def forward_decode(
+        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        assert self._decode_plan is not None
+        pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return decode_rows(self._decode_plan, q, pool, as_latent(layer))
+
+
+def as_latent(layer: RadixAttention) -> LatentAttention:
+    """The layer, which its kind says is one of latent attention."""
+    assert layer.kind in (MLA, DSA), layer.kind
+    return cast("LatentAttention", layer)
+
+
+def decode_rows(
+    plan: DecodePlan, q: torch.Tensor, pool: torch.Tensor, layer: LatentAttention
+) -> torch.Tensor:
+    """Attend from one token of each request to its whole context.
+
+    Args:
+        q: `[bs, num_heads, qk_head_dim]`.
+        pool: `[slots, 1, row_dim]`.
+
+    Returns:
+        `[bs, num_heads * v_head_dim]`.
+    """
+    absorbed = absorb(q, layer).unsqueeze(1)
+    out = decode_by_plan(plan, absorbed, pool, pool, scale=layer.scaling)
+    return values_of(out.squeeze(1), layer)
+
+
+def absorb(q: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
+    """Queries over rows: `[n, num_heads, qk_head_dim]` to `[n, num_heads, row_dim]`."""
+    nope = layer.mla.qk_nope_head_dim
+    latent = layer.up_projection.absorb(q[..., :nope].transpose(0, 1))
+    return torch.cat((latent.transpose(0, 1), q[..., nope:]), dim=-1)
+
+
+def values_of(out: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
+    """Averages of rows `[n, num_heads, row_dim]` to `[n, num_heads * v_head_dim]`."""
+    latent = out[..., : layer.mla.kv_lora_rank].transpose(0, 1)
+    return layer.up_projection.values_of(latent).transpose(0, 1).reshape(len(out), -1)
+
+
+def extend_segment(
+    queries: torch.Tensor,
+    new: torch.Tensor,
+    pool: torch.Tensor,
+    segment: ExtendSegment,
+    layer: LatentAttention,
+) -> torch.Tensor:
+    """Attend from new tokens of one request to its prefix and, causally, to each other.
+
+    Args:
+        queries: `[n, num_heads, qk_head_dim]` of all new tokens, or of the last one alone.
+        new: `[new tokens, 1, row_dim]`.
+        pool: `[slots, 1, row_dim]`.
+        segment: Says where the prefix is.
+
+    Returns:
+        `[n, num_heads * v_head_dim]`.
+    """
+    if len(queries) == len(new):
+        running = RunningAttention(_attend_projected(queries, new, layer, causal=True))
+    else:
+        running = RunningAttention(_attend_absorbed(queries, new, layer))
+    is_absorbed = absorbing_pays(len(queries), layer)
+    attend_to = _attend_absorbed if is_absorbed else _attend_projected
+    for piece in _pieces(pool, segment, layer, is_absorbed):
+        running.add_(attend_to(queries, piece, layer))
+    return running.out[0].transpose(0, 1).reshape(len(queries), -1).to(queries.dtype)
+
+
+def absorbing_pays(num_queries: int, layer: LatentAttention) -> bool:
+    """Whether so many queries cost less over a row than over what it is projected up to."""
+    mla = layer.mla
+    row_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
+    saved = 2 * row_dim - mla.qk_head_dim - mla.v_head_dim
+    return num_queries * saved <= mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+
+
+def _pieces(
+    pool: torch.Tensor, segment: ExtendSegment, layer: LatentAttention, is_absorbed: bool
+) -> Iterator[torch.Tensor]:
+    """Rows of a prefix, `[tokens, 1, row_dim]` each; views where it lies in one piece."""
+    token_bytes = pool[0].nbytes
+    if not is_absorbed:
+        mla = layer.mla
+        # Keys and values of all heads, and the copies that attention makes of them.
+        token_bytes += 2 * layer.num_heads * (mla.qk_head_dim + mla.v_head_dim) * pool.itemsize
+    step = max(1, PIECE_BYTES // token_bytes)
+    if segment.prefix_run is not None:
+        run = segment.prefix_run
+        whole = pool.narrow(0, run.slot, run.end)
+        yield from (whole,) if is_absorbed else torch.split(whole, step)
+    elif segment.prefix_slots is not None:
+        for slots in torch.split(segment.prefix_slots, step):
+            yield pool.index_select(0, slots)
+
+
+def _attend_absorbed(queries: torch.Tensor, rows: torch.Tensor, layer: LatentAttention) -> Partial:
+    """Attend from every query to every row: all heads and queries are rows of one matrix.
+
+    Returns:
+        `out` `[1, num_heads, n, v_head_dim]`.
+    """
+    n, heads = len(queries), layer.num_heads
+    absorbed = heads_first(absorb(queries, layer)).reshape(1, 1, heads * n, -1)
+    keys = heads_first(rows).to(queries.dtype)
+    part = attend(absorbed, keys, keys, scale=layer.scaling)
+    latent = part.out.view(heads, n, -1)[..., : layer.mla.kv_lora_rank]
+    values = layer.up_projection.values_of(latent)
+    return Partial(values.unsqueeze(0), part.lse.view(1, heads, n))
+
+
+def _attend_projected(
+    queries: torch.Tensor, rows: torch.Tensor, layer: LatentAttention, *, causal: bool = False
+) -> Partial:
+    """Attend to keys and values that are projected up from rows.
+
+    Returns:
+        `out` `[1, num_heads, n, v_head_dim]`.
+    """
+    row = rows.squeeze(1).to(queries.dtype)
+    rank = layer.mla.kv_lora_rank
+    keys, values = layer.up_projection.forward(row[:, :rank])
+    rope = row[:, rank:].unsqueeze(1).expand(-1, layer.num_heads, -1)
+    keys = torch.cat((keys, rope), dim=-1)
+    return attend(
+        heads_first(queries),
+        heads_first(keys),
+        heads_first(values),
+        scale=layer.scaling,
+        causal=causal,
+    )

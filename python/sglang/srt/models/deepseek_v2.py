@@ -1,0 +1,153 @@
+"""DeepSeek-V2, V3 and V3.2: llama's decoder with latent attention and, mostly, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
+from sglang.srt.configs.model_config import ModelConfig, positive_int
+from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
+from sglang.srt.layers.moe.topk import RouterOptions
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec
+from sglang.srt.mem_cache.device.mla_pool import MLASpec
+from sglang.srt.mem_cache.device.state_spec import StateSpec
+from sglang.srt.models.deepseek_attention import DeepseekV2AttentionMLA, DeepseekV32Attention
+from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM
+
+
+class DeepseekV2ForCausalLM(LlamaForCausalLM):
+    """See `LlamaForCausalLM`. Experts are scored by softmax, maybe in groups."""
+
+    def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
+        """Raises ValueError: config.json asks for what there is not."""
+        super().__init__(config, placement)
+        self._mla = MLAConfig.from_hf(config.hf_config)
+        extra = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+        layers = config.num_hidden_layers
+        self._draft_prefixes = tuple(f"model.layers.{layers + i}." for i in range(extra))
+
+    @classmethod
+    def decoder_options(cls, config: ModelConfig) -> DecoderOptions:
+        hf = config.hf_config
+        if getattr(hf, "mlp_bias", False):
+            raise ValueError("config.json: mlp_bias=True is not supported for DeepSeek models")
+        if (getattr(hf, "moe_layer_freq", None) or 1) != 1:
+            raise ValueError(
+                f"config.json: moe_layer_freq={hf.moe_layer_freq} is not supported: "
+                "all layers from first_k_dense_replace on have experts"
+            )
+        sparse = frozenset(cls._sparse_layers(config))
+        return DecoderOptions(
+            sparse=cls._sparse_options(config) if sparse else None,
+            sparse_layers=sparse,
+            attention=DeepseekV2AttentionMLA,
+        )
+
+    @classmethod
+    def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:
+        return range(config.hf_config.first_k_dense_replace, config.num_hidden_layers)
+
+    @classmethod
+    def _sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
+        hf = config.hf_config
+        try:
+            router = cls._router(config)
+        except ValueError as error:
+            raise ValueError(f"config.json: {error}") from error
+        size = positive_int(hf, "moe_intermediate_size")
+        num_shared = hf.n_shared_experts or 0
+        return SparseMoeOptions(
+            hidden_size=config.hidden_size,
+            intermediate_size=size,
+            router=router,
+            router_dtype=torch.float32,
+            has_correction_bias=router.scoring == "sigmoid",
+            shared=(
+                SharedExpertOptions(intermediate_size=size * num_shared) if num_shared else None
+            ),
+        )
+
+    @classmethod
+    def _router(cls, config: ModelConfig) -> RouterOptions:
+        hf = config.hf_config
+        _check(hf.topk_method, "topk_method", ("greedy", "group_limited_greedy"))
+        _check(getattr(hf, "scoring_func", None), "scoring_func", ("softmax",))
+        if hf.norm_topk_prob:
+            raise ValueError("norm_topk_prob=True is not supported for DeepSeek-V2")
+        is_grouped = hf.topk_method == "group_limited_greedy"
+        return RouterOptions(
+            num_experts=positive_int(hf, "n_routed_experts"),
+            top_k=positive_int(hf, "num_experts_per_tok"),
+            renormalize=False,
+            num_groups=positive_int(hf, "n_group") if is_grouped else 1,
+            topk_groups=positive_int(hf, "topk_group") if is_grouped else 1,
+            routed_scaling_factor=float(hf.routed_scaling_factor),
+        )
+
+    def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """Latent rows of every layer."""
+        layers = [layer.layer_id for layer in self.attention_layers()]
+        return (MLASpec.of(layers, self._mla.kv_lora_rank, self._mla.qk_rope_head_dim, kv_dtype),)
+
+    def is_redundant(self, name: str) -> bool:
+        """As in the base; layers behind the last one draft tokens, which this engine does not."""
+        return super().is_redundant(name) or name.startswith(self._draft_prefixes)
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """As DeepSeek-V2, but experts are scored by sigmoid, and a bias balances the choice."""
+
+    @classmethod
+    def _router(cls, config: ModelConfig) -> RouterOptions:
+        hf = config.hf_config
+        _check(getattr(hf, "topk_method", None), "topk_method", ("noaux_tc",))
+        _check(getattr(hf, "scoring_func", None), "scoring_func", ("sigmoid",))
+        return RouterOptions(
+            num_experts=positive_int(hf, "n_routed_experts"),
+            top_k=positive_int(hf, "num_experts_per_tok"),
+            scoring="sigmoid",
+            renormalize=bool(hf.norm_topk_prob),
+            num_groups=positive_int(hf, "n_group"),
+            topk_groups=positive_int(hf, "topk_group"),
+            group_score="top2_sum",
+            routed_scaling_factor=float(hf.routed_scaling_factor),
+        )
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """As DeepSeek-V3, with an indexer in each layer that chooses what a token attends to."""
+
+    def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
+        super().__init__(config, placement)
+        self._indexer = IndexerConfig.from_hf(config.hf_config)
+        self._index_dtype = config.dtype
+
+    @classmethod
+    def decoder_options(cls, config: ModelConfig) -> DecoderOptions:
+        return replace(super().decoder_options(config), attention=DeepseekV32Attention)
+
+    @classmethod
+    def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:
+        types = config.hf_config.mlp_layer_types
+        if len(types) != config.num_hidden_layers or not set(types) <= {"dense", "sparse"}:
+            raise ValueError(
+                f"config.json: mlp_layer_types={types} must name each of "
+                f"{config.num_hidden_layers} layers 'dense' or 'sparse'"
+            )
+        return [layer for layer, name in enumerate(types) if name == "sparse"]
+
+    def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """Latent rows and, in the same slots, indexer keys of every layer."""
+        (latent,) = super().state_specs(kv_dtype)
+        keys = IndexerSpec.of(latent.layers, self._indexer.head_dim, self._index_dtype)
+        return latent, keys
+
+
+def _check(value: object, name: str, supported: tuple[str, ...]) -> None:
+    """Raise ValueError where a field is there and is none of the supported values."""
+    if value is not None and value not in supported:
+        raise ValueError(f"{name}={value!r} is not supported: {' and '.join(supported)} are")

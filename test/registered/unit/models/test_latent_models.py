@@ -1,0 +1,308 @@
+"""DeepSeek models: logits and words equal transformers' on the same random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from sglang.srt.layers.attention import (
+    dsa_backend,
+    mla_backend,
+    token_choice,
+    torch_native_backend,
+)
+from sglang.srt.layers.attention.partial_attention import Partial, _attend_plainly
+from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+DENSE: dict[str, Any] = {"first_k_dense_replace": 2}
+CASES = [
+    *(pytest.param(family, DENSE, id=f"{family}-dense") for family in FAMILIES),
+    *(pytest.param(family, {}, id=family) for family in FAMILIES),
+    *(
+        pytest.param(family, {"rope_parameters": YARN, **DENSE}, id=f"{family}-yarn")
+        for family in FAMILIES
+    ),
+    pytest.param("deepseek_v2", {"q_lora_rank": None}, id="deepseek_v2-no-q-lora"),
+    pytest.param(
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        id="deepseek_v2-groups",
+    ),
+    pytest.param("deepseek_v2", {"routed_scaling_factor": 2.5}, id="deepseek_v2-scaled"),
+    pytest.param("deepseek_v2", {"v_head_dim": 40, **DENSE}, id="deepseek_v2-wide-values"),
+    pytest.param("deepseek_v3", {"q_lora_rank": None, **DENSE}, id="deepseek_v3-no-q-lora"),
+    pytest.param("deepseek_v3", {"rope_interleave": False, **DENSE}, id="deepseek_v3-halves"),
+    pytest.param("deepseek_v3", {"attention_bias": True, **DENSE}, id="deepseek_v3-biases"),
+    pytest.param("deepseek_v3", {"norm_topk_prob": False}, id="deepseek_v3-not-normalized"),
+    pytest.param("deepseek_v3", {"n_group": 1, "topk_group": 1}, id="deepseek_v3-one-group"),
+    pytest.param("deepseek_v3", {"tie_word_embeddings": True, **DENSE}, id="deepseek_v3-tied"),
+    pytest.param("deepseek_v32", {"max_shard_size": "40KB"}, id="deepseek_v32-sharded"),
+    pytest.param(
+        "deepseek_v32",
+        {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        id="deepseek_v32-dense-among-sparse",
+    ),
+    pytest.param("deepseek_v32", {"index_topk": 1, **DENSE}, id="deepseek_v32-one-token"),
+    pytest.param("deepseek_v32", {"index_topk": 500, **DENSE}, id="deepseek_v32-all-tokens"),
+]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
+    return tokens
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, **overrides)
+    driver = StepDriver(tmp_path, page_size=16)
+    long, short = prompt(90, 1), prompt(21, 2)
+    want_long, want_short = reference(hf, long), reference(hf, short)
+
+    # A whole prefill beside the first chunk of another, then that one's second chunk.
+    first = driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits
+    assert_close(first, torch.stack([want_short[16], want_long[36]]))
+    second = driver.extend([(1, long[37:86])]).next_token_logits
+    assert_close(second, want_long[85:86])
+    # Decoding together: contexts of unlike length, in pages that alternate.
+    for step in range(4):
+        got = driver.decode([(1, long[86 + step]), (0, short[17 + step])]).next_token_logits
+        assert_close(got, torch.stack([want_long[86 + step], want_short[17 + step]]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_256_greedy_tokens_equal_transformers(tmp_path: Path, family: str) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, eos_token_id=None)
+    driver = StepDriver(tmp_path, page_size=16)
+    tokens = prompt(20, 3)
+    generated = hf.generate(  # type: ignore[operator]
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        max_new_tokens=256,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    want = generated[0, len(tokens) :].tolist()
+    assert len(want) == 256
+    got = [int(driver.extend([(0, tokens)]).next_token_logits[0].argmax())]
+    while len(got) < 256:
+        got.append(int(driver.decode([(0, got[-1])]).next_token_logits[0].argmax()))
+    assert got == want
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_follows_transformers_rounding(tmp_path: Path, family: str) -> None:
+    # With experts or few chosen tokens, rounding chooses others where two are nearly equal.
+    few: dict[str, Any] = {"index_topk": 500} if family == "deepseek_v32" else {}
+    hf = save_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16, **DENSE, **few)
+    driver = StepDriver(tmp_path, page_size=16)
+    tokens = prompt(80, 3)
+    want = reference(hf, tokens)[[39, 78, 79]]
+    got = driver.extend([(0, tokens[:40])]).next_token_logits
+    chunked = driver.extend([(0, tokens[40:79])]).next_token_logits
+    decoded = driver.decode([(0, tokens[79])]).next_token_logits
+    logits = torch.cat([got, chunked, decoded])
+    assert (logits - want).abs().max() < 0.03 * want.abs().max()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 33, 90])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_chunks_of_a_prompt_give_the_same_logits(
+    tmp_path: Path, family: str, chunk: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family)
+    driver = StepDriver(tmp_path, page_size=4)
+    tokens = prompt(90, 4)
+    want = reference(hf, tokens)
+    for begin in range(0, 90, chunk):
+        got = driver.extend([(0, tokens[begin : begin + chunk])]).next_token_logits
+    assert_close(got, want[89:90])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefixes_are_read_in_pieces_within_bounds(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a few tokens, of prefixes that lie in one piece and of scattered ones."""
+    monkeypatch.setattr(mla_backend, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(dsa_backend, "GATHER_BYTES", 20_000)
+    monkeypatch.setattr(token_choice, "SCORE_BYTES", 4096)
+    hf = save_tiny_checkpoint(tmp_path, family, **DENSE)
+    tokens = prompt(150, 5)
+    want = reference(hf, tokens)
+    for page_size, scattered in ((16, False), (1, True)):
+        driver = StepDriver(tmp_path, page_size=page_size, pool_tokens=640)
+        allocator = driver.runner.token_to_kv_pool_allocator
+        order = torch.arange(640)
+        if scattered:
+            held = allocator.alloc(640)
+            assert held is not None
+            order = held[torch.randperm(640, generator=torch.Generator().manual_seed(5))]
+        for begin, end in ((0, 60), (60, 63), (63, 149)):
+            if scattered:
+                allocator.free(order[begin:end])
+            got = driver.extend([(0, tokens[begin:end])]).next_token_logits
+            assert_close(got, want[end - 1 : end])
+        if scattered:
+            allocator.free(order[149:150])
+        assert_close(driver.decode([(0, tokens[149])]).next_token_logits, want[149:150])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_devices_without_an_attention_kernel(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other devices than CPUs compute, on a CPU."""
+    for module in (torch_native_backend, mla_backend, dsa_backend):
+        monkeypatch.setattr(module, "attend", attend_plainly)
+    hf = save_tiny_checkpoint(tmp_path, family, **DENSE)
+    driver = StepDriver(tmp_path, page_size=4)
+    tokens = prompt(90, 7)
+    want = reference(hf, tokens)
+    for begin, end in ((0, 45), (45, 48), (48, 89)):
+        got = driver.extend([(0, tokens[begin:end])]).next_token_logits
+        assert_close(got, want[end - 1 : end])
+    assert_close(driver.decode([(0, tokens[89])]).next_token_logits, want[89:90])
+
+
+def attend_plainly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> Partial:
+    return _attend_plainly(q, k, v, scale=scale, causal=causal, mask=mask)
+
+
+def test_the_chosen_tokens_are_the_same_however_a_prompt_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_checkpoint(tmp_path, "deepseek_v32", **DENSE)
+    chosen: list[torch.Tensor] = []
+
+    def recording(scores: torch.Tensor, topk: int) -> torch.Tensor:
+        chosen.append(token_choice.choose_tokens(scores, topk))
+        return chosen[-1]
+
+    monkeypatch.setattr(dsa_backend, "choose_tokens", recording)
+    tokens = prompt(80, 6)
+    seen = []
+    for page_size, cuts in ((1, [79]), (16, [16, 79]), (4, [50, 78, 79]), (4, [5, 33, 40, 79])):
+        driver = StepDriver(tmp_path, page_size=page_size)
+        begin = 0
+        for end in cuts:
+            driver.extend([(0, tokens[begin:end])])
+            begin = end
+        chosen.clear()
+        driver.decode([(0, tokens[79])])
+        assert [tuple(places.shape) for places in chosen] == [(1, 32), (1, 32)]
+        seen.append(torch.cat(chosen))
+    assert all(torch.equal(places, seen[0]) for places in seen)
+    assert not torch.equal(seen[0][0], seen[0][1]), "each layer chooses for itself"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_is_a_row_for_each_token(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family)
+    runner = StepDriver(tmp_path, kv_cache_dtype="bfloat16").runner
+    row, key = 2 * (32 + 8) * 2, 2 * 24 * 4
+    is_sparse = family == "deepseek_v32"
+    assert set(runner.pools) == {PoolName.KV} | ({PoolName.INDEXER} if is_sparse else set())
+    assert runner.kv_bytes_per_token() == row + (key if is_sparse else 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_take_as_much_memory_as_in_the_checkpoint(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family)
+    tensors = load_file(tmp_path / "model.safetensors")
+    runner = StepDriver(tmp_path).runner
+    assert runner.weight_bytes() == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dummy_weights_need_no_files(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family)
+    (tmp_path / "model.safetensors").unlink()
+    driver = StepDriver(tmp_path, load_format="dummy")
+    logits = driver.extend([(0, prompt(60, 1)), (1, prompt(60, 2))]).next_token_logits
+    assert logits.isfinite().all() and not torch.equal(logits[0], logits[1])
+
+
+def test_layers_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "deepseek_v3")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | {"model.layers.2.eh_proj.weight": torch.ones(3)}
+    save_file(tensors, file)
+    StepDriver(tmp_path)
+    tensors["model.layers.3.eh_proj.weight"] = torch.ones(3)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"layers.3.eh_proj.weight' has no place"):
+        StepDriver(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank=0"),
+        ("deepseek_v3", {"head_dim": 16}, "head_dim=16 .* qk_rope_head_dim=8"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc' is not supported: greedy"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'.*: sigmoid"),
+        ("deepseek_v3", {"n_group": 3}, "config.json: 8 experts cannot be divided into 3"),
+        ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim=4 .* qk_rope_head_dim=8"),
+        ("deepseek_v32", {"index_topk": 0}, "index_topk=0"),
+        ("deepseek_v32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    save_tiny_checkpoint(tmp_path, family)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=message) as caught:
+        StepDriver(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
