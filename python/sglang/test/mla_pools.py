@@ -17,19 +17,28 @@ LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
 
 
 def make_mla_pool(
-    seed: int = 0, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", num_pages: int = 16
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    num_pages: int = 16,
+    page_size: int = PAGE,
 ) -> MLATokenToKVPool:
     """3 layers of rows of 10 + 2 elements, in random bits."""
-    pool = MLATokenToKVPool(num_pages * PAGE, PAGE, dtype, 10, 2, 3, device)
+    pool = MLATokenToKVPool(num_pages * page_size, page_size, dtype, 10, 2, 3, "cpu")
     fill_with_random_bits(pool, seed)
     return pool
 
 
 def make_indexer_pool(
-    seed: int = 0, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", num_pages: int = 16
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    num_pages: int = 16,
+    page_size: int = PAGE,
 ) -> NSAIndexerPool:
     """2 layers of keys of 6 elements, in random bits."""
-    pool = NSAIndexerPool(IndexerSpec.of((0, 2), 6, dtype), num_pages * PAGE, PAGE, device)
+    spec = IndexerSpec.of((0, 2), 6, dtype)
+    pool = NSAIndexerPool(spec, num_pages * page_size, page_size, "cpu")
     fill_with_random_bits(pool, seed)
     return pool
 

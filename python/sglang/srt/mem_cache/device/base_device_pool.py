@@ -17,6 +17,14 @@ from sglang.srt.mem_cache.device.state_spec import StateSpec
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+class HasLayerId(Protocol):
+    """What a pool needs to know of an attention layer."""
+
+    @property
+    def layer_id(self) -> int:
+        """The layer's place in the model, from 0."""
+
+
 class LayerTransferCounter(Protocol):
     """Orders the readers of a layer after the load from L2 that fills it."""
 
@@ -83,6 +91,18 @@ class BaseDevicePool(ABC):
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(layer_id)
         return self._place[layer_id]
+
+    def place_to_write(self, layer: HasLayerId | int) -> int:
+        """Index of the layer's buffers, for what stores new tokens. Does not wait: a load fills
+        other slots than a forward computes.
+
+        Args:
+            layer: The attention layer, or its id.
+
+        Raises:
+            KeyError: The layer has none of this state.
+        """
+        return self._place[layer if isinstance(layer, int) else layer.layer_id]
 
     @abstractmethod
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:

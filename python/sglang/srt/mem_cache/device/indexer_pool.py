@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
-from sglang.srt.mem_cache.device.memory_pool import HasLayerId
+from sglang.srt.mem_cache.device.base_device_pool import HasLayerId, PagedDevicePool
 from sglang.srt.mem_cache.device.mla_pool import refuse_fp8
 from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateSpec
 
@@ -69,5 +68,5 @@ class NSAIndexerPool(PagedDevicePool):
             loc: int64 `[n]`: slots.
             index_k: `[n, index_head_dim]`, any float dtype.
         """
-        place = self._place[layer if isinstance(layer, int) else layer.layer_id]
+        place = self.place_to_write(layer)
         self.index_k_buffer[place].index_copy_(0, loc, index_k.to(self.dtype))

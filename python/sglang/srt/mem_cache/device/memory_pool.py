@@ -14,19 +14,12 @@ from typing import Any, Protocol
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import (
+    HasLayerId,
     PagedDevicePool,
     held_layers,
     refuse_memory_saver,
 )
 from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare
-
-
-class HasLayerId(Protocol):
-    """What a pool needs to know of an attention layer."""
-
-    @property
-    def layer_id(self) -> int:
-        """The layer's place in the model, from 0."""
 
 
 class HasReqPoolIdx(Protocol):
@@ -214,7 +207,7 @@ class MHATokenToKVPool(KVCache):
         return self._as_dtype(self.k_buffer[index]), self._as_dtype(self.v_buffer[index])
 
     def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        index = self._place[layer_id]
+        index = self.place_to_write(layer_id)
         return self.k_buffer[index].view(self.dtype), self.v_buffer[index].view(self.dtype)
 
     def set_kv_buffer(
@@ -232,7 +225,7 @@ class MHATokenToKVPool(KVCache):
             cache_k: `[n, head_num, head_dim]`, any float dtype.
             cache_v: `[n, head_num, v_head_dim]`.
         """
-        index = self._place[layer if isinstance(layer, int) else layer.layer_id]
+        index = self.place_to_write(layer)
         self.k_buffer[index].index_copy_(0, loc, self._as_stored(cache_k))
         self.v_buffer[index].index_copy_(0, loc, self._as_stored(cache_v))
 

@@ -13,10 +13,11 @@ import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import (
     FP8_DTYPES,
+    HasLayerId,
     held_layers,
     refuse_memory_saver,
 )
-from sglang.srt.mem_cache.device.memory_pool import HasLayerId, KVCache
+from sglang.srt.mem_cache.device.memory_pool import KVCache
 from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateSpec
 
 
@@ -144,7 +145,7 @@ class MLATokenToKVPool(KVCache):
 
     def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole rows of a layer, and their latent part; does not wait."""
-        rows = self.kv_buffer[self._place[layer_id]]
+        rows = self.kv_buffer[self.place_to_write(layer_id)]
         return rows, self._latent(rows)
 
     def set_kv_buffer(
@@ -162,7 +163,7 @@ class MLATokenToKVPool(KVCache):
             cache_k: `[n, 1, kv_lora_rank + qk_rope_head_dim]`: whole rows, any float dtype.
             cache_v: Their latent part. It is in `cache_k` already and is not read.
         """
-        self._rows_of(layer).index_copy_(0, loc, cache_k.to(self.dtype))
+        self.kv_buffer[self.place_to_write(layer)].index_copy_(0, loc, cache_k.to(self.dtype))
 
     def set_mla_kv_buffer(
         self,
@@ -179,7 +180,8 @@ class MLATokenToKVPool(KVCache):
             cache_k_nope: `[n, kv_lora_rank]` or `[n, 1, kv_lora_rank]`: latent vectors.
             cache_k_rope: `[n, qk_rope_head_dim]` or with a 1 likewise.
         """
-        rows, count, rank = self._rows_of(layer), len(loc), self.kv_lora_rank
+        rows = self.kv_buffer[self.place_to_write(layer)]
+        count, rank = len(loc), self.kv_lora_rank
         latent = cache_k_nope.view(count, 1, rank).to(self.dtype)
         rope = cache_k_rope.view(count, 1, self.qk_rope_head_dim).to(self.dtype)
         rows[..., :rank].index_copy_(0, loc, latent)
@@ -208,9 +210,6 @@ class MLATokenToKVPool(KVCache):
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of the rows, and 0: the values are a part of them."""
         return sum(b.nbytes for b in self.kv_buffer), 0
-
-    def _rows_of(self, layer: HasLayerId | int) -> torch.Tensor:
-        return self.kv_buffer[self._place[layer if isinstance(layer, int) else layer.layer_id]]
 
     def _latent(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[..., : self.kv_lora_rank]

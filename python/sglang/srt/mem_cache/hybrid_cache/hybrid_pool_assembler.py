@@ -126,8 +126,8 @@ def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:
     found = next((_HOST_POOLS[base] for base in bases if base in _HOST_POOLS), None)
     if found is None:
         raise ValueError(
-            f"the hierarchical cache has no host pool for {bases[0].__name__} (pool {pool.spec.name}); "
-            "start without --enable-hierarchical-cache"
+            f"the hierarchical cache has no host pool for {bases[0].__name__} "
+            f"(pool {pool.spec.name}); start without --enable-hierarchical-cache"
         )
     return found
 

@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.pool_readers import Layer, SpyCounter
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
@@ -16,22 +17,6 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 @dataclass
 class Row:
     req_pool_idx: int | None = None
-
-
-@dataclass
-class Layer:
-    layer_id: int
-
-
-class SpyCounter:
-    def __init__(self) -> None:
-        self.waits: list[int] = []
-
-    def set_consumer(self, index: int) -> None:
-        self.waits.clear()
-
-    def wait_until(self, threshold: int) -> None:
-        self.waits.append(threshold)
 
 
 def make_pool(dtype: torch.dtype = torch.float32, start_layer: int = 0) -> MHATokenToKVPool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -13,27 +11,12 @@ from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.pool_readers import Layer, SpyCounter
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 MLA = MLASpec.of((3, 7), 4, 2, torch.float32)
 INDEXER = IndexerSpec.of((7,), 3, torch.bfloat16)
-
-
-@dataclass
-class Layer:
-    layer_id: int
-
-
-class SpyCounter:
-    def __init__(self) -> None:
-        self.waits: list[int] = []
-
-    def set_consumer(self, index: int) -> None:
-        self.waits.clear()
-
-    def wait_until(self, threshold: int) -> None:
-        self.waits.append(threshold)
 
 
 def mla_pool(dtype: torch.dtype = torch.float32) -> MLATokenToKVPool:

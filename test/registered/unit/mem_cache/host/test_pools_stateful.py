@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,14 +20,22 @@ from hypothesis.stateful import (
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.srt.mem_cache.memory_pool_host import (
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+)
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.cache_rig import CacheRig
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import device_bytes, make_device_pool, make_host_pool, page_slots
+from sglang.test.host_pools import device_bytes, make_device_pool, page_slots
+from sglang.test.mla_pools import make_indexer_pool, make_mla_pool
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
@@ -144,14 +153,29 @@ class HostPool(RuleBasedStateMachine):
     """Pages go down, move as flat pages, and come up; the model has the bytes."""
 
     @initialize(
+        kind=st.sampled_from(
+            (
+                (make_device_pool, MHATokenToKVPoolHost),
+                (make_mla_pool, MLATokenToKVPoolHost),
+                (make_indexer_pool, NSAIndexerPoolHost),
+            )
+        ),
         layout=st.sampled_from(list(HostLayout)),
         page=st.sampled_from((1, 2, 4)),
         seed=st.integers(0, 9),
     )
-    def build(self, layout: str, page: int, seed: int) -> None:
+    def build(
+        self,
+        kind: tuple[Callable[..., PagedDevicePool], type[PagedPoolHost]],
+        layout: HostLayout,
+        page: int,
+        seed: int,
+    ) -> None:
+        make_device, host_class = kind
+        assume(layout in host_class.LAYOUTS)
         self.page = page
-        self.device = make_device_pool(8, page_size=page, seed=seed)
-        self.host = make_host_pool(self.device, layout)
+        self.device = make_device(num_pages=8, page_size=page, seed=seed)
+        self.host = host_class.make(self.device, page_num=16, layout=layout)
         self.pages: dict[int, bytes] = {}
         """Host page to the bytes that it must hold."""
 

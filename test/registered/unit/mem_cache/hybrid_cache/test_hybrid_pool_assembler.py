@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,24 @@ def build(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
     io_backend, group = build_kv_host_stack(pools, **(asked | arguments))
     assert io_backend == "direct"
     return group
+
+
+def refuse_allocation(
+    monkeypatch: pytest.MonkeyPatch, number: int, error: Exception
+) -> list[weakref.ref[torch.Tensor]]:
+    """From allocation `number` (from 1) on, raise `error`. Returns those that were made before."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    allocate = HostTensorAllocator.allocate
+
+    def refuses(self: HostTensorAllocator, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(made) == number - 1:
+            raise error
+        tensor = allocate(self, *args, **kwargs)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(HostTensorAllocator, "allocate", refuses)
+    return made
 
 
 def page_nums(group: HostPoolGroup) -> dict[str, int]:
@@ -185,52 +204,29 @@ def test_a_sparse_model_that_does_not_fit_is_refused_with_the_bytes_of_each_pool
         build(sparse_model(), size_gb=(both - 0.5) / 1e9)
 
 
-def test_no_latent_rows_are_kept_where_there_is_no_memory_for_indexer_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows: list[weakref.ref[torch.Tensor]] = []
-    allocate = HostTensorAllocator.allocate
-
-    def refuses_second(self: HostTensorAllocator, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if rows:
-            raise MemoryError("no more")
-        tensor = allocate(self, *args, **kwargs)
-        rows.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(HostTensorAllocator, "allocate", refuses_second)
-    with pytest.raises(
-        ValueError, match=rf"host pool indexer: no memory for {32 * KEYS_PAGE} bytes, with \d+"
-    ) as raised:
-        build(sparse_model())
-    del raised
-    gc.collect()
-    assert rows[0]() is None
-
-
 @pytest.mark.parametrize("error", [MemoryError("the driver refused"), RuntimeError("no memory")])
+@pytest.mark.parametrize(
+    ("make", "number", "refused"),
+    [
+        (three_pools, 3, "mamba: no memory for 256 bytes"),
+        (sparse_model, 2, f"indexer: no memory for {32 * KEYS_PAGE} bytes"),
+        (sparse_model, 1, f"kv: no memory for {32 * LATENT_PAGE} bytes"),
+    ],
+)
 def test_memory_that_is_refused_names_the_pool_and_leaves_nothing_allocated(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], ModelPools],
+    number: int,
+    refused: str,
+    error: Exception,
 ) -> None:
-    blocks: list[weakref.ref[torch.Tensor]] = []
-    allocate = HostTensorAllocator.allocate
-
-    def refuses_third(self: HostTensorAllocator, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(blocks) == 2:
-            raise error
-        tensor = allocate(self, *args, **kwargs)
-        blocks.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(HostTensorAllocator, "allocate", refuses_third)
-    with pytest.raises(
-        ValueError, match=rf"host pool mamba: no memory for 256 bytes, with \d+.*{error}"
-    ) as raised:
-        build(three_pools())
+    blocks = refuse_allocation(monkeypatch, number, error)
+    with pytest.raises(ValueError, match=rf"host pool {refused}, with \d+.*{error}") as raised:
+        build(make())
     del raised
     error.__traceback__ = None
     gc.collect()
-    assert [block() for block in blocks] == [None, None]
+    assert [block() for block in blocks] == [None] * (number - 1)
 
 
 def test_what_a_pool_refuses_is_said_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

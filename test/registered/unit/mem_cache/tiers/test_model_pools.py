@@ -40,7 +40,7 @@ from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 from sglang.test.random_setup import impatient
 from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 PROMPT = [*range(40), 7]
 """Ten pages and a token."""
