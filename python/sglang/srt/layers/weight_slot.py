@@ -33,6 +33,10 @@ class WeightSlot:
     """The dimension that is split."""
     share: Share | None = None
     """This rank's part of that dimension; None: ranks have the whole tensor each."""
+    runs: int = 1
+    """Runs of `share.total` that follow one another in that dimension; each is split alike."""
+    parts: tuple[str, ...] = ()
+    """For a tensor that holds several others, the names of those; see `stacked_slots`."""
 
     @classmethod
     def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:
@@ -56,9 +60,13 @@ class WeightSlot:
         if self.share is not None and not self.share.size:
             return
         index = [slice(None)] * len(self.shape)
-        if self.share is not None:
-            index[self.dim] = slice(self.share.begin, self.share.end)
-        self.dest.copy_(whole[tuple(index)].expand(self.dest.shape))
+        if self.share is None:
+            self.dest.copy_(whole[tuple(index)].expand(self.dest.shape))
+            return
+        for run, dest in enumerate(self.dest.chunk(self.runs, self.dim)):
+            first = run * self.share.total
+            index[self.dim] = slice(first + self.share.begin, first + self.share.end)
+            dest.copy_(whole[tuple(index)].expand(dest.shape))
 
 
 NamedSlots = Iterator[tuple[str, WeightSlot]]
@@ -74,3 +82,10 @@ class WeightedLayer(torch.nn.Module, ABC):
     @abstractmethod
     def weight_slots(self) -> NamedSlots:
         """Yield each checkpoint tensor's full name and its place."""
+
+    def stacked_slots(self) -> NamedSlots:
+        """Yield the tensors, with `parts`, that a checkpoint may have in place of their parts.
+
+        The parts are among `weight_slots`.
+        """
+        return iter(())

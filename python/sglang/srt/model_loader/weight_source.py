@@ -39,6 +39,7 @@ class WeightSlots:
         self._all = dict(named)
         assert len(self._all) == len(named), "two slots take one tensor"
         self._empty = dict(self._all)
+        self._stacked = dict(model.stacked_slots())
 
     def __len__(self) -> int:
         return len(self._all)
@@ -60,24 +61,27 @@ class WeightSlots:
         Raises:
             ValueError: The tensor has no slot, was there before, or has another shape.
         """
-        slot = self._empty.pop(name, None)
+        slot = self._stacked.get(name) or self._all.get(name)
         if slot is None:
-            if name in self._all:
-                raise ValueError(
-                    f"{file}: tensor {name!r} is there twice: remove the stray weight file"
-                )
             if self._model.is_redundant(name):
                 return None
             raise ValueError(
                 f"{file}: tensor {name!r} has no place in {type(self._model).__name__}: "
                 "the weights and config.json are not of the same model"
             )
+        names = slot.parts or (name,)
+        if not all(part in self._empty for part in names):
+            raise ValueError(
+                f"{file}: tensor {name!r} is there twice: remove the stray weight file"
+            )
         if shape != slot.shape:
             raise ValueError(
                 f"{file}: tensor {name!r} has shape {list(shape)}, config.json asks for "
                 f"{list(slot.shape)}: the weights and config.json are not of the same model"
             )
-        self._on_taken()
+        for part in names:
+            del self._empty[part]
+            self._on_taken()
         return slot
 
     def check_filled(self, source: str) -> None:

@@ -33,6 +33,9 @@ class CausalLM(Protocol):
     def weight_slots(self) -> NamedSlots:
         """Every checkpoint tensor that the model needs: full name and place."""
 
+    def stacked_slots(self) -> NamedSlots:
+        """Tensors that a checkpoint may have in place of several others; see `WeightedLayer`."""
+
     def is_redundant(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor though the model computes or shares it."""
 

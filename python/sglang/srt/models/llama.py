@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.activation import silu_and_mul
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
@@ -32,32 +32,18 @@ class DecoderOptions:
     qk_norm: bool = False
 
 
-class LlamaMLP(torch.nn.Module):
-    """Gated feed-forward layer."""
+class LlamaMLP(GatedMLP):
+    """The feed-forward layer of dense decoder layers."""
 
     def __init__(
         self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
-        super().__init__()
-        size = placement.share(config.intermediate_size, "features of the feed-forward layers")
-        self.gate_up_proj = MergedColumnParallelLinear(
+        super().__init__(
             config.hidden_size,
-            [("gate_proj", size), ("up_proj", size)],
+            config.intermediate_size,
             bias=options.mlp_bias,
             placement=placement,
         )
-        self.down_proj = RowParallelLinear(
-            size,
-            config.hidden_size,
-            bias=options.mlp_bias,
-            placement=placement.at("down_proj"),
-        )
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
 
 
 class LlamaAttention(torch.nn.Module):
@@ -257,6 +243,12 @@ class LlamaForCausalLM(torch.nn.Module):
         for module in self.modules():
             if isinstance(module, WeightedLayer):
                 yield from module.weight_slots()
+
+    def stacked_slots(self) -> NamedSlots:
+        """Tensors that a checkpoint may have in place of several of `weight_slots`."""
+        for module in self.modules():
+            if isinstance(module, WeightedLayer):
+                yield from module.stacked_slots()
 
     def is_redundant(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor though the model computes or shares it."""

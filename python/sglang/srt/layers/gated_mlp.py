@@ -1,0 +1,40 @@
+"""The gated feed-forward network of dense layers, and of experts that every token uses."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.layers.activation import silu_and_mul
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear, apply_linear
+from sglang.srt.layers.placement import TensorPlacement
+
+
+class GatedMLP(torch.nn.Module):
+    """`down(silu(gate(x)) * up(x))`; each rank has some of the intermediate features."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: TensorPlacement
+    ) -> None:
+        """Raises ValueError: the ranks do not divide the intermediate size."""
+        super().__init__()
+        size = placement.share(intermediate_size, "features of the feed-forward layers")
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [("gate_proj", size), ("up_proj", size)],
+            bias=bias,
+            placement=placement,
+        )
+        self.down_proj = RowParallelLinear(
+            size, hidden_size, bias=bias, placement=placement.at("down_proj")
+        )
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` to the same, for callers that do more with it than add it."""
+        inner = silu_and_mul(self.gate_up_proj.forward(x))
+        return apply_linear(inner, self.down_proj.weight, self.down_proj.bias)

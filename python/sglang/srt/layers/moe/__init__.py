@@ -1,0 +1,1 @@
+"""Mixture of experts: who computes a token, the experts, and the block around them."""

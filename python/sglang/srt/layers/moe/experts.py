@@ -1,0 +1,145 @@
+"""The experts of one layer: gated feed-forward networks, of which each token uses a few."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.layers.activation import silu_and_mul
+from sglang.srt.layers.linear import apply_linear
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+
+
+class RoutedExperts(WeightedLayer):
+    """Gate, up and down projections of all experts, stacked by expert.
+
+    Each rank has some of the intermediate features of every expert, so what it computes is a part
+    of the sum, as for `RowParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        placement: TensorPlacement,
+    ) -> None:
+        """Args:
+        intermediate_size: Features between the projections of one expert.
+        placement: Of the experts; checkpoints name them `{prefix}.{expert}.gate_proj.weight`.
+
+        Raises:
+            ValueError: The ranks do not divide the intermediate size.
+        """
+        super().__init__(placement)
+        self.num_experts = num_experts
+        self.features = placement.share(intermediate_size, "features of an expert")
+        self.gate_up = placement.empty(num_experts, 2 * self.features.size, hidden_size)
+        self.down = placement.empty(num_experts, hidden_size, self.features.size)
+        # The alignment is that of `torch._grouped_mm`: rows of whole 16 bytes.
+        is_aligned = hidden_size % 8 == 0 and self.features.size % 8 == 0
+        self._is_grouped = placement.dtype == torch.bfloat16 and is_aligned
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each token's experts, summed in fp32.
+
+        On an accelerator the launches do not depend on the values, so that graphs can have them.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            weights: fp32 `[num_tokens, top_k]`.
+            ids: int64 `[num_tokens, top_k]`: no token has an expert twice.
+
+        Returns:
+            `[num_tokens, hidden_size]` of the dtype of `x`.
+        """
+        if x.is_cpu:
+            return self._one_by_one(x, weights, ids)
+        if self._is_grouped and x.is_cuda:
+            return self._grouped(x, weights, ids)
+        return self._dense(x, weights, ids)
+
+    def _one_by_one(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """One product for each expert that has tokens."""
+        flat_ids = ids.flatten()
+        order = flat_ids.argsort(stable=True)
+        tokens = order.div(ids.shape[1], rounding_mode="floor")
+        scales = weights.flatten()[order].unsqueeze(1)
+        counts: list[int] = flat_ids.bincount(minlength=self.num_experts).tolist()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        begin = 0
+        for expert, count in enumerate(counts):
+            if not count:
+                continue
+            end = begin + count
+            inner = silu_and_mul(apply_linear(x[tokens[begin:end]], self.gate_up[expert]))
+            result = apply_linear(inner, self.down[expert], out_dtype=torch.float32)
+            out.index_add_(0, tokens[begin:end], result.mul_(scales[begin:end]))
+            begin = end
+        return out.to(x.dtype)
+
+    def _grouped(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Two products over rows sorted by expert; sums as a product, whose addends are fp32."""
+        num_tokens, top_k = ids.shape
+        flat_ids, order = ids.flatten().sort(stable=True)
+        experts = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(flat_ids, experts, right=True, out_int32=True)
+        rows = x[order.div(top_k, rounding_mode="floor")]
+        inner = silu_and_mul(torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends))
+        result = torch._grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+        by_token = torch.empty_like(result)
+        by_token[order] = result
+        by_token = by_token.view(num_tokens, top_k, -1)
+        return torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1)
+
+    def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """All experts for all tokens: for dtypes and sizes that no grouped product takes."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(self.num_experts):
+            scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)
+            inner = silu_and_mul(apply_linear(x, self.gate_up[expert]))
+            result = apply_linear(inner, self.down[expert], out_dtype=torch.float32)
+            # An expert that a token does not use may overflow there: 0 times infinity is no 0.
+            out += (result * scales).where(scales != 0.0, 0.0)
+        return out.to(x.dtype)
+
+    def weight_slots(self) -> NamedSlots:
+        half = self.features.size
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up, last = self._names(expert)
+            yield gate, WeightSlot.of(gate_up[:half], self.features)
+            yield up, WeightSlot.of(gate_up[half:], self.features)
+            yield last, WeightSlot.of(down, self.features, dim=1)
+
+    def stacked_slots(self) -> NamedSlots:
+        total, (count, hidden_size, _) = self.features.total, self.down.shape
+        names = [self._names(expert) for expert in range(count)]
+        yield (
+            f"{self.prefix}.gate_up_proj",
+            WeightSlot(
+                self.gate_up,
+                (count, 2 * total, hidden_size),
+                dim=1,
+                share=self.features,
+                runs=2,
+                parts=tuple(name for gate, up, _ in names for name in (gate, up)),
+            ),
+        )
+        yield (
+            f"{self.prefix}.down_proj",
+            WeightSlot(
+                self.down,
+                (count, hidden_size, total),
+                dim=2,
+                share=self.features,
+                parts=tuple(last for *_, last in names),
+            ),
+        )
+
+    def _names(self, expert: int) -> tuple[str, str, str]:
+        """Checkpoint tensors of one expert: gate, up, down."""
+        first = f"{self.prefix}.{expert}"
+        return f"{first}.gate_proj.weight", f"{first}.up_proj.weight", f"{first}.down_proj.weight"

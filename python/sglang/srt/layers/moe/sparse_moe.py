@@ -1,0 +1,129 @@
+"""The feed-forward block of a sparse layer: a router, routed experts, maybe a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.layers.gated_mlp import GatedMLP
+from sglang.srt.layers.linear import apply_linear
+from sglang.srt.layers.moe.experts import RoutedExperts
+from sglang.srt.layers.moe.topk import RouterOptions, select_experts
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpertOptions:
+    """An expert that every token uses."""
+
+    intermediate_size: int
+    name: str = "shared_experts"
+    """In a checkpoint."""
+    has_gate: bool = False
+    """Whether its output is scaled by the sigmoid of a projection, called `{name}_gate`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseMoeOptions:
+    """Sizes of a sparse layer, and how its experts are chosen."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Of each routed expert."""
+    router: RouterOptions
+    router_dtype: torch.dtype | None = None
+    """In which the router's weight is kept and multiplied; None: the model's dtype."""
+    has_correction_bias: bool = False
+    """Whether the router has an `e_score_correction_bias`, kept in fp32."""
+    shared: SharedExpertOptions | None = None
+
+
+class Router(WeightedLayer):
+    """Scores the experts for each token and chooses some. Each rank has all of it."""
+
+    def __init__(self, options: SparseMoeOptions, placement: TensorPlacement) -> None:
+        super().__init__(placement)
+        self.options = options.router
+        count, dtype = self.options.num_experts, options.router_dtype or placement.dtype
+        self.weight = replace(placement, dtype=dtype).empty(count, options.hidden_size)
+        self.correction_bias = (
+            replace(placement, dtype=torch.float32).empty(count)
+            if options.has_correction_bias
+            else None
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[num_tokens, hidden_size]` to weights and ids: see `select_experts`."""
+        logits = apply_linear(x.to(self.weight.dtype), self.weight).float()
+        return select_experts(logits, self.options, self.correction_bias)
+
+    def weight_slots(self) -> NamedSlots:
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
+        if self.correction_bias is not None:
+            name = f"{self.prefix}.e_score_correction_bias"
+            yield name, WeightSlot.of(self.correction_bias)
+
+
+class SharedExpertGate(WeightedLayer):
+    """The sigmoid that scales a shared expert's output. Each rank has all of it."""
+
+    def __init__(self, hidden_size: int, placement: TensorPlacement) -> None:
+        super().__init__(placement)
+        self.weight = placement.empty(1, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` to `[num_tokens, 1]`."""
+        return apply_linear(x, self.weight).sigmoid_()
+
+    def weight_slots(self) -> NamedSlots:
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
+
+
+class SparseMoeBlock(torch.nn.Module):
+    """Takes the place of a dense feed-forward layer, behind the same call."""
+
+    def __init__(self, options: SparseMoeOptions, placement: TensorPlacement) -> None:
+        """Raises ValueError: the ranks do not divide the intermediate sizes."""
+        super().__init__()
+        hidden_size, shared = options.hidden_size, options.shared
+        self.gate = Router(options, placement.at("gate"))
+        self.experts = RoutedExperts(
+            options.router.num_experts,
+            hidden_size,
+            options.intermediate_size,
+            placement=placement.at("experts"),
+        )
+        self.shared_expert: GatedMLP | None = None
+        self.shared_expert_gate: SharedExpertGate | None = None
+        if shared is not None:
+            self.shared_expert = GatedMLP(
+                hidden_size,
+                shared.intermediate_size,
+                bias=False,
+                placement=placement.at(shared.name),
+            )
+            if shared.has_gate:
+                gate_name = f"{shared.name}_gate"
+                self.shared_expert_gate = SharedExpertGate(hidden_size, placement.at(gate_name))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run router and experts.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            residual: `[num_tokens, hidden_size]`; its memory may be used.
+
+        Returns:
+            What is still to be added to the residual, and the residual.
+        """
+        out = self.experts.forward(x, *self.gate.forward(x))
+        if self.shared_expert is None:
+            return out, residual
+        if self.shared_expert_gate is not None:
+            return out.addcmul_(
+                self.shared_expert_gate.forward(x), self.shared_expert.output(x)
+            ), residual
+        shared, residual = self.shared_expert.forward(x, residual)
+        return (out if shared is None else out.add_(shared)), residual
