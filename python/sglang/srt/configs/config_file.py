@@ -8,7 +8,14 @@ from typing import Any, Final
 
 from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 
-SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES: Final = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 """Values of `architectures` in config.json. `models.registry` has a class for each."""
 
 

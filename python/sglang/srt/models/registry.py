@@ -11,12 +11,17 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 
 MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] = MappingProxyType(
     {
         "LlamaForCausalLM": LlamaForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
+        "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+        "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+        "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
     }
 )
 """`configs.config_file.SUPPORTED_ARCHITECTURES` has the same names."""
