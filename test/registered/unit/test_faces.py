@@ -38,7 +38,9 @@ NAMES: Final[Mapping[str, str]] = {
         "SidecarPoolSpec"
     ),
     "mem_cache.hiradix_cache": "HiRadixCache",
-    "mem_cache.memory_pool": "KVCache MHATokenToKVPool ReqToTokenPool",
+    "mem_cache.memory_pool": (
+        "HybridReqToTokenPool KVCache MambaPool MHATokenToKVPool ReqToTokenPool"
+    ),
     "mem_cache.memory_pool_host": (
         "HostKVCache HostPoolGroup HostTensorAllocator MHATokenToKVPoolHost PoolEntry"
     ),

@@ -56,7 +56,8 @@ class GatedAttention(torch.nn.Module):
         """
         attn = self.attn
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
-        queries, k, v = qkv.split([2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], dim=1)
+        sizes = [2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads]
+        queries, k, v = torch.split(qkv, sizes, dim=1)
         q, gate = queries[:, ::2], queries[:, 1::2]
         q = apply_rotary(self.q_norm.forward(q), rotation)
         k = apply_rotary(self.k_norm.forward(k), rotation)

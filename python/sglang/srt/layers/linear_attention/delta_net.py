@@ -113,19 +113,16 @@ class DeltaNetProjections(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> _Projected:
         """Project `[num_tokens, hidden_size]`."""
         shape = (len(x), self.options.num_heads, self.options.value_dim)
-        parts = self.merged.forward(x).split(self.sizes, dim=-1)
+        parts = torch.split(self.merged.forward(x), self.sizes, dim=-1)
         if not self.options.is_grouped:
             qkv, gate, b, a = parts
             return _Projected(qkv, gate.reshape(shape), b, a)
         options = self.options
         heads, repeats = options.num_key_heads, options.num_heads // options.num_key_heads
         values = repeats * options.value_dim
-        q, k, v, gate = (
-            parts[0]
-            .view(len(x), heads, -1)
-            .split([options.key_dim, options.key_dim, values, values], dim=-1)
-        )
-        b, a = parts[1].view(len(x), heads, -1).split(repeats, dim=-1)
+        sizes = [options.key_dim, options.key_dim, values, values]
+        q, k, v, gate = torch.split(parts[0].view(len(x), heads, -1), sizes, dim=-1)
+        b, a = torch.split(parts[1].view(len(x), heads, -1), repeats, dim=-1)
         qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)
         return _Projected(qkv, gate.reshape(shape), b.flatten(1), a.flatten(1))
 
@@ -242,7 +239,8 @@ class GatedDeltaNet(torch.nn.Module):
     def _inputs(self, qkv: torch.Tensor, projected: _Projected) -> DeltaRuleInputs:
         options = self.options
         keys = options.num_key_heads * options.key_dim
-        q, k, v = qkv.split([keys, keys, options.num_heads * options.value_dim], dim=-1)
+        sizes = [keys, keys, options.num_heads * options.value_dim]
+        q, k, v = torch.split(qkv, sizes, dim=-1)
         return DeltaRuleInputs(
             q.view(len(q), -1, options.key_dim),
             k.view(len(k), -1, options.key_dim),

@@ -144,7 +144,7 @@ def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
     system = (scaled @ k.transpose(-1, -2)).mul_(between)
     wanted = torch.cat([v * beta.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)], dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    values, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    values, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
     return _Chunks(
         values,
         reads,

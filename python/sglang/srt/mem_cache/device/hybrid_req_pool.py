@@ -52,7 +52,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         new_rows = [req.req_pool_idx for req in new if req.req_pool_idx is not None]
         for row, state in zip(new_rows, states, strict=True):
             self._state_of[row] = state
-        on_rows, slots = on_device([new_rows, states], self.device, torch.int64)
+        both = on_device([*new_rows, *states], self.device, torch.int64)
+        on_rows, slots = torch.split(both, len(new))
         self._states.index_copy_(0, on_rows, slots)
         self.mamba_pool.zero(slots)
         return rows

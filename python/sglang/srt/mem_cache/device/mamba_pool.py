@@ -144,7 +144,9 @@ class MambaPool(BaseDevicePool):
             dst: int64 `[n]` on the device; each slot once, and none that is in `src`.
         """
         at_once = max(1, COPY_BYTES // self.spec.num_bytes)
-        for some_src, some_dst in zip(src.split(at_once), dst.split(at_once), strict=True):
+        for some_src, some_dst in zip(
+            torch.split(src, at_once), torch.split(dst, at_once), strict=True
+        ):
             for buffer in (self.temporal, self.conv):
                 buffer.index_copy_(1, some_dst, buffer.index_select(1, some_src))
 
