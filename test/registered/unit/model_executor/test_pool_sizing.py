@@ -17,7 +17,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
-BASE = {
+BASE: dict[str, Any] = {
     "has_own_memory": False,
     "kv_bytes_per_token": 1024,
     "page_size": 64,
@@ -138,15 +138,15 @@ def test_states_that_do_not_fit_are_refused(fields: dict[str, Any], message: str
 def test_states_come_first_and_tokens_get_the_rest() -> None:
     budget = pool_budget(has_own_memory=False, total_bytes=24 * GIB, available_bytes=20 * GIB)
     assert budget.amount == GIB
-    got = size_kv_pool(**BASE, state_bytes=GIB // 4)
+    got = size_kv_pool(**{**BASE, "state_bytes": GIB // 4})
     assert got.amount == 3 * (1 << 18) - 64
     assert "less 0.25 GiB of states" in got.reason
     with pytest.raises(ValueError, match=r"0.75 GiB and 0.50 GiB of memory are available"):
-        size_kv_pool(**{**BASE, "available_bytes": 3 * GIB // 4}, state_bytes=GIB // 4)
+        size_kv_pool(**{**BASE, "available_bytes": 3 * GIB // 4, "state_bytes": GIB // 4})
 
 
 def test_no_more_requests_run_than_have_states() -> None:
-    pool = {"pool_tokens": 1 << 20, "context_len": 8192}
+    pool: dict[str, Any] = {"pool_tokens": 1 << 20, "context_len": 8192}
     assert size_running_requests(**pool, states=300).amount == 256
     got = size_running_requests(**pool, states=9)
     assert (got.amount, got.reason) == (9, "one for each of 9 states")

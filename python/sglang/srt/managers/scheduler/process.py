@@ -112,7 +112,7 @@ def build_scheduler(
     """
     group = group or SingleRank()
     server_args = on_this_machine(server_args, detect_device())
-    assert server_args.model_path is not None and server_args.page_size is not None, "resolved"
+    assert server_args.model_path is not None, "resolved"
     model_config = ModelConfig.from_path(
         server_args.model_path,
         dtype=server_args.dtype,
@@ -120,6 +120,7 @@ def build_scheduler(
         ssm_dtype=server_args.mamba_ssm_dtype,
     )
     server_args = on_this_model(server_args, model_config)
+    assert server_args.page_size is not None, "resolved"
     tokenizer = _load_tokenizer(server_args)
     runner = ModelRunner(
         ModelRunnerConfig(
