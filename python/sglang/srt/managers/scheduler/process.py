@@ -300,9 +300,9 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         max_running_requests=server_args.max_running_requests,
         states=None if states is None else states.amount,
     )
-    wanted = [size.amount, rows.amount, 0 if states is None else states.amount]
-    tokens, requests, num_states = group.reduce_min(torch.tensor(wanted)).tolist()
-    runner.init_memory_pool(tokens, requests, _longest_pass(server_args), num_states)
+    wanted = [size.amount, rows.amount, *([] if states is None else [states.amount])]
+    tokens, requests, *num_states = group.reduce_min(torch.tensor(wanted)).tolist()
+    runner.init_memory_pool(tokens, requests, _longest_pass(server_args), *num_states)
     gigabytes = (tokens + page_size) * runner.kv_bytes_per_token() / 1e9
     other = "what another rank has room for"
     why = size.reason if tokens == size.amount else other
@@ -312,8 +312,8 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         f"{server_args.device} ({why}); {requests} requests at once ({why_rows})"
     ]
     if states is not None:
-        why_states = states.reason if num_states == states.amount else other
-        lines.append(_line_of_states(runner, num_states, why_states))
+        why_states = states.reason if num_states == [states.amount] else other
+        lines.append(_line_of_states(runner, num_states[0], why_states))
     return lines
 
 
