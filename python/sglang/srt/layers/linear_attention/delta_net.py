@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
+from sglang.srt.layers.linear_attention.delta_rules import delta_rule
 from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
-from sglang.srt.layers.linear_attention.gated_delta_rule import (
-    DeltaRuleInputs,
-    delta_rule_decode,
-    delta_rule_extend,
-)
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
 from sglang.srt.layers.linear_attention.gated_norm import GatedRMSNorm
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
@@ -160,6 +157,7 @@ class GatedDeltaNet(torch.nn.Module):
             )
         self.options = options
         self.layer_id = layer_id
+        self._rule = delta_rule(placement.device, placement.dtype)
         self.in_proj = DeltaNetProjections(options, placement)
         self.gates = DeltaNetGates(options, placement)
         self.norm = GatedRMSNorm(options.value_dim, options.eps, placement=placement.at("norm"))
@@ -202,7 +200,7 @@ class GatedDeltaNet(torch.nn.Module):
         temporal, conv, states = self._states_of(forward_batch)
         slots, weight = states.slots, self.gates.conv.squeeze(1)
         qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, slots), weight)
-        out, after = delta_rule_decode(
+        out, after = self._rule.decode(
             self._inputs(qkv, projected), temporal.index_select(0, slots).float()
         )
         after = after.to(temporal.dtype)
@@ -222,7 +220,7 @@ class GatedDeltaNet(torch.nn.Module):
         qkv, conv_after, conv_tracked = convolve_extend(
             projected.qkv, conv.index_select(0, slots), weight, plan
         )
-        out, after, tracked = delta_rule_extend(
+        out, after, tracked = self._rule.extend(
             self._inputs(qkv, projected),
             temporal.index_select(0, slots).float(),
             plan,

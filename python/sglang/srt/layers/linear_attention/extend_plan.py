@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,18 @@ CHUNK: Final = 64
 _Ids = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendPass(NamedTuple):
+    """Tokens of some requests in a row, for kernels that take sequences. int64 on the device."""
+
+    tokens: torch.Tensor
+    """Request after request."""
+    requests: torch.Tensor
+    """`[n]`."""
+    bounds: torch.Tensor
+    """`[n + 1]`: where each request's tokens begin and end among `tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExtendPlan:
     """Indices for one prefill of `bs` requests. Tensors are int64 on the device.
 
@@ -29,6 +41,10 @@ class ExtendPlan:
     requests are computed in rounds: one of each request that has some left.
     """
 
+    num_new: tuple[int, ...]
+    """New tokens of each request."""
+    track_lens: tuple[int, ...]
+    """After how many of them the snapshot is taken; 0: none."""
     window_rows: torch.Tensor
     """`[num_tokens + bs * (kernel - 1)]`: rows of the new tokens' inputs with those of the states
     behind them."""
@@ -101,6 +117,8 @@ class ExtendPlan:
         ]
         ids = _upload(columns, device)
         return cls(
+            num_new=tuple(num_new),
+            track_lens=tuple(track),
             window_rows=ids[0],
             first_inputs=ids[1],
             last_inputs=ids[2],
@@ -113,6 +131,29 @@ class ExtendPlan:
             tracked_places=ids[7],
             tracked=ids[8],
         )
+
+    @functools.cached_property
+    def passes(self) -> tuple[ExtendPass, ExtendPass]:
+        """All tokens up to the snapshots, or all where there is none; and the tokens after."""
+        starts = [0, *itertools.accumulate(self.num_new)]
+        spans = list(zip(starts, self.num_new, self.track_lens, strict=False))
+        first = [(i, start, t or n) for i, (start, n, t) in enumerate(spans)]
+        rest = [(i, start + t, n - t) for i, (start, n, t) in enumerate(spans) if 0 < t < n]
+        device = self.order.device
+        return _pass(first, device), _pass(rest, device)
+
+
+def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass:
+    """Of requests with the first of their tokens and the number of them."""
+    tokens = [np.arange(begin, begin + count) for _, begin, count in spans]
+    none = np.empty(0, dtype=np.int64)
+    bounds = [0, *itertools.accumulate(count for *_, count in spans)]
+    columns: list[_Ids] = [
+        np.concatenate([none, *tokens]),
+        np.asarray([request for request, *_ in spans], dtype=np.int64),
+        np.asarray(bounds, dtype=np.int64),
+    ]
+    return ExtendPass(*_upload(columns, device))
 
 
 def _chunks(start: int, count: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ For one head, with state S `[key_dim, value_dim]` and decay a = exp(g):
 Sources: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta
 Rule" (ICLR 2025) for the rule and its chunks; S. Yang et al., "Parallelizing Linear Transformers
 with the Delta Rule over Sequence Length" (NeurIPS 2024) for the triangular system. Queries and keys
-are normalised and queries scaled by key_dim^-0.5 here. All of it is computed in fp32.
+are normalised and queries scaled by key_dim^-0.5 here.
 """
 
 from __future__ import annotations
@@ -54,25 +54,6 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _NORM_EPS)
 
 
-def delta_rule_decode(
-    inputs: DeltaRuleInputs, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each request.
-
-    Args:
-        state: fp32 `[bs, num_heads, key_dim, value_dim]`; its memory is used.
-
-    Returns:
-        fp32 `[bs, num_heads, value_dim]`, and the state after the token.
-    """
-    q, k, v, g, beta = inputs.normalised()
-    state = state.mul_(g.exp()[..., None, None])
-    known = torch.einsum("bhkv,bhk->bhv", state, k)
-    correction = (v - known) * beta.unsqueeze(-1)
-    state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
-    return torch.einsum("bhkv,bhk->bhv", state, q), state
-
-
 class _Chunks(NamedTuple):
     """What chunks are before their requests' states are known; `[num_chunks, num_heads, ...]`."""
 
@@ -90,45 +71,70 @@ class _Chunks(NamedTuple):
     """`[1, 1]`: of the state over the whole chunk."""
 
 
-def delta_rule_extend(
-    inputs: DeltaRuleInputs, state: torch.Tensor, plan: ExtendPlan, state_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new tokens of each request.
+class TorchDeltaRule:
+    """The rule in torch's operations, for any device. All of it is computed in fp32."""
 
-    What follows a snapshot is computed from what is kept of it: rounded to `state_dtype`.
+    def decode(
+        self, inputs: DeltaRuleInputs, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of each request.
 
-    Args:
-        state: fp32 `[bs, num_heads, key_dim, value_dim]`: before the prefill.
-        plan: Of the batch.
-        state_dtype: In which states are kept.
+        Args:
+            state: fp32 `[bs, num_heads, key_dim, value_dim]`; its memory is used.
 
-    Returns:
-        fp32 `[num_tokens, num_heads, value_dim]`; the states after the prefill, as `state`; and the
-        snapshots, fp32 `[num_tracked, ...]`, in the plan's order.
-    """
-    chunks = _solve(inputs, plan)
-    state = state.index_select(0, plan.order)
-    out = torch.empty_like(chunks.values)
-    tracked_at = iter(enumerate(plan.tracked_rounds))
-    upcoming = next(tracked_at, None)
-    snapshots: list[torch.Tensor] = []
-    begin = 0
-    for nth, size in enumerate(plan.round_sizes):
-        now = _Chunks(*(tensor[begin : begin + size] for tensor in chunks))
-        current = state[:size]
-        corrections = now.values - now.reads @ current
-        out[begin : begin + size] = now.queries @ current + now.scores @ corrections
-        current.mul_(now.decay).add_(now.keys.transpose(-1, -2) @ corrections)
-        begin += size
-        while upcoming is not None and upcoming[1] == nth:
-            place = plan.tracked_places[upcoming[0] : upcoming[0] + 1]
-            snapshot = state.index_select(0, place).to(state_dtype).float()
-            state.index_copy_(0, place, snapshot)
-            snapshots.append(snapshot)
-            upcoming = next(tracked_at, None)
-    by_token = out.transpose(1, 2).flatten(0, 1).index_select(0, plan.token_places)
-    after = torch.empty_like(state).index_copy_(0, plan.order, state)
-    return by_token, after, torch.cat([state[:0], *snapshots])
+        Returns:
+            fp32 `[bs, num_heads, value_dim]`, and the state after the token.
+        """
+        q, k, v, g, beta = inputs.normalised()
+        state = state.mul_(g.exp()[..., None, None])
+        known = torch.einsum("bhkv,bhk->bhv", state, k)
+        correction = (v - known) * beta.unsqueeze(-1)
+        state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
+        return torch.einsum("bhkv,bhk->bhv", state, q), state
+
+    def extend(
+        self,
+        inputs: DeltaRuleInputs,
+        state: torch.Tensor,
+        plan: ExtendPlan,
+        state_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The new tokens of each request.
+
+        What follows a snapshot is computed from what is kept of it: rounded to `state_dtype`.
+
+        Args:
+            state: fp32 `[bs, num_heads, key_dim, value_dim]`: before the prefill.
+            plan: Of the batch.
+            state_dtype: In which states are kept.
+
+        Returns:
+            fp32 `[num_tokens, num_heads, value_dim]`; the states after the prefill, as `state`;
+            and the snapshots, fp32 `[num_tracked, ...]`, in the plan's order.
+        """
+        chunks = _solve(inputs, plan)
+        state = state.index_select(0, plan.order)
+        out = torch.empty_like(chunks.values)
+        tracked_at = iter(enumerate(plan.tracked_rounds))
+        upcoming = next(tracked_at, None)
+        snapshots: list[torch.Tensor] = []
+        begin = 0
+        for nth, size in enumerate(plan.round_sizes):
+            now = _Chunks(*(tensor[begin : begin + size] for tensor in chunks))
+            current = state[:size]
+            corrections = now.values - now.reads @ current
+            out[begin : begin + size] = now.queries @ current + now.scores @ corrections
+            current.mul_(now.decay).add_(now.keys.transpose(-1, -2) @ corrections)
+            begin += size
+            while upcoming is not None and upcoming[1] == nth:
+                place = plan.tracked_places[upcoming[0] : upcoming[0] + 1]
+                snapshot = state.index_select(0, place).to(state_dtype).float()
+                state.index_copy_(0, place, snapshot)
+                snapshots.append(snapshot)
+                upcoming = next(tracked_at, None)
+        by_token = out.transpose(1, 2).flatten(0, 1).index_select(0, plan.token_places)
+        after = torch.empty_like(state).index_copy_(0, plan.order, state)
+        return by_token, after, torch.cat([state[:0], *snapshots])
 
 
 def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
