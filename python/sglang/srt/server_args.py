@@ -154,6 +154,13 @@ class ServerArgs:
         "Average seconds between two tokens of a request while prompts are computed. A smaller "
         "target makes prompts wait longer. Absent: prefills and decode steps alternate.",
     )
+    max_mamba_cache_size: int | None = flag(None, "Recurrent states in L1; absent: sized.")
+    mamba_full_memory_ratio: float | None = flag(
+        None, "Most bytes of recurrent states in L1 for each byte of keys and values; absent: 0.9."
+    )
+    mamba_ssm_dtype: str = flag(
+        "float32", "Dtype of recurrent states.", choices=("float32", "bfloat16")
+    )
     disable_radix_cache: bool = flag(False, "Do not reuse prefixes.")
     radix_eviction_policy: str = flag(
         "lru",
@@ -353,6 +360,7 @@ def _check_numbers(args: ServerArgs) -> None:
         value = getattr(args, field)
         check(field, value is None or value >= 2, "at least 2: one token of prompt, one of output")
     for field in (
+        "max_mamba_cache_size",
         "max_running_requests",
         "max_queued_requests",
         "max_prefill_tokens",
@@ -368,6 +376,7 @@ def _check_numbers(args: ServerArgs) -> None:
         "watchdog_timeout",
         "schedule_conservativeness",
         "hicache_ratio",
+        "mamba_full_memory_ratio",
         "target_inter_token_latency",
     ):
         value = getattr(args, field)

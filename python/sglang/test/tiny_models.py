@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,28 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
+    StateBatch,
     compute_extend_positions,
 )
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
@@ -42,6 +51,9 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
 _SHAPE = {
     "vocab_size": 160,
@@ -68,7 +80,28 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
 }
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Three layers of linear attention, one of full attention."""
+_HYBRID_EXPERTS: dict[str, Any] = {
+    **_HYBRID,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": _HYBRID_EXPERTS,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": _HYBRID_EXPERTS,
+}
 _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    **_HYBRID_FAMILIES,
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2},
     "deepseek_v32": {
@@ -106,13 +139,27 @@ def save_tiny_checkpoint(
         for name, weight in model.named_parameters():
             # The default initialisation has zero biases and norms of 1, which would test nothing.
             noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(noise * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0))
+            # Most norms of the hybrids scale by 1 + weight.
+            is_scale = name.endswith("norm.weight") and family not in _HYBRID_FAMILIES
+            weight.copy_(noise * 0.2 + (1.0 if is_scale else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
     return model
+
+
+class _Row:
+    """Stands for a request that has a row of the table."""
+
+    def __init__(self) -> None:
+        self.req_pool_idx: int | None = None
+
+
+Snapshots = Mapping[int, tuple[int, int]]
+"""By row: the slot that takes a snapshot of its state, and in a prefill after how many of its new
+tokens."""
 
 
 class StepDriver:
@@ -125,23 +172,32 @@ class StepDriver:
         page_size: int = 1,
         pool_tokens: int = 4096,
         max_requests: int = 16,
+        num_states: int | None = None,
         **config: Any,
     ) -> None:
         """Args:
+        num_states: Slots of recurrent states, those of the rows included; None: no others.
         config: Further fields of `ModelRunnerConfig`, and `dtype` of the model.
         """
-        model_config = ModelConfig.from_path(str(model_path), dtype=config.pop("dtype", "auto"))
+        model_config = ModelConfig.from_path(
+            str(model_path),
+            dtype=config.pop("dtype", "auto"),
+            ssm_dtype=config.pop("ssm_dtype", "float32"),
+        )
         self.runner = ModelRunner(
             ModelRunnerConfig(
                 model_config=model_config, page_size=page_size, show_progress=False, **config
             )
         )
         self.device = self.runner.config.device
-        self.runner.init_memory_pool(pool_tokens, max_requests)
+        self.runner.init_memory_pool(pool_tokens, max_requests, num_states=num_states)
+        self.runner.req_to_token_pool.alloc([_Row() for _ in range(max_requests)])
         self.lens = [0] * max_requests
         """Number of tokens of each row in the pool."""
 
-    def extend(self, work: Sequence[tuple[int, Sequence[int]]]) -> LogitsProcessorOutput:
+    def extend(
+        self, work: Sequence[tuple[int, Sequence[int]]], snapshots: Snapshots | None = None
+    ) -> LogitsProcessorOutput:
         """Compute `(row, new tokens)` of several requests in one step."""
         rows = [row for row, _ in work]
         prefix = [self.lens[row] for row in rows]
@@ -164,9 +220,12 @@ class StepDriver:
         batch.positions = compute_extend_positions(prefix, new, self.device)
         batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = prefix, new
         batch.req_pool_indices_cpu = batch.req_pool_indices.tolist()
+        self._track(batch, rows, snapshots)
         return self._run(batch, rows, total)
 
-    def decode(self, work: Sequence[tuple[int, int]]) -> LogitsProcessorOutput:
+    def decode(
+        self, work: Sequence[tuple[int, int]], snapshots: Snapshots | None = None
+    ) -> LogitsProcessorOutput:
         """Compute one token of each request, given as `(row, token)`."""
         rows = [row for row, _ in work]
         total = [self.lens[row] + 1 for row in rows]
@@ -177,7 +236,28 @@ class StepDriver:
         pool = self.runner.req_to_token_pool
         pool.req_to_token[self._tensor(rows), self._tensor(total) - 1] = loc.to(torch.int32)
         tokens = [token for _, token in work]
-        return self._run(self._batch(ForwardMode.DECODE, rows, total, tokens, loc), rows, total)
+        batch = self._batch(ForwardMode.DECODE, rows, total, tokens, loc)
+        self._track(batch, rows, snapshots)
+        return self._run(batch, rows, total)
+
+    def continue_from(self, snapshot: int, source: int, rows: Sequence[int], length: int) -> None:
+        """Let `rows`, which are empty, go on after the first `length` tokens of row `source`, whose
+        state is in the slot `snapshot`."""
+        table = self.runner.req_to_token_pool.req_to_token
+        states = self.runner.req_to_token_pool.state_slots(self._tensor(rows))
+        pool = self.runner.pools[PoolName.MAMBA]
+        assert isinstance(pool, MambaPool) and states is not None
+        pool.copy_from(self._tensor([snapshot] * len(rows)), states)
+        for row in rows:
+            table[row, :length] = table[source, :length]
+            self.lens[row] = length
+
+    def _track(self, batch: ForwardBatch, rows: list[int], snapshots: Snapshots | None) -> None:
+        if not snapshots:
+            return
+        assert batch.states is not None
+        slots, lens = zip(*(snapshots.get(row, (0, 0)) for row in rows), strict=True)
+        batch.states.track_slots, batch.states.track_lens_cpu = self._tensor(slots), list(lens)
 
     def _batch(
         self,
@@ -197,6 +277,7 @@ class StepDriver:
             out_cache_loc=loc,
             req_to_token_pool=self.runner.req_to_token_pool,
             token_to_kv_pool=self.runner.token_to_kv_pool,
+            states=StateBatch.running(self.runner.req_to_token_pool, self._tensor(rows)),
         )
 
     def _run(self, batch: ForwardBatch, rows: list[int], total: list[int]) -> LogitsProcessorOutput:

@@ -38,7 +38,9 @@ NAMES: Final[Mapping[str, str]] = {
         "SidecarPoolSpec"
     ),
     "mem_cache.hiradix_cache": "HiRadixCache",
-    "mem_cache.memory_pool": "KVCache MHATokenToKVPool MLATokenToKVPool ReqToTokenPool",
+    "mem_cache.memory_pool": (
+        "HybridReqToTokenPool KVCache MambaPool MHATokenToKVPool MLATokenToKVPool ReqToTokenPool"
+    ),
     "mem_cache.memory_pool_host": (
         "DSAIndexerPoolHost HICACHE_HOST_MEMORY_RESERVE_BYTES HostKVCache HostPoolGroup "
         "HostTensorAllocator MHATokenToKVPoolHost MLATokenToKVPoolHost NSAIndexerPoolHost PoolEntry"

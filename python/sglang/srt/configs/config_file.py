@@ -16,6 +16,9 @@ SUPPORTED_ARCHITECTURES: Final = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 )
 """Values of `architectures` in config.json. `models.registry` has a class for each."""
 

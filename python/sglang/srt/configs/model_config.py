@@ -50,10 +50,19 @@ class ModelConfig:
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
     """Ascending. Any of them ends a generation."""
+    linear_attention_layers: tuple[int, ...] = ()
+    """Layers whose state is recurrent; the others have full attention."""
+    ssm_dtype: torch.dtype = torch.float32
+    """In which recurrent states are kept."""
 
     @classmethod
     def from_path(
-        cls, model_path: str, *, dtype: str = "auto", context_length: int | None = None
+        cls,
+        model_path: str,
+        *,
+        dtype: str = "auto",
+        context_length: int | None = None,
+        ssm_dtype: str = "float32",
     ) -> ModelConfig:
         """Read the model in the directory `model_path`.
 
@@ -61,6 +70,7 @@ class ModelConfig:
             model_path: Directory with `config.json`.
             dtype: A key of `DTYPES`, or "auto" for the checkpoint's dtype.
             context_length: Tokens; None means the length that the model was trained for.
+            ssm_dtype: A key of `DTYPES`: of recurrent states.
 
         Raises:
             ValueError: Something is missing or not supported. One line with the remedy.
@@ -78,7 +88,8 @@ class ModelConfig:
                 f"config.json: num_attention_heads={num_heads} must be a multiple of "
                 f"num_key_value_heads={kv_heads}, and head_dim={head_dim} must be even"
             )
-        rope = RopeConfig.from_hf(hf)
+        linear_layers = _linear_attention_layers(hf)
+        rope = RopeConfig.from_hf(hf, may_be_partial=bool(linear_layers))
         return cls(
             model_path=str(directory),
             architecture=architecture,
@@ -86,7 +97,7 @@ class ModelConfig:
             dtype=_resolve_dtype(dtype, hf, directory),
             context_len=_resolve_context_len(context_length, hf, rope),
             hidden_size=hidden_size,
-            intermediate_size=positive_int(hf, "intermediate_size"),
+            intermediate_size=positive_int(hf, _name_of_intermediate_size(hf)),
             num_hidden_layers=positive_int(hf, "num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=kv_heads,
@@ -96,6 +107,8 @@ class ModelConfig:
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             rope=rope,
             eos_token_ids=_eos_token_ids(hf, directory),
+            linear_attention_layers=linear_layers,
+            ssm_dtype=DTYPES[ssm_dtype],
         )
 
 
@@ -126,6 +139,28 @@ def _refuse_unsupported(hf: PretrainedConfig) -> None:
         )
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act={hf.hidden_act!r} in config.json is not supported: silu is")
+
+
+def _linear_attention_layers(hf: PretrainedConfig) -> tuple[int, ...]:
+    """Layers with a recurrent state.
+
+    Raises:
+        ValueError: `layer_types` does not fit the layers, or no layer has full attention.
+    """
+    types = getattr(hf, "layer_types", None) or []
+    linear = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
+    if linear and (len(types) != hf.num_hidden_layers or "full_attention" not in types):
+        raise ValueError(
+            f"config.json: layer_types {types} must name all {hf.num_hidden_layers} layers, and at "
+            "least one with full_attention"
+        )
+    return linear
+
+
+def _name_of_intermediate_size(hf: PretrainedConfig) -> str:
+    """Models all of whose layers have experts may not say how wide a dense one is."""
+    name = "intermediate_size"
+    return name if getattr(hf, name, None) is not None else f"moe_{name}"
 
 
 def positive_int(hf: PretrainedConfig, name: str) -> int:

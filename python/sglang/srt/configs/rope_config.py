@@ -17,6 +17,8 @@ class RopeConfig:
 
     rope_type: str = "default"
     theta: float = DEFAULT_THETA
+    partial_rotary_factor: float = 1.0
+    """Part of a head's dimensions that rotate: the first ones."""
     factor: float = 1.0
     """All but `default`: the factor by which the context was extended."""
     low_freq_factor: float = 1.0
@@ -40,9 +42,16 @@ class RopeConfig:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that rotate."""
+        return int(head_dim * self.partial_rotary_factor)
+
     @classmethod
-    def from_hf(cls, hf_config: Any) -> RopeConfig:
+    def from_hf(cls, hf_config: Any, *, may_be_partial: bool = False) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (older).
+
+        Args:
+            may_be_partial: Whether the architecture can rotate a part of a head's dimensions.
 
         Raises:
             ValueError: The scaling type or a partial rotation is not supported, or a field is
@@ -60,6 +69,8 @@ class RopeConfig:
                 f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
         partial = params.get("partial_rotary_factor", 1.0)
+        if may_be_partial and rope_type == "default":
+            return cls(theta=float(theta), partial_rotary_factor=_fraction(partial))
         if partial != 1.0:
             raise ValueError(
                 f"partial_rotary_factor={partial} in config.json is not supported: "
@@ -101,6 +112,15 @@ class RopeConfig:
                 _number(params, "original_max_position_embeddings", rope_type)
             ),
         )
+
+
+def _fraction(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(
+            f"rope_parameters.partial_rotary_factor={value!r} in config.json must be above 0 and "
+            "at most 1"
+        )
+    return float(value)
 
 
 def _attention_factor(params: Mapping[str, Any], factor: float) -> float:

@@ -38,6 +38,28 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.DECODE
 
 
+@dataclass(slots=True, kw_only=True)
+class StateBatch:
+    """Slots of recurrent states that a step uses. Tensors are on the model's device."""
+
+    slots: torch.Tensor
+    """int64 `[bs]`: each request's running state, which the step reads and overwrites. That of a
+    request without a prefix is zeroed."""
+    track_slots: torch.Tensor | None = None
+    """int64 `[bs]`: where the step leaves a snapshot of the request's state; 0, padding: none.
+    None: no request has any. Decode: the state after the step's token."""
+    track_lens_cpu: list[int] | None = None
+    """Extend only, with `track_slots`: after how many of each request's new tokens the snapshot is
+    taken; 0: none. What follows it is computed from it."""
+
+    @classmethod
+    def running(cls, pool: ReqToTokenPool, rows: torch.Tensor) -> StateBatch | None:
+        """The running states of the requests at `rows` (int64 `[bs]` on the device); None: the
+        model keeps none."""
+        slots = pool.state_slots(rows)
+        return None if slots is None else cls(slots=slots)
+
+
 @dataclass(kw_only=True)
 class ForwardBatch:
     """One step's input. Tensors are on the model's device, `*_cpu` fields are Python lists.
@@ -83,6 +105,8 @@ class ForwardBatch:
     """Extend only: int64 `[bs]` that holds what `last_rows` gives. For captured graphs."""
     on_layer: Callable[[int], None] | None = None
     """Called with each layer's number before its attention is launched. For captured graphs."""
+    states: StateBatch | None = None
+    """None: the model keeps no recurrent states."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
     pools: Mapping[PoolName, BaseDevicePool] | None = None

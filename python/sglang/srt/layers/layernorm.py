@@ -49,6 +49,22 @@ class RMSNorm(WeightedLayer):
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """Normalises and scales in fp32, by 1 + weight, then rounds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`."""
+        scale = self.weight.float() + 1.0
+        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+    def add_(
+        self, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RMSNorm.add_`."""
+        residual = residual if x is None else x.add_(residual)
+        return self.forward(residual), residual
+
+
 class QKNorm(WeightedLayer):
     """Per-head normalisation of queries and keys, which lie side by side, in one pass."""
 

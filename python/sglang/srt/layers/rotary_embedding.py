@@ -15,7 +15,7 @@ class Rotation(NamedTuple):
     """One batch's angles, computed once and used by every layer."""
 
     cos: torch.Tensor
-    """`[num_tokens, 1, head_dim]` in the model's dtype."""
+    """`[num_tokens, 1, rotary_dim]` in the model's dtype."""
     signed_sin: torch.Tensor
     """Likewise; negative in the first half, so that rotating takes no negation."""
 
@@ -92,7 +92,12 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate `[num_tokens, num_heads, head_dim]`; dimension i pairs with i + head_dim / 2."""
+    """Rotate the first `rotary_dim` dimensions of `[num_tokens, num_heads, head_dim]`, which may be
+    all; dimension i pairs with i + rotary_dim / 2."""
+    rotary_dim = rotation.cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        rotated = apply_rotary(x[..., :rotary_dim], rotation)
+        return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * rotation.cos, swapped, rotation.signed_sin)
 

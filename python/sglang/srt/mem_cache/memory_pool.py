@@ -1,7 +1,17 @@
 """L1, device memory: its pools, under the path where readers look for them."""
 
+from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 
-__all__ = ["KVCache", "MHATokenToKVPool", "MLATokenToKVPool", "NSAIndexerPool", "ReqToTokenPool"]
+__all__ = [
+    "HybridReqToTokenPool",
+    "KVCache",
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "MambaPool",
+    "NSAIndexerPool",
+    "ReqToTokenPool",
+]

@@ -26,9 +26,11 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
-from sglang.srt.mem_cache.device.state_spec import PoolName, bytes_per_token
+from sglang.srt.mem_cache.device.state_spec import PoolName, bytes_per_state, bytes_per_token
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
     CudaGraphRunner,
@@ -182,6 +184,10 @@ class ModelRunner:
         """Bytes of one token in all paged pools, over all layers, on this rank."""
         return bytes_per_token(self.state_specs)
 
+    def state_bytes(self) -> int:
+        """Bytes of one recurrent state, over all layers, on this rank; 0: the model has none."""
+        return bytes_per_state(self.state_specs)
+
     def graph_bytes(self) -> int:
         """Estimate of the device memory that captured steps take; 0 where there are none."""
         if not self._captures_graphs or not self.attn_backend.can_be_captured:
@@ -190,7 +196,11 @@ class ModelRunner:
         return estimate_graph_bytes(largest, self.model_config.vocab_size)
 
     def init_memory_pool(
-        self, max_total_tokens: int, max_running_requests: int, longest_pass: int = 0
+        self,
+        max_total_tokens: int,
+        max_running_requests: int,
+        longest_pass: int = 0,
+        num_states: int | None = None,
     ) -> None:
         """Make the pools and the allocator; warm up and capture graphs where the device does so.
 
@@ -198,6 +208,8 @@ class ModelRunner:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
             max_running_requests: Rows of the table of slots.
             longest_pass: New tokens of the longest prefill to warm up for; 0: only short ones.
+            num_states: Slots of recurrent states; None: one for each row. Unused where the model
+                has no such states.
 
         Raises:
             ValueError: `max_total_tokens` is not a positive multiple of the page size, or there is
@@ -209,10 +221,14 @@ class ModelRunner:
                 f"max_total_tokens={max_total_tokens} must be a positive multiple of "
                 f"page_size={page_size}"
             )
-        self.req_to_token_pool = ReqToTokenPool(
-            max_running_requests, self.model_config.context_len, self.config.device
+        self.pools = make_pools(
+            self.state_specs,
+            max_total_tokens,
+            page_size,
+            self.config.device,
+            max_running_requests if num_states is None else num_states,
         )
-        self.pools = make_pools(self.state_specs, max_total_tokens, page_size, self.config.device)
+        self.req_to_token_pool = self._make_row_pool(max_running_requests)
         self.token_to_kv_pool = kv_pool(self.pools)
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
         if not self._device_kind.warms_up:
@@ -222,12 +238,24 @@ class ModelRunner:
         pools = self.req_to_token_pool, self.token_to_kv_pool
         for batch in warm_up_batches(*pools, longest_pass):
             self.forward(batch)
+        if self.state_bytes():
+            logger.info(
+                "Steps run without CUDA graphs: layers of linear attention are not captured"
+            )
         if self._captures_graphs:
             self._capture(graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests))
 
+    def _make_row_pool(self, rows: int) -> ReqToTokenPool:
+        context_len, device = self.model_config.context_len, self.config.device
+        states = self.pools.get(PoolName.MAMBA)
+        if isinstance(states, MambaPool):
+            return HybridReqToTokenPool(rows, context_len, device, states)
+        return ReqToTokenPool(rows, context_len, device)
+
     @property
     def _captures_graphs(self) -> bool:
-        return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
+        wanted = self._device_kind.captures_graphs and not self.config.disable_cuda_graph
+        return wanted and not self.state_bytes()
 
     def _capture(self, batch_sizes: list[int]) -> None:
         """Capture what the attention backends let be captured; decoding of `batch_sizes`."""

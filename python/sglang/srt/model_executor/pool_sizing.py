@@ -15,6 +15,8 @@ GPU_STATIC_FRACTION = 0.88
 MAX_RUNNING_REQUESTS = 256
 MIN_TOKENS = 2
 """One of a prompt and one of its output: with less no request can be served."""
+FULL_MEMORY_RATIO = 0.9
+"""Of recurrent states, for each byte of keys and values."""
 REQ_TABLE_BYTES = 256 * MIB
 """Most that the table of requests' slots may take unless more requests are asked for."""
 
@@ -23,8 +25,29 @@ class Sizing(NamedTuple):
     """A decision and why it is that."""
 
     amount: int
-    """Tokens (a multiple of the page size) or requests."""
+    """Tokens (a multiple of the page size), requests, states or bytes."""
     reason: str
+
+
+def pool_budget(
+    *,
+    has_own_memory: bool,
+    total_bytes: int,
+    available_bytes: int,
+    mem_fraction_static: float | None = None,
+    weight_bytes: int = 0,
+    graph_bytes: int = 0,
+) -> Sizing:
+    """Decide how many bytes all device pools may take, unless their sizes are asked for. Arguments
+    as in `size_kv_pool`.
+
+    Raises:
+        ValueError: The fraction is none.
+    """
+    budget, reason = _budget(has_own_memory, total_bytes, mem_fraction_static, weight_bytes)
+    if mem_fraction_static is None and has_own_memory:
+        budget, reason = _default_budget(budget, reason, total_bytes, available_bytes, graph_bytes)
+    return Sizing(budget, reason)
 
 
 def size_kv_pool(
@@ -38,6 +61,7 @@ def size_kv_pool(
     max_total_tokens: int | None = None,
     weight_bytes: int = 0,
     graph_bytes: int = 0,
+    state_bytes: int = 0,
     context_len: int | None = None,
 ) -> Sizing:
     """Decide how many tokens the device pool (L1) holds.
@@ -53,6 +77,7 @@ def size_kv_pool(
         max_total_tokens: An upper bound that the user set.
         weight_bytes: What the weights take of the static share.
         graph_bytes: What CUDA graphs will take.
+        state_bytes: What recurrent states will take.
         context_len: Longest context of the model. Unless a size was asked for, a GPU's pool holds
             at most `MAX_RUNNING_REQUESTS` of them, so that a small model leaves memory alone.
 
@@ -60,9 +85,18 @@ def size_kv_pool(
         ValueError: Not one page fits, or not the shortest request, or the memory for it is not
             there; names the flag.
     """
-    budget, reason = _budget(has_own_memory, total_bytes, mem_fraction_static, weight_bytes)
-    if mem_fraction_static is None and has_own_memory:
-        budget, reason = _default_budget(budget, reason, total_bytes, available_bytes, graph_bytes)
+    budget, reason = pool_budget(
+        has_own_memory=has_own_memory,
+        total_bytes=total_bytes,
+        available_bytes=available_bytes,
+        mem_fraction_static=mem_fraction_static,
+        weight_bytes=weight_bytes,
+        graph_bytes=graph_bytes,
+    )
+    if state_bytes:
+        budget -= state_bytes
+        available_bytes -= state_bytes
+        reason += f", less {state_bytes / GIB:.2f} GiB of states"
     tokens = budget // kv_bytes_per_token - page_size
     if mem_fraction_static is None and has_own_memory and context_len is not None:
         most = MAX_RUNNING_REQUESTS * context_len
@@ -118,17 +152,74 @@ def _default_budget(
     return budget - graph_bytes, reason
 
 
+def size_states(
+    *,
+    budget_bytes: int,
+    state_bytes: int,
+    keeps_snapshots: bool,
+    full_memory_ratio: float | None = None,
+    max_states: int | None = None,
+    max_running_requests: int | None = None,
+) -> Sizing:
+    """Decide how many recurrent states the device holds: one for each running request, and
+    snapshots.
+
+    Args:
+        budget_bytes: Of all device pools: see `pool_budget`.
+        state_bytes: Of one state over all layers; one more, padding, is paid for here.
+        keeps_snapshots: Whether the states of prefixes are kept. Else there are no more states
+            than running requests.
+        full_memory_ratio: Bytes of states for each byte of keys and values, at most; None: 0.9.
+        max_states: As many as the user asked for; then the ratio does not count.
+        max_running_requests: As the user asked; None: `MAX_RUNNING_REQUESTS`.
+
+    Raises:
+        ValueError: Not one state fits; names the flags.
+    """
+    ratio = FULL_MEMORY_RATIO if full_memory_ratio is None else full_memory_ratio
+    share = int(budget_bytes * ratio / (1.0 + ratio))
+    states, reason = share // state_bytes - 1, f"--mamba-full-memory-ratio {ratio:g}"
+    if max_states is not None:
+        states, reason = max_states, f"--max-mamba-cache-size {max_states}"
+    running = max_running_requests or MAX_RUNNING_REQUESTS
+    if not keeps_snapshots and running < states:
+        states, reason = running, f"one for each of {running} requests"
+    if states < 1 or (states + 1) * state_bytes > budget_bytes:
+        raise ValueError(
+            f"{max(states, 0)} recurrent states of {state_bytes / MIB:.1f} MiB ({reason}), one "
+            f"more for padding, do not fit into {budget_bytes / GIB:.2f} GiB: raise "
+            "--mem-fraction-static or --mamba-full-memory-ratio, or lower --max-mamba-cache-size"
+        )
+    return Sizing(states, reason)
+
+
 def size_running_requests(
-    *, pool_tokens: int, context_len: int, max_running_requests: int | None = None
+    *,
+    pool_tokens: int,
+    context_len: int,
+    max_running_requests: int | None = None,
+    states: int | None = None,
 ) -> Sizing:
     """Decide how many requests may run at once.
 
     Without a wish it is what the pool can feed with at least 64 tokens each, at most 256, and
     few enough that the table of their slots (4 bytes a token of context) stays small.
 
+    Args:
+        states: Recurrent states, of which each request needs one; None: the model has none.
+
     Raises:
         ValueError: `max_running_requests` is less than 1.
     """
+    wished = _running_requests(pool_tokens, context_len, max_running_requests)
+    if states is None or wished.amount <= states:
+        return wished
+    return Sizing(states, f"one for each of {states} states")
+
+
+def _running_requests(
+    pool_tokens: int, context_len: int, max_running_requests: int | None
+) -> Sizing:
     if max_running_requests is not None:
         if max_running_requests < 1:
             raise ValueError(f"--max-running-requests {max_running_requests} must be at least 1")

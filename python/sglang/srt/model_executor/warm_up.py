@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
+    StateBatch,
     compute_extend_positions,
 )
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
@@ -44,6 +45,7 @@ def warm_up_batches(
             out_cache_loc=zeros,
             req_to_token_pool=req_to_token_pool,
             token_to_kv_pool=token_to_kv_pool,
+            states=StateBatch.running(req_to_token_pool, zeros[:1]),
             extend_prefix_lens_cpu=[prefix],
             extend_seq_lens_cpu=[new],
         )

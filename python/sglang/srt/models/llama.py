@@ -228,12 +228,24 @@ class LlamaModel(torch.nn.Module):
         return self.norm.add_(x, residual)[0]
 
 
+class Decoder(Protocol):
+    """Embedding, decoder layers and the final norm of a model."""
+
+    @property
+    def embed_tokens(self) -> VocabParallelEmbedding: ...
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Hidden states of `ForwardBatch.rows_for_logits`."""
+
+
 class LlamaForCausalLM(torch.nn.Module):
-    """A causal language model; its subclasses differ in `decoder_options` alone."""
+    """A causal language model. Its subclasses differ in `decoder_options`, or in `make_model`."""
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.decoder_options(config), placement.at("model"))
+        self.model = self.make_model(config, placement.at("model"))
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -243,6 +255,10 @@ class LlamaForCausalLM(torch.nn.Module):
         )
         self.logits_processor = LogitsProcessor()
         self._kv_share = placement.kv_state_share(config.num_key_value_heads)
+
+    def make_model(self, config: ModelConfig, placement: TensorPlacement) -> Decoder:
+        """All of the model but what turns hidden states into logits."""
+        return LlamaModel(config, self.decoder_options(config), placement)
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
@@ -267,15 +283,16 @@ class LlamaForCausalLM(torch.nn.Module):
         return self.logits_processor.forward(hidden_states, head.weight, forward_batch)
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Keys and values of every layer."""
+        """Keys and values of every layer that attends to them."""
         layers = list(self.attention_layers())
         ids, first, share = tuple(layer.layer_id for layer in layers), layers[0], self._kv_share
         return (KVSpec.of_heads(ids, first.num_kv_heads, first.head_dim, kv_dtype, share=share),)
 
     def attention_layers(self) -> Iterator[RadixAttention]:
         """The attention of each layer."""
-        for layer in self.model.decoder_layers:
-            yield layer.self_attn.attn
+        for module in self.modules():
+            if isinstance(module, RadixAttention):
+                yield module
 
     def weight_slots(self) -> NamedSlots:
         """Every checkpoint tensor of the model, by full name."""

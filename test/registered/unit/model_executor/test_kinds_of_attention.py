@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_registry import register_pool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateBuffer, StateSpec
 from sglang.srt.model_loader import loader
-from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM
+from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
@@ -153,6 +153,7 @@ class MixedForCausalLM(LlamaForCausalLM):
             place = placement.at(f"model.layers.{i}.self_attn")
             attention = UniformAttention(config, self.decoder_options(config), place, i)
             attention.attn.kind = UNIFORM
+            assert isinstance(self.model, LlamaModel)
             self.model.decoder_layers[i].self_attn = attention
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.constants import GIB
-from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
+from sglang.srt.constants import GIB, MIB
+from sglang.srt.model_executor.pool_sizing import (
+    pool_budget,
+    size_kv_pool,
+    size_running_requests,
+    size_states,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
-BASE = {
+BASE: dict[str, Any] = {
     "has_own_memory": False,
     "kv_bytes_per_token": 1024,
     "page_size": 64,
@@ -94,6 +99,58 @@ def test_running_requests(fields: dict[str, int], requests: int) -> None:
 def test_no_requests_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="--max-running-requests 0"):
         size_running_requests(pool_tokens=1, context_len=1, max_running_requests=0)
+
+
+STATES = {"budget_bytes": 19 * GIB, "state_bytes": 64 * MIB, "keeps_snapshots": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "states", "reason"),
+    [
+        ({}, 9 * 16 - 1, "--mamba-full-memory-ratio 0.9"),
+        ({"full_memory_ratio": 18.0}, 18 * 16 - 1, "--mamba-full-memory-ratio 18"),
+        ({"keeps_snapshots": False}, 9 * 16 - 1, "--mamba-full-memory-ratio 0.9"),
+        ({"keeps_snapshots": False, "max_running_requests": 5}, 5, "one for each of 5 requests"),
+        ({"max_running_requests": 5}, 9 * 16 - 1, "--mamba-full-memory-ratio 0.9"),
+        ({"max_states": 20}, 20, "--max-mamba-cache-size 20"),
+        ({"max_states": 19 * 16 - 1}, 19 * 16 - 1, "--max-mamba-cache-size 303"),
+        ({"max_states": 20, "keeps_snapshots": False, "max_running_requests": 8}, 8, "of 8 req"),
+    ],
+)
+def test_states(fields: dict[str, Any], states: int, reason: str) -> None:
+    got = size_states(**{**STATES, **fields})
+    assert got.amount == states
+    assert reason in got.reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"state_bytes": 10 * GIB}, "0 recurrent states of 10240.0 MiB .* raise --mem-fraction"),
+        ({"max_states": 19 * 16}, r"304 .* \(--max-mamba-cache-size 304\).* into 19.00 GiB"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        size_states(**{**STATES, **fields})
+
+
+def test_states_come_first_and_tokens_get_the_rest() -> None:
+    budget = pool_budget(has_own_memory=False, total_bytes=24 * GIB, available_bytes=20 * GIB)
+    assert budget.amount == GIB
+    got = size_kv_pool(**{**BASE, "state_bytes": GIB // 4})
+    assert got.amount == 3 * (1 << 18) - 64
+    assert "less 0.25 GiB of states" in got.reason
+    with pytest.raises(ValueError, match=r"0.75 GiB and 0.50 GiB of memory are available"):
+        size_kv_pool(**{**BASE, "available_bytes": 3 * GIB // 4, "state_bytes": GIB // 4})
+
+
+def test_no_more_requests_run_than_have_states() -> None:
+    pool: dict[str, Any] = {"pool_tokens": 1 << 20, "context_len": 8192}
+    assert size_running_requests(**pool, states=300).amount == 256
+    got = size_running_requests(**pool, states=9)
+    assert (got.amount, got.reason) == (9, "one for each of 9 states")
+    assert size_running_requests(**pool, max_running_requests=12, states=9).amount == 9
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
+    StateBatch,
     compute_extend_positions,
 )
 from sglang.srt.managers.scheduler.requests.req import Req
@@ -127,6 +128,7 @@ def make_prefill_batch(
             out_cache_loc=out_slots[0] if len(works) == 1 else torch.cat(out_slots),
             req_to_token_pool=pools.req_to_token_pool,
             token_to_kv_pool=pools.token_to_kv_pool,
+            states=StateBatch.running(pools.req_to_token_pool, rows_on_device),
             extend_prefix_lens_cpu=prefix_lens,
             extend_seq_lens_cpu=extend_lens,
             return_logprob=return_logprob,
@@ -160,6 +162,7 @@ class DecodeBatch:
         self._rows_of_last_step: list[Req] = []
         self._seq_lens = self._input_ids = self._last_loc = NO_SLOTS
         self._rows = self._seeds = self._steps = NO_SLOTS
+        self._states: StateBatch | None = None
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -218,6 +221,7 @@ class DecodeBatch:
                 out_cache_loc=self._last_loc,
                 req_to_token_pool=self._pools.req_to_token_pool,
                 token_to_kv_pool=self._pools.token_to_kv_pool,
+                states=self._states,
                 return_logprob=self._return_logprob,
                 top_logprobs_nums=self._top_logprobs_nums,
             ),
@@ -244,6 +248,7 @@ class DecodeBatch:
             [req.spec.seed for req in reqs],
             [len(req.progress.output_ids) + req.progress.num_in_flight for req in reqs],
         )
+        self._states = StateBatch.running(pools.req_to_token_pool, self._rows)
         last = pools.req_to_token_pool.req_to_token[self._rows, self._seq_lens - 1]
         self._last_loc = last.to(torch.int64)
         self._return_logprob, self._top_logprobs_nums = _top_logprobs_nums(reqs)

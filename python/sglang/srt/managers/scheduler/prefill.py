@@ -235,7 +235,7 @@ class PrefillScheduler:
         self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Slots for the keys and values of the next tokens, written to the request's row; None: too
-        few are free.
+        few are free, or no recurrent state.
 
         The last token of a prompt that is cached whole is computed again and gets no slot: the step
         stores it as padding, and reads it from the cached page.
@@ -249,6 +249,8 @@ class PrefillScheduler:
         begin = committed if prefix is None else len(prefix)
         page_size = state.limits.page_size
         assert begin % page_size == 0, "what is cached or was computed before is whole pages"
+        if req.slots.req_pool_idx is None and not pools.req_to_token_pool.available_size():
+            return None
         slots = self._padding_slot
         if begin < end:
             state.make_room(end - begin)
@@ -257,7 +259,7 @@ class PrefillScheduler:
                 return None
             slots = pages[: end - begin]
         rows = pools.req_to_token_pool.alloc([req.slots])
-        assert rows is not None, "as many rows as running requests"
+        assert rows is not None, "there is a row for it"
         if prefix is not None:
             pools.req_to_token_pool.write((rows[0], slice(0, begin)), prefix)
         if begin < end:

@@ -8,11 +8,12 @@ import os
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import torch
 from tqdm import tqdm
 
+from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
@@ -30,7 +31,13 @@ from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
+from sglang.srt.model_executor.pool_sizing import (
+    Sizing,
+    pool_budget,
+    size_kv_pool,
+    size_running_requests,
+    size_states,
+)
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
@@ -46,6 +53,20 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+_EXAMPLE_PREFIX: Final = 8192
+"""Tokens."""
+
+
+class _DeviceMemory(TypedDict):
+    """What `pool_budget` and `size_kv_pool` both ask."""
+
+    has_own_memory: bool
+    total_bytes: int
+    available_bytes: int
+    mem_fraction_static: float | None
+    weight_bytes: int
+    graph_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +112,15 @@ def build_scheduler(
     """
     group = group or SingleRank()
     server_args = on_this_machine(server_args, detect_device())
-    assert server_args.model_path is not None and server_args.page_size is not None, "resolved"
+    assert server_args.model_path is not None, "resolved"
     model_config = ModelConfig.from_path(
         server_args.model_path,
         dtype=server_args.dtype,
         context_length=server_args.context_length,
+        ssm_dtype=server_args.mamba_ssm_dtype,
     )
+    server_args = on_this_model(server_args, model_config)
+    assert server_args.page_size is not None, "resolved"
     tokenizer = _load_tokenizer(server_args)
     runner = ModelRunner(
         ModelRunnerConfig(
@@ -113,7 +137,7 @@ def build_scheduler(
             tp_size=group.size,
         )
     )
-    tiers = [init_pools(runner, server_args, group)]
+    tiers = init_pools(runner, server_args, group)
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
     tiers += tree.tiers()
@@ -158,6 +182,36 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
         # Before the model is loaded, which takes longer than finding that a name is wrong.
         check_layout_and_io(device, server_args.hicache_io_backend, server_args.hicache_mem_layout)
     return server_args.on_device(device)
+
+
+def on_this_model(server_args: ServerArgs, model_config: ModelConfig) -> ServerArgs:
+    """Settle what depends on whether the model keeps recurrent states, which no prefix cache keeps
+    yet.
+
+    Raises:
+        ValueError: A flag needs what the model, or the engine with such a model, does not have.
+    """
+    if not model_config.linear_attention_layers:
+        for field in dataclasses.fields(server_args):
+            is_set = getattr(server_args, field.name) != field.default
+            if is_set and "mamba" in field.name:
+                raise ValueError(
+                    f"{flag_name(field.name)} has no effect on {model_config.architecture}, which "
+                    "keeps no recurrent states: leave it out"
+                )
+        return server_args
+    if server_args.enable_hierarchical_cache:
+        raise ValueError(
+            f"--enable-hierarchical-cache does not work with {model_config.architecture} yet: the "
+            "recurrent states of its prefixes are not cached; leave it out"
+        )
+    if server_args.disable_radix_cache:
+        return server_args
+    logger.info(
+        "the radix cache is off: the recurrent states of %s are not cached",
+        model_config.architecture,
+    )
+    return dataclasses.replace(server_args, disable_radix_cache=True)
 
 
 def run_scheduler_process(
@@ -215,9 +269,9 @@ def run_scheduler_process(
     logger.info("shut down")
 
 
-def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -> str:
+def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -> list[str]:
     """Make L1 as large as the flags, the device and the model say, and as the rank with the least
-    memory can; the line that tells why. A collective.
+    memory can; the lines that tell why. A collective.
 
     Raises:
         ValueError: No size fits; names the flag.
@@ -225,32 +279,70 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     runtime = device_runtime(server_args.device)
     available, total = runtime.memory()
     page_size = runner.config.page_size
+    memory: _DeviceMemory = {
+        "has_own_memory": runtime.kind.has_own_memory,
+        "total_bytes": total,
+        "available_bytes": available,
+        "mem_fraction_static": server_args.mem_fraction_static,
+        "weight_bytes": runner.weight_bytes(),
+        "graph_bytes": runner.graph_bytes(),
+    }
+    states = _size_states(runner, server_args, memory)
     size = size_kv_pool(
-        has_own_memory=runtime.kind.has_own_memory,
+        **memory,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         page_size=page_size,
-        total_bytes=total,
-        available_bytes=available,
-        mem_fraction_static=server_args.mem_fraction_static,
         max_total_tokens=server_args.max_total_tokens,
-        weight_bytes=runner.weight_bytes(),
-        graph_bytes=runner.graph_bytes(),
+        state_bytes=0 if states is None else (states.amount + 1) * runner.state_bytes(),
         context_len=runner.model_config.context_len,
     )
     rows = size_running_requests(
         pool_tokens=size.amount,
         context_len=runner.model_config.context_len,
         max_running_requests=server_args.max_running_requests,
+        states=None if states is None else states.amount,
     )
-    tokens, requests = group.reduce_min(torch.tensor([size.amount, rows.amount])).tolist()
-    runner.init_memory_pool(tokens, requests, _longest_pass(server_args))
+    wanted = [size.amount, rows.amount, *([] if states is None else [states.amount])]
+    tokens, requests, *num_states = group.reduce_min(torch.tensor(wanted)).tolist()
+    runner.init_memory_pool(tokens, requests, _longest_pass(server_args), *num_states)
     gigabytes = (tokens + page_size) * runner.kv_bytes_per_token() / 1e9
     other = "what another rank has room for"
     why = size.reason if tokens == size.amount else other
     why_rows = rows.reason if requests == rows.amount else other
-    return (
+    lines = [
         f"L1: {tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
         f"{server_args.device} ({why}); {requests} requests at once ({why_rows})"
+    ]
+    if states is not None:
+        why_states = states.reason if num_states == [states.amount] else other
+        lines.append(_line_of_states(runner, num_states[0], why_states))
+    return lines
+
+
+def _size_states(
+    runner: ModelRunner, server_args: ServerArgs, memory: _DeviceMemory
+) -> Sizing | None:
+    """How many recurrent states L1 holds; None: the model has none."""
+    if not runner.state_bytes():
+        return None
+    return size_states(
+        budget_bytes=pool_budget(**memory).amount,
+        state_bytes=runner.state_bytes(),
+        keeps_snapshots=not server_args.disable_radix_cache,
+        full_memory_ratio=server_args.mamba_full_memory_ratio,
+        max_states=server_args.max_mamba_cache_size,
+        max_running_requests=server_args.max_running_requests,
+    )
+
+
+def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
+    """What states take of L1, and what a prefix takes of it."""
+    each = runner.state_bytes()
+    prefix_gigabytes = _EXAMPLE_PREFIX * runner.kv_bytes_per_token() / 1e9
+    return (
+        f"L1: {num_states} recurrent states of {each / 1e6:.2f} MB, "
+        f"{(num_states + 1) * each / 1e9:.2f} GB ({why}); a prefix of {_EXAMPLE_PREFIX} tokens "
+        f"takes {prefix_gigabytes:.3f} GB of keys and values and {each / 1e9:.3f} GB of state"
     )
 
 

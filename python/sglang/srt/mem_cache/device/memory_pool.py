@@ -86,6 +86,17 @@ class ReqToTokenPool:
             values = values.to(torch.int32)  # Slices convert while they are copied to.
         self.req_to_token[indices] = values
 
+    def state_slots(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Slots of the running recurrent states of the requests at `rows`.
+
+        Args:
+            rows: int64 `[bs]` on `device`.
+
+        Returns:
+            int64 `[bs]` on `device`; None: the model keeps no such states.
+        """
+        return None
+
     def clear(self) -> None:
         """Take back every row."""
         # Popped from the end: low rows first.

@@ -174,3 +174,9 @@ class KVSpec(StateSpec):
 def bytes_per_token(specs: tuple[StateSpec, ...]) -> int:
     """Bytes that one token takes in the paged pools of `specs`, over all layers, on this rank."""
     return sum(spec.num_bytes for spec in specs if spec.item is ItemKind.TOKEN)
+
+
+def bytes_per_state(specs: tuple[StateSpec, ...]) -> int:
+    """Bytes that the state of one prefix takes in the other pools of `specs`, over all layers, on
+    this rank."""
+    return sum(spec.num_bytes for spec in specs if spec.item is ItemKind.STATE)

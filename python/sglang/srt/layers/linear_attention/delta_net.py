@@ -1,0 +1,259 @@
+"""The delta-net layer: projections, convolution, gated delta rule, gated norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
+from sglang.srt.layers.linear_attention.delta_rules import delta_rule
+from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
+from sglang.srt.layers.linear_attention.gated_norm import GatedRMSNorm
+from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.state_spec import PoolName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetOptions:
+    """Shape of a delta-net layer.
+
+    Raises:
+        ValueError: Heads of values are no multiple of those of keys, or a size is too small.
+    """
+
+    hidden_size: int
+    num_key_heads: int
+    num_heads: int
+    """Of values; each head of queries and keys serves as many of them."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Inputs that the convolution sees at once."""
+    eps: float
+    is_grouped: bool
+    """Whether a checkpoint has the projections interleaved, key head by key head (Qwen3-Next), or
+    one tensor for each kind (Qwen3.5)."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_key_heads, self.key_dim, self.value_dim) < 1 or self.kernel < 2:
+            raise ValueError(f"config.json: sizes of linear attention are too small: {self}")
+        if self.num_heads < 1 or self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"config.json: linear_num_value_heads={self.num_heads} must be a multiple of "
+                f"linear_num_key_heads={self.num_key_heads}"
+            )
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    def state_spec(
+        self, layers: tuple[int, ...], ssm_dtype: torch.dtype, conv_dtype: torch.dtype
+    ) -> MambaSpec:
+        """What such layers keep of a prefix."""
+        return MambaSpec.of_shapes(
+            layers,
+            (self.num_heads, self.key_dim, self.value_dim),
+            (self.num_channels, self.kernel - 1),
+            ssm_dtype=ssm_dtype,
+            conv_dtype=conv_dtype,
+        )
+
+
+class _Projected(NamedTuple):
+    """Projections of a layer's input."""
+
+    qkv: torch.Tensor
+    """`[num_tokens, num_channels]`: all queries, all keys, all values."""
+    gate: torch.Tensor
+    """`[num_tokens, num_heads, value_dim]`."""
+    b: torch.Tensor
+    """`[num_tokens, num_heads]`: `beta` before the sigmoid."""
+    a: torch.Tensor
+    """`[num_tokens, num_heads]`: the time step before bias and softplus."""
+
+
+class DeltaNetProjections(torch.nn.Module):
+    """All projections of a layer's input in one product, whichever way a checkpoint has them."""
+
+    def __init__(self, options: DeltaNetOptions, placement: TensorPlacement) -> None:
+        super().__init__()
+        self.options = options
+        values = options.num_heads * options.value_dim
+        sizes = (
+            {"in_proj_qkvz": options.num_channels + values, "in_proj_ba": 2 * options.num_heads}
+            if options.is_grouped
+            else {
+                "in_proj_qkv": options.num_channels,
+                "in_proj_z": values,
+                "in_proj_b": options.num_heads,
+                "in_proj_a": options.num_heads,
+            }
+        )
+        self.sizes = list(sizes.values())
+        self.merged = MergedColumnParallelLinear(
+            options.hidden_size,
+            [(name, Share(0, size, size)) for name, size in sizes.items()],
+            bias=False,
+            placement=placement,
+        )
+
+    def forward(self, x: torch.Tensor) -> _Projected:
+        """Project `[num_tokens, hidden_size]`."""
+        shape = (len(x), self.options.num_heads, self.options.value_dim)
+        parts = torch.split(self.merged.forward(x), self.sizes, dim=-1)
+        if not self.options.is_grouped:
+            qkv, gate, b, a = parts
+            return _Projected(qkv, gate.reshape(shape), b, a)
+        options = self.options
+        heads, repeats = options.num_key_heads, options.num_heads // options.num_key_heads
+        values = repeats * options.value_dim
+        sizes = [options.key_dim, options.key_dim, values, values]
+        q, k, v, gate = torch.split(parts[0].view(len(x), heads, -1), sizes, dim=-1)
+        b, a = torch.split(parts[1].view(len(x), heads, -1), repeats, dim=-1)
+        qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)
+        return _Projected(qkv, gate.reshape(shape), b.flatten(1), a.flatten(1))
+
+
+class DeltaNetGates(WeightedLayer):
+    """The weights of a layer beside its projections: convolution, decay, time step. In fp32, as
+    they are computed with."""
+
+    def __init__(self, options: DeltaNetOptions, placement: TensorPlacement) -> None:
+        super().__init__(placement)
+        exact = replace(placement, dtype=torch.float32)
+        self.conv = exact.empty(options.num_channels, 1, options.kernel)
+        self.a_log = exact.empty(options.num_heads)
+        self.dt_bias = exact.empty(options.num_heads)
+
+    def decay(self, a: torch.Tensor) -> torch.Tensor:
+        """fp32, as `a`: log of the decay of each head, at most 0."""
+        return -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
+
+    def weight_slots(self) -> NamedSlots:
+        yield f"{self.prefix}.conv1d.weight", WeightSlot.of(self.conv)
+        yield f"{self.prefix}.A_log", WeightSlot.of(self.a_log)
+        yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias)
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """Linear attention: reads and overwrites the running state of each request of the batch."""
+
+    def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
+        """Raises ValueError: there are several ranks."""
+        super().__init__()
+        if placement.tp_size > 1:
+            raise ValueError(
+                "linear attention cannot be split over several ranks yet: use --tp-size 1"
+            )
+        self.options = options
+        self.layer_id = layer_id
+        self._rule = delta_rule(placement.device, placement.dtype)
+        self.in_proj = DeltaNetProjections(options, placement)
+        self.gates = DeltaNetGates(options, placement)
+        self.norm = GatedRMSNorm(options.value_dim, options.eps, placement=placement.at("norm"))
+        values = options.num_heads * options.value_dim
+        self.out_proj = RowParallelLinear(
+            Share(0, values, values),
+            options.hidden_size,
+            bias=False,
+            placement=placement.at("out_proj"),
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        forward_batch: ForwardBatch,
+        plan: ExtendPlan | None,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Move the states on, then project towards the residual: see `RowParallelLinear.forward`.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            plan: Of a prefill; None: a decode step.
+            rows: int64 `[bs]`: tokens whose output is wanted; None: all.
+        """
+        projected = self.in_proj.forward(x)
+        attended = (
+            self._decode(projected, forward_batch)
+            if plan is None
+            else self._extend(projected, forward_batch, plan)
+        )
+        gate = projected.gate
+        if rows is not None:
+            attended, gate = attended.index_select(0, rows), gate.index_select(0, rows)
+            residual = residual.index_select(0, rows)
+        return self.out_proj.forward(self.norm.forward(attended, gate).flatten(1), residual)
+
+    def _decode(self, projected: _Projected, forward_batch: ForwardBatch) -> torch.Tensor:
+        temporal, conv, states = self._states_of(forward_batch)
+        slots, weight = states.slots, self.gates.conv.squeeze(1)
+        qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, slots), weight)
+        out, after = self._rule.decode(
+            self._inputs(qkv, projected), temporal.index_select(0, slots).float()
+        )
+        after = after.to(temporal.dtype)
+        conv.index_copy_(0, slots, conv_after)
+        temporal.index_copy_(0, slots, after)
+        if states.track_slots is not None:
+            # The others are copied to the padding slot, in any order.
+            conv.index_copy_(0, states.track_slots, conv_after)
+            temporal.index_copy_(0, states.track_slots, after)
+        return out
+
+    def _extend(
+        self, projected: _Projected, forward_batch: ForwardBatch, plan: ExtendPlan
+    ) -> torch.Tensor:
+        temporal, conv, states = self._states_of(forward_batch)
+        slots, weight = states.slots, self.gates.conv.squeeze(1)
+        qkv, conv_after, conv_tracked = convolve_extend(
+            projected.qkv, conv.index_select(0, slots), weight, plan
+        )
+        out, after, tracked = self._rule.extend(
+            self._inputs(qkv, projected),
+            temporal.index_select(0, slots).float(),
+            plan,
+            temporal.dtype,
+        )
+        conv.index_copy_(0, slots, conv_after)
+        temporal.index_copy_(0, slots, after.to(temporal.dtype))
+        if states.track_slots is not None:
+            targets = states.track_slots.index_select(0, plan.tracked)
+            conv.index_copy_(0, targets, conv_tracked)
+            temporal.index_copy_(0, targets, tracked.to(temporal.dtype))
+        return out
+
+    def _inputs(self, qkv: torch.Tensor, projected: _Projected) -> DeltaRuleInputs:
+        options = self.options
+        keys = options.num_key_heads * options.key_dim
+        sizes = [keys, keys, options.num_heads * options.value_dim]
+        q, k, v = torch.split(qkv, sizes, dim=-1)
+        return DeltaRuleInputs(
+            q.view(len(q), -1, options.key_dim),
+            k.view(len(k), -1, options.key_dim),
+            v.view(len(v), -1, options.value_dim),
+            self.gates.decay(projected.a),
+            projected.b.float().sigmoid(),
+        )
+
+    def _states_of(
+        self, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, StateBatch]:
+        """The layer's buffers, `temporal` and `conv`, and the step's slots in them."""
+        assert forward_batch.pools is not None, "the runner sets it before the model runs"
+        assert forward_batch.states is not None, "whoever made the batch gave it states"
+        pool = forward_batch.pools[PoolName.MAMBA]
+        assert isinstance(pool, MambaPool)
+        place = pool.wait_for_layer(self.layer_id)
+        return pool.temporal[place], pool.conv[place], forward_batch.states

@@ -1,0 +1,42 @@
+"""Which implementation of the gated delta rule a device has."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Protocol
+
+import torch
+
+from sglang.srt.hardware_backend.device_kinds import device_kind
+from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
+from sglang.srt.layers.linear_attention.fla_delta_rule import FlaDeltaRule
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
+
+
+class DeltaRule(Protocol):
+    """See `TorchDeltaRule`."""
+
+    def decode(
+        self, inputs: DeltaRuleInputs, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def extend(
+        self,
+        inputs: DeltaRuleInputs,
+        state: torch.Tensor,
+        plan: ExtendPlan,
+        state_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@functools.cache
+def delta_rule(device: str, dtype: torch.dtype) -> DeltaRule:
+    """The best implementation for activations of `dtype` on `device`.
+
+    The kernels multiply in the dtype of the activations, or in tf32: fp32 is left to torch.
+    """
+    is_cuda = device_kind(device).name == "cuda"
+    if is_cuda and dtype != torch.float32 and importlib.util.find_spec("fla") is not None:
+        return FlaDeltaRule.load()
+    return TorchDeltaRule()

@@ -1,0 +1,203 @@
+"""Which rows of a prefill the parts of linear attention read and write: once for all layers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+CHUNK: Final = 64
+"""Tokens that the delta rule takes at once."""
+
+_Ids = npt.NDArray[np.int64]
+
+
+class ExtendPass(NamedTuple):
+    """Tokens of some requests in a row, for kernels that take sequences. int64 on the device."""
+
+    tokens: torch.Tensor
+    """Request after request."""
+    requests: torch.Tensor
+    """`[n]`."""
+    bounds: torch.Tensor
+    """`[n + 1]`: where each request's tokens begin and end among `tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendPlan:
+    """Indices for one prefill of `bs` requests. Tensors are int64 on the device.
+
+    A *window* is the inputs of one request in a row: the `kernel - 1` before the prefill, which its
+    state has, then its new tokens. A *chunk* is up to `CHUNK` tokens of one request. A request's
+    chunks begin at its first new token, and anew where its snapshot is taken. The chunks of all
+    requests are computed in rounds: one of each request that has some left.
+    """
+
+    num_new: tuple[int, ...]
+    """New tokens of each request."""
+    track_lens: tuple[int, ...]
+    """After how many of them the snapshot is taken; 0: none."""
+    window_rows: torch.Tensor
+    """`[num_tokens + bs * (kernel - 1)]`: rows of the new tokens' inputs with those of the states
+    behind them."""
+    first_inputs: torch.Tensor
+    """`[num_tokens]`: for each token the place in the windows of the first input that it sees."""
+    last_inputs: torch.Tensor
+    """`[bs, kernel - 1]`: places of the inputs that are each request's state after the prefill."""
+    tracked_inputs: torch.Tensor
+    """`[num_tracked, kernel - 1]`: likewise for the snapshots."""
+    chunk_tokens: torch.Tensor
+    """`[num_chunks, CHUNK]`: tokens of each chunk, round by round; `num_tokens` for none."""
+    token_places: torch.Tensor
+    """`[num_tokens]`: place of each token in the flattened chunks."""
+    order: torch.Tensor
+    """`[bs]`: requests by the number of their chunks, most first: those of a round come first."""
+    round_sizes: tuple[int, ...]
+    """Requests that have a chunk in each round."""
+    tracked_rounds: tuple[int, ...]
+    """Ascending: the round after which each snapshot is taken."""
+    tracked_places: torch.Tensor
+    """`[num_tracked]`: places in `order` of the requests of the snapshots."""
+    tracked: torch.Tensor
+    """`[num_tracked]`: the requests themselves."""
+
+    @classmethod
+    def of(
+        cls,
+        num_new: Sequence[int],
+        track_lens: Sequence[int] | None,
+        kernel: int,
+        device: torch.device | str,
+    ) -> ExtendPlan:
+        """The plan of a batch.
+
+        Args:
+            num_new: New tokens of each request, at least 1 each.
+            track_lens: After how many of them the snapshot is taken; 0: none. None: none at all.
+            kernel: Inputs that the convolution sees at once.
+
+        Raises:
+            ValueError: A snapshot lies beyond its request's new tokens.
+        """
+        track = list(track_lens or [0] * len(num_new))
+        if any(not 0 <= t <= n for t, n in zip(track, num_new, strict=True)):
+            raise ValueError(f"snapshots after {track} tokens of prefills of {list(num_new)}")
+        starts = [0, *itertools.accumulate(num_new)]
+        chunks = [
+            [*_chunks(start, t), *_chunks(start + t, n - t)]
+            for start, t, n in zip(starts, track, num_new, strict=False)
+        ]
+        order = sorted(range(len(chunks)), key=lambda i: -len(chunks[i]))
+        sizes = [
+            sum(len(own) > nth for own in chunks) for nth in range(max(map(len, chunks), default=0))
+        ]
+        rounds = [chunks[i][nth] for nth, size in enumerate(sizes) for i in order[:size]]
+        chunk_tokens, token_places = _chunk_rows(rounds, starts[-1])
+        # A snapshot is the state after the chunks of the tokens before it.
+        snapshots = sorted(
+            (-(-track[i] // CHUNK) - 1, place, i) for place, i in enumerate(order) if track[i]
+        )
+        tracked = [i for _, _, i in snapshots]
+        windows = _window_rows(num_new, track, tracked, starts, kernel)
+        columns: list[_Ids] = [
+            *windows,
+            chunk_tokens,
+            token_places,
+            np.asarray(order, dtype=np.int64),
+            np.asarray([place for _, place, _ in snapshots], dtype=np.int64),
+            np.asarray(tracked, dtype=np.int64),
+        ]
+        ids = _upload(columns, device)
+        return cls(
+            num_new=tuple(num_new),
+            track_lens=tuple(track),
+            window_rows=ids[0],
+            first_inputs=ids[1],
+            last_inputs=ids[2],
+            tracked_inputs=ids[3],
+            chunk_tokens=ids[4],
+            token_places=ids[5],
+            order=ids[6],
+            round_sizes=tuple(sizes),
+            tracked_rounds=tuple(nth for nth, _, _ in snapshots),
+            tracked_places=ids[7],
+            tracked=ids[8],
+        )
+
+    @functools.cached_property
+    def passes(self) -> tuple[ExtendPass, ExtendPass]:
+        """All tokens up to the snapshots, or all where there is none; and the tokens after."""
+        starts = [0, *itertools.accumulate(self.num_new)]
+        spans = list(zip(starts, self.num_new, self.track_lens, strict=False))
+        first = [(i, start, t or n) for i, (start, n, t) in enumerate(spans)]
+        rest = [(i, start + t, n - t) for i, (start, n, t) in enumerate(spans) if 0 < t < n]
+        device = self.order.device
+        return _pass(first, device), _pass(rest, device)
+
+
+def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass:
+    """Of requests with the first of their tokens and the number of them."""
+    tokens = [np.arange(begin, begin + count) for _, begin, count in spans]
+    none = np.empty(0, dtype=np.int64)
+    bounds = [0, *itertools.accumulate(count for *_, count in spans)]
+    columns: list[_Ids] = [
+        np.concatenate([none, *tokens]),
+        np.asarray([request for request, *_ in spans], dtype=np.int64),
+        np.asarray(bounds, dtype=np.int64),
+    ]
+    return ExtendPass(*_upload(columns, device))
+
+
+def _chunks(start: int, count: int) -> list[tuple[int, int]]:
+    """First token and number of tokens of each chunk of `count` tokens from `start` on."""
+    return [(start + done, min(CHUNK, count - done)) for done in range(0, count, CHUNK)]
+
+
+def _chunk_rows(rounds: list[tuple[int, int]], num_tokens: int) -> tuple[_Ids, _Ids]:
+    """`ExtendPlan.chunk_tokens` and `token_places`."""
+    tokens = np.full((len(rounds), CHUNK), num_tokens, dtype=np.int64)
+    places = np.empty(num_tokens, dtype=np.int64)
+    for nth, (begin, count) in enumerate(rounds):
+        tokens[nth, :count] = np.arange(begin, begin + count)
+        places[begin : begin + count] = np.arange(nth * CHUNK, nth * CHUNK + count)
+    return tokens, places
+
+
+def _window_rows(
+    num_new: Sequence[int],
+    track: list[int],
+    tracked: list[int],
+    starts: list[int],
+    kernel: int,
+) -> tuple[_Ids, _Ids, _Ids, _Ids]:
+    """`ExtendPlan.window_rows`, `first_inputs`, `last_inputs` and `tracked_inputs`."""
+    past = kernel - 1
+    bs, num_tokens = len(num_new), starts[-1]
+    begins = np.asarray(starts[:-1], dtype=np.int64) + np.arange(bs) * past
+    before = num_tokens + np.arange(bs * past, dtype=np.int64).reshape(bs, past)
+    rows = [
+        part
+        for i, count in enumerate(num_new)
+        for part in (before[i], np.arange(starts[i], starts[i] + count))
+    ]
+    first = np.arange(num_tokens) + np.repeat(np.arange(bs) * past, num_new)
+    offsets = np.arange(past)
+    last = (begins + np.asarray(num_new))[:, None] + offsets
+    at_snapshot = (begins + np.asarray(track))[tracked][:, None] + offsets
+    return np.concatenate(rows), first, last, at_snapshot.reshape(len(tracked), past)
+
+
+def _upload(columns: list[_Ids], device: torch.device | str) -> list[torch.Tensor]:
+    """All columns in one copy, in their shapes."""
+    flat = np.concatenate([column.reshape(-1).astype(np.int64) for column in columns])
+    staged = device_runtime(device).stage_to_device(torch.from_numpy(flat))
+    parts = torch.split(staged, [column.size for column in columns])
+    return [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]

@@ -1,0 +1,94 @@
+"""The gated delta rule by the kernels of flash-linear-attention, where that package is installed.
+
+Its functions `chunk_gated_delta_rule` and `fused_recurrent_gated_delta_rule` are Triton kernels for
+what `gated_delta_rule.py` defines; they take and give states in fp32.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.linear_attention.extend_plan import ExtendPass, ExtendPlan
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
+
+
+@dataclass(frozen=True, slots=True)
+class FlaDeltaRule:
+    """A `DeltaRule`; see there."""
+
+    chunks: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def load(cls) -> FlaDeltaRule:
+        """The package's functions. Raises ImportError where it is not installed."""
+        ops: Any = importlib.import_module("fla.ops.gated_delta_rule")
+        return cls(ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule)
+
+    def decode(
+        self, inputs: DeltaRuleInputs, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TorchDeltaRule.decode`."""
+        each_request = {name: x.unsqueeze(1) for name, x in _arguments(inputs).items()}
+        out, after = self.step(
+            **each_request,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out.squeeze(1).float(), after
+
+    def extend(
+        self,
+        inputs: DeltaRuleInputs,
+        state: torch.Tensor,
+        plan: ExtendPlan,
+        state_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `TorchDeltaRule.extend`."""
+        arguments = _arguments(inputs)
+        first, rest = plan.passes
+        out = torch.empty(inputs.v.shape, dtype=torch.float32, device=state.device)
+        state = state.clone()
+        self._run(arguments, state, first, out)
+        snapshots = state.index_select(0, plan.tracked).to(state_dtype).float()
+        state.index_copy_(0, plan.tracked, snapshots)
+        if len(rest.tokens):
+            self._run(arguments, state, rest, out)
+        return out, state, snapshots
+
+    def _run(
+        self,
+        arguments: dict[str, torch.Tensor],
+        state: torch.Tensor,
+        part: ExtendPass,
+        out: torch.Tensor,
+    ) -> None:
+        """Move the states of a pass on, and fill in the outputs of its tokens."""
+        tokens = {name: x.index_select(0, part.tokens)[None] for name, x in arguments.items()}
+        computed, after = self.chunks(
+            **tokens,
+            initial_state=state.index_select(0, part.requests),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=part.bounds,
+        )
+        out.index_copy_(0, part.tokens, computed.squeeze(0).float())
+        state.index_copy_(0, part.requests, after)
+
+
+def _arguments(inputs: DeltaRuleInputs) -> dict[str, torch.Tensor]:
+    """By the package's names; a head of queries and keys for each head of values."""
+    repeats = inputs.v.shape[1] // inputs.k.shape[1]
+    return {
+        "q": inputs.q.repeat_interleave(repeats, dim=1),
+        "k": inputs.k.repeat_interleave(repeats, dim=1),
+        "v": inputs.v.contiguous(),
+        "g": inputs.g,
+        "beta": inputs.beta,
+    }

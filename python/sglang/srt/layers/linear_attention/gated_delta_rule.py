@@ -1,0 +1,169 @@
+"""The gated delta rule: attention by a state of fixed size, which forgets and corrects itself.
+
+For one head, with state S `[key_dim, value_dim]` and decay a = exp(g):
+
+    S_t = a_t S_(t-1) + k_t d_t^T       where d_t = b_t (v_t - (a_t S_(t-1))^T k_t)
+    o_t = S_t^T q_t
+
+Sources: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta
+Rule" (ICLR 2025) for the rule and its chunks; S. Yang et al., "Parallelizing Linear Transformers
+with the Delta Rule over Sequence Length" (NeurIPS 2024) for the triangular system. Queries and keys
+are normalised and queries scaled by key_dim^-0.5 here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sglang.srt.layers.linear_attention.extend_plan import CHUNK, ExtendPlan
+
+_NORM_EPS = 1e-6
+
+
+class DeltaRuleInputs(NamedTuple):
+    """What the rule reads of each token. `num_heads` is a multiple of `num_key_heads`."""
+
+    q: torch.Tensor
+    """`[num_tokens, num_key_heads, key_dim]`, of any float dtype."""
+    k: torch.Tensor
+    """As `q`."""
+    v: torch.Tensor
+    """`[num_tokens, num_heads, value_dim]`."""
+    g: torch.Tensor
+    """fp32 `[num_tokens, num_heads]`: log of the decay, at most 0."""
+    beta: torch.Tensor
+    """fp32 `[num_tokens, num_heads]`: how far a value is corrected, 0 to 1."""
+
+    def normalised(self) -> DeltaRuleInputs:
+        """In fp32, with keys of length 1, queries scaled, and a key for each head of values."""
+        repeats = self.v.shape[1] // self.k.shape[1]
+        q = _unit(self.q.float()) * self.q.shape[-1] ** -0.5
+        k = _unit(self.k.float())
+        return DeltaRuleInputs(
+            q.repeat_interleave(repeats, dim=1),
+            k.repeat_interleave(repeats, dim=1),
+            self.v.float(),
+            self.g,
+            self.beta,
+        )
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _NORM_EPS)
+
+
+class _Chunks(NamedTuple):
+    """What chunks are before their requests' states are known; `[num_chunks, num_heads, ...]`."""
+
+    values: torch.Tensor
+    """`[CHUNK, value_dim]`: the corrections, were the state zero."""
+    reads: torch.Tensor
+    """`[CHUNK, key_dim]`: times the state: what it takes from the corrections."""
+    scores: torch.Tensor
+    """`[CHUNK, CHUNK]`: of the chunk's own keys for its queries."""
+    queries: torch.Tensor
+    """`[CHUNK, key_dim]`, decayed since the chunk's beginning."""
+    keys: torch.Tensor
+    """`[CHUNK, key_dim]`, decayed until its end."""
+    decay: torch.Tensor
+    """`[1, 1]`: of the state over the whole chunk."""
+
+
+class TorchDeltaRule:
+    """The rule in torch's operations, for any device. All of it is computed in fp32."""
+
+    def decode(
+        self, inputs: DeltaRuleInputs, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of each request.
+
+        Args:
+            state: fp32 `[bs, num_heads, key_dim, value_dim]`; its memory is used.
+
+        Returns:
+            fp32 `[bs, num_heads, value_dim]`, and the state after the token.
+        """
+        q, k, v, g, beta = inputs.normalised()
+        state = state.mul_(g.exp()[..., None, None])
+        known = torch.einsum("bhkv,bhk->bhv", state, k)
+        correction = (v - known) * beta.unsqueeze(-1)
+        state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
+        return torch.einsum("bhkv,bhk->bhv", state, q), state
+
+    def extend(
+        self,
+        inputs: DeltaRuleInputs,
+        state: torch.Tensor,
+        plan: ExtendPlan,
+        state_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The new tokens of each request.
+
+        What follows a snapshot is computed from what is kept of it: rounded to `state_dtype`.
+
+        Args:
+            state: fp32 `[bs, num_heads, key_dim, value_dim]`: before the prefill.
+            plan: Of the batch.
+            state_dtype: In which states are kept.
+
+        Returns:
+            fp32 `[num_tokens, num_heads, value_dim]`; the states after the prefill, as `state`;
+            and the snapshots, fp32 `[num_tracked, ...]`, in the plan's order.
+        """
+        chunks = _solve(inputs, plan)
+        state = state.index_select(0, plan.order)
+        out = torch.empty_like(chunks.values)
+        tracked_at = iter(enumerate(plan.tracked_rounds))
+        upcoming = next(tracked_at, None)
+        snapshots: list[torch.Tensor] = []
+        begin = 0
+        for nth, size in enumerate(plan.round_sizes):
+            now = _Chunks(*(tensor[begin : begin + size] for tensor in chunks))
+            current = state[:size]
+            corrections = now.values - now.reads @ current
+            out[begin : begin + size] = now.queries @ current + now.scores @ corrections
+            current.mul_(now.decay).add_(now.keys.transpose(-1, -2) @ corrections)
+            begin += size
+            while upcoming is not None and upcoming[1] == nth:
+                place = plan.tracked_places[upcoming[0] : upcoming[0] + 1]
+                snapshot = state.index_select(0, place).to(state_dtype).float()
+                state.index_copy_(0, place, snapshot)
+                snapshots.append(snapshot)
+                upcoming = next(tracked_at, None)
+        by_token = out.transpose(1, 2).flatten(0, 1).index_select(0, plan.token_places)
+        after = torch.empty_like(state).index_copy_(0, plan.order, state)
+        return by_token, after, torch.cat([state[:0], *snapshots])
+
+
+def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
+    """All chunks at once: the corrections of a chunk's tokens depend on one another linearly."""
+    q, k, v, g, beta = (_in_chunks(tensor, plan) for tensor in inputs.normalised())
+    total = g.cumsum(dim=-1)
+    is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril_()
+    # Masked before exp: decay over a negative time may overflow.
+    between = total.unsqueeze(-1) - total.unsqueeze(-2)
+    between = between.masked_fill_(~is_past, float("-inf")).exp_()
+    scaled = k * beta.unsqueeze(-1)
+    # Only what is below the diagonal is read; the diagonal counts as ones.
+    system = (scaled @ k.transpose(-1, -2)).mul_(between)
+    wanted = torch.cat([v * beta.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)], dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    values, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
+    return _Chunks(
+        values,
+        reads,
+        (q @ k.transpose(-1, -2)).mul_(between),
+        q * total.exp().unsqueeze(-1),
+        k * (total[..., -1:] - total).exp().unsqueeze(-1),
+        total[..., -1].exp()[..., None, None],
+    )
+
+
+def _in_chunks(x: torch.Tensor, plan: ExtendPlan) -> torch.Tensor:
+    """`[num_tokens, num_heads, ...]` to `[num_chunks, num_heads, CHUNK, ...]`, padded with zeros,
+    which change no state."""
+    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    rows = padded.index_select(0, plan.chunk_tokens.reshape(-1))
+    return rows.view(*plan.chunk_tokens.shape, *x.shape[1:]).transpose(1, 2).contiguous()

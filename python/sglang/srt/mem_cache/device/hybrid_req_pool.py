@@ -1,0 +1,84 @@
+"""Rows of running requests that have a recurrent state each, besides the slots of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.memory_pool import HasReqPoolIdx, ReqToTokenPool
+
+
+class HybridReqToTokenPool(ReqToTokenPool):
+    """Gives each request a row and a running state, zeroed, and takes both back together.
+
+    Attributes:
+        mamba_pool: Where the states are. Others may own slots there as well.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        max_context_len: int,
+        device: torch.device | str,
+        mamba_pool: MambaPool,
+        enable_memory_saver: bool = False,
+    ) -> None:
+        """See `ReqToTokenPool`."""
+        self.mamba_pool = mamba_pool
+        self._state_of: list[int] = [0] * size
+        """By row; 0: nobody has the row."""
+        self._states = torch.zeros(size, dtype=torch.int64, device=device)
+        """The same on the device; of a row that nobody has, anything."""
+        super().__init__(size, max_context_len, device, enable_memory_saver)
+
+    def available_size(self) -> int:
+        """Requests for which there are a row and a state."""
+        return min(super().available_size(), self.mamba_pool.available_size())
+
+    def alloc(self, reqs: Sequence[HasReqPoolIdx]) -> list[int] | None:
+        """As `ReqToTokenPool.alloc`; None also where too few states are free."""
+        new = [req for req in reqs if req.req_pool_idx is None]
+        if len(new) > self.available_size():
+            return None
+        rows = super().alloc(reqs)
+        assert rows is not None, "there are as many free rows"
+        if not new:
+            return rows
+        states = self.mamba_pool.take(len(new))
+        assert states is not None, "there are as many free states"
+        new_rows = [req.req_pool_idx for req in new if req.req_pool_idx is not None]
+        for row, state in zip(new_rows, states, strict=True):
+            self._state_of[row] = state
+        both = on_device([*new_rows, *states], self.device, torch.int64)
+        on_rows, slots = torch.split(both, len(new))
+        self._states.index_copy_(0, on_rows, slots)
+        self.mamba_pool.zero(slots)
+        return rows
+
+    def free(self, req: HasReqPoolIdx) -> None:
+        """Take back the request's row and its state."""
+        row = req.req_pool_idx
+        super().free(req)
+        assert row is not None, "checked by the row's pool"
+        self.mamba_pool.free([self._state_of[row]])
+        self._state_of[row] = 0
+
+    def state_slots(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._states.index_select(0, rows)
+
+    def get_mamba_indices(self, req_indices: torch.Tensor) -> torch.Tensor:
+        """`state_slots`, under upstream's name."""
+        return self.state_slots(req_indices)
+
+    def running_states(self) -> list[int]:
+        """Every slot that a request has. For the self check."""
+        return [state for state in self._state_of if state]
+
+    def clear(self) -> None:
+        """Take back every row and its state."""
+        super().clear()
+        self.mamba_pool.free(self.running_states())
+        self._state_of = [0] * self.size

@@ -1,0 +1,186 @@
+"""The gated delta rule in chunks and step by step equals its definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.layers.linear_attention.delta_rules import DeltaRule, delta_rule
+from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
+from sglang.srt.layers.linear_attention.fla_delta_rule import FlaDeltaRule
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
+
+
+def random_inputs(num_tokens: int, seed: int) -> DeltaRuleInputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(num_tokens, *shape, generator=generator)
+
+    return DeltaRuleInputs(
+        normal(KEY_HEADS, KEY_DIM),
+        normal(KEY_HEADS, KEY_DIM),
+        normal(HEADS, VALUE_DIM),
+        -normal(HEADS).abs() * 0.3,
+        normal(HEADS).sigmoid(),
+    )
+
+
+def random_states(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, HEADS, KEY_DIM, VALUE_DIM, generator=generator)
+
+
+def part_of(inputs: DeltaRuleInputs, begin: int, end: int) -> DeltaRuleInputs:
+    return DeltaRuleInputs(*(tensor[begin:end] for tensor in inputs))
+
+
+def by_definition(
+    inputs: DeltaRuleInputs, state: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Outputs of one request, and its state after each token; in fp64, head by head."""
+    q, k, v, g, beta = (tensor.double() for tensor in inputs)
+    state = state.double()
+    outputs, states = torch.zeros(v.shape, dtype=torch.float64), []
+    for t in range(len(v)):
+        state = state.clone()
+        for head in range(HEADS):
+            own = head * q.shape[1] // HEADS
+            key = k[t, own] / (k[t, own].square().sum() + 1e-6).sqrt()
+            query = q[t, own] / (q[t, own].square().sum() + 1e-6).sqrt() / KEY_DIM**0.5
+            decayed = state[head] * g[t, head].exp()
+            error = beta[t, head] * (v[t, head] - key @ decayed)
+            state[head] = decayed + torch.outer(key, error)
+            outputs[t, head] = query @ state[head]
+        states.append(state)
+    return outputs.float(), [one.float() for one in states]
+
+
+def chunks_of_fla(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` as documented: sequences side by side."""
+    assert rest["use_qk_l2norm_in_kernel"] and rest["output_final_state"]
+    assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (1, v.shape[1], HEADS)
+    inputs = DeltaRuleInputs(q[0], k[0], v[0], rest["g"][0], rest["beta"][0])
+    bounds = rest["cu_seqlens"].tolist()
+    parts = [
+        by_definition(part_of(inputs, begin, end), state)
+        for begin, end, state in zip(bounds, bounds[1:], rest["initial_state"], strict=False)
+    ]
+    outputs = torch.cat([out for out, _ in parts])[None]
+    return outputs, torch.stack([states[-1] for _, states in parts])
+
+
+def step_of_fla(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_recurrent_gated_delta_rule` as documented: a batch of sequences of equal length."""
+    assert rest["use_qk_l2norm_in_kernel"] and rest["output_final_state"]
+    parts = [
+        by_definition(DeltaRuleInputs(*columns), state)
+        for *columns, state in zip(
+            q, k, v, rest["g"], rest["beta"], rest["initial_state"], strict=True
+        )
+    ]
+    return torch.stack([out for out, _ in parts]), torch.stack([each[-1] for _, each in parts])
+
+
+FLA = FlaDeltaRule(chunks_of_fla, step_of_fla)
+"""The calls of the kernels, without the kernels."""
+RULES = [pytest.param(TorchDeltaRule(), id="torch"), pytest.param(FLA, id="fla")]
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lens", [[1], [64], [65, 3], [7, 200, 64, 1, 130]])
+def test_chunks_of_a_batch(rule: DeltaRule, lens: list[int]) -> None:
+    inputs, states = random_inputs(sum(lens), 1), random_states(len(lens))
+    plan = ExtendPlan.of(lens, None, 4, "cpu")
+    out, after, snapshots = rule.extend(inputs, states, plan, torch.float32)
+    assert snapshots.shape == (0, HEADS, KEY_DIM, VALUE_DIM)
+    begin = 0
+    for request, length in enumerate(lens):
+        part = part_of(inputs, begin, begin + length)
+        want, each = by_definition(part, states[request])
+        assert_close(out[begin : begin + length], want)
+        assert_close(after[request], each[-1])
+        begin += length
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_snapshots_are_the_states_after_so_many_tokens(rule: DeltaRule) -> None:
+    lens, track = [70, 5, 150, 64], [64, 0, 97, 1]
+    inputs, states = random_inputs(sum(lens), 2), random_states(4)
+    plan = ExtendPlan.of(lens, track, 4, "cpu")
+    out, after, snapshots = rule.extend(inputs, states, plan, torch.float32)
+    assert plan.tracked.tolist() == [0, 3, 2], "in the order of the rounds after which they are"
+    begin = 0
+    for request, length in enumerate(lens):
+        want, each = by_definition(part_of(inputs, begin, begin + length), states[request])
+        assert_close(out[begin : begin + length], want)
+        assert_close(after[request], each[-1])
+        if track[request]:
+            place = plan.tracked.tolist().index(request)
+            assert_close(snapshots[place], each[track[request] - 1])
+        begin += length
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_follows_a_snapshot_is_computed_from_what_is_kept_of_it(rule: DeltaRule) -> None:
+    inputs, states = random_inputs(100, 3), random_states(1)
+    plan = ExtendPlan.of([100], [70], 4, "cpu")
+    whole, after, snapshots = rule.extend(inputs, states, plan, torch.bfloat16)
+    kept = snapshots.to(torch.bfloat16)
+    assert torch.equal(kept.float(), snapshots)
+    rest = ExtendPlan.of([30], None, 4, "cpu")
+    out, last, _ = rule.extend(part_of(inputs, 70, 100), kept.float(), rest, torch.bfloat16)
+    assert torch.equal(out, whole[70:])
+    assert torch.equal(last, after)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_decay_to_nothing_and_a_correction_of_all(rule: DeltaRule) -> None:
+    """Exponents over a whole chunk are far below what fp32 holds."""
+    inputs = random_inputs(64, 4)
+    strong = inputs._replace(g=torch.full((64, HEADS), -40.0), beta=torch.ones(64, HEADS))
+    states = random_states(1)
+    plan = ExtendPlan.of([64], None, 4, "cpu")
+    out, after, _ = rule.extend(strong, states, plan, torch.float32)
+    want, each = by_definition(strong, states[0])
+    assert_close(out, want)
+    assert_close(after[0], each[-1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_of_decoding(rule: DeltaRule) -> None:
+    states = random_states(3)
+    inputs = [random_inputs(3, seed) for seed in range(5, 9)]
+    state, outs = states.clone(), []
+    for one in inputs:
+        out, state = rule.decode(one, state)
+        outs.append(out)
+    for request in range(3):
+        columns = zip(*inputs, strict=True)
+        own = DeltaRuleInputs(*(torch.stack([c[request] for c in column]) for column in columns))
+        want, each = by_definition(own, states[request])
+        assert_close(torch.stack([out[request] for out in outs]), want)
+        assert_close(state[request], each[-1])
+
+
+def test_a_cpu_has_the_rule_in_torch() -> None:
+    assert isinstance(delta_rule("cpu", torch.bfloat16), TorchDeltaRule)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,190 @@
+"""Delta-net hybrids: logits and words as transformers', in chunks, from snapshots, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+DENSE_NEXT = {"num_experts": 0, "max_shard_size": "60KB"}
+CASES = [
+    pytest.param("qwen3_next", {}, id="next-experts"),
+    pytest.param(
+        "qwen3_next", {"mlp_only_layers": [0, 2], "attention_bias": True}, id="next-mixed"
+    ),
+    pytest.param(
+        "qwen3_next", {"norm_topk_prob": False, "decoder_sparse_step": 2}, id="next-sparse"
+    ),
+    pytest.param("qwen3_next", {**DENSE_NEXT, "linear_conv_kernel_dim": 2}, id="next-dense"),
+    pytest.param("qwen3_5", {"tie_word_embeddings": True}, id="3.5-tied"),
+    pytest.param("qwen3_5", {"linear_num_value_heads": 2, "head_dim": 32}, id="3.5-equal-heads"),
+    pytest.param(
+        "qwen3_5",
+        {"layer_types": ["full_attention", "linear_attention"] * 2},
+        id="3.5-linear-layer-last",
+    ),
+    pytest.param("qwen3_5_moe", {}, id="3.5-experts"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they gain at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 160, (length,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_logits_equal_transformers(
+    tmp_path: Path, family: str, overrides: dict[str, Any], page_size: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, **overrides)
+    driver = StepDriver(tmp_path, page_size=page_size)
+    long, short = prompt(206, 1), prompt(21, 2)
+    want_long, want_short = reference(hf, long), reference(hf, short)
+
+    # A whole prefill beside the first chunk of another, then that one's second chunk.
+    first = driver.extend([(0, short[:17]), (1, long[:77])]).next_token_logits
+    assert_close(first, torch.stack([want_short[16], want_long[76]]))
+    second = driver.extend([(1, long[77:202])]).next_token_logits
+    assert_close(second, want_long[201:202])
+    for step in range(4):
+        got = driver.decode([(1, long[202 + step]), (0, short[17 + step])]).next_token_logits
+        assert_close(got, torch.stack([want_long[202 + step], want_short[17 + step]]))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 63, 64, 65, 100])
+def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "qwen3_5")
+    driver = StepDriver(tmp_path)
+    tokens = prompt(140, 3)
+    want = reference(hf, tokens)
+    for begin in range(0, len(tokens), chunk):
+        part = tokens[begin : begin + chunk]
+        got = driver.extend([(0, part)]).next_token_logits
+        assert_close(got, want[begin + len(part) - 1 :][:1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family)
+    driver = StepDriver(tmp_path, page_size=16)
+    tokens = prompt(70, 4)
+    generate: Any = hf.generate
+    words = generate(torch.tensor([tokens]), max_new_tokens=256, do_sample=False)
+    want = words[0, len(tokens) :].tolist()
+    got = [int(driver.extend([(0, tokens)]).next_token_logits.argmax())]
+    while len(got) < 256:
+        got.append(int(driver.decode([(0, got[-1])]).next_token_logits.argmax()))
+    assert got == want
+
+
+@pytest.mark.parametrize("at", [1, 2, 63, 64, 65, 130, 149, 150])
+def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "qwen3_5")
+    driver = StepDriver(tmp_path, num_states=20)
+    tokens, other = prompt(160, 5), prompt(90, 6)
+    want, want_other = reference(hf, tokens), reference(hf, other)
+    # The snapshot is taken amid a batch, whose logits do not change.
+    got = driver.extend([(0, other[:80]), (1, tokens[:150])], {1: (18, at)}).next_token_logits
+    assert_close(got, torch.stack([want_other[79], want[149]]))
+    driver.continue_from(18, 1, [2, 3, 4], at)
+    ends = (151, 153, 160)
+    work = [(row, tokens[at:end]) for row, end in zip((2, 3, 4), ends, strict=True)]
+    got = driver.extend([(0, other[80:]), *work]).next_token_logits
+    assert_close(got, torch.stack([want_other[89], *(want[end - 1] for end in ends)]))
+    # And the one that it was taken of goes on as if nothing had been.
+    assert_close(driver.decode([(1, tokens[150])]).next_token_logits, want[150:151])
+
+
+def test_several_requests_leave_snapshots_in_one_prefill(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "qwen3_next")
+    driver = StepDriver(tmp_path, num_states=20)
+    prompts = [prompt(length, 7 + length) for length in (9, 200, 70)]
+    want = [reference(hf, tokens) for tokens in prompts]
+    at = (5, 128, 70)
+    snapshots = {row: (17 + row, length) for row, length in enumerate(at)}
+    driver.extend(list(enumerate(prompts)), snapshots)
+    for row, length in enumerate(at[:2]):
+        driver.continue_from(17 + row, row, [row + 4], length)
+    got = driver.extend([(4, prompts[0][5:]), (5, prompts[1][128:])]).next_token_logits
+    assert_close(got, torch.stack([want[0][-1], want[1][-1]]))
+    pool = driver.runner.pools[PoolName.MAMBA]
+    assert isinstance(pool, MambaPool)
+    assert torch.equal(pool.temporal[:, 19], pool.temporal[:, 3])
+    assert torch.equal(pool.conv[:, 19], pool.conv[:, 3])
+
+
+def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "qwen3_5")
+    driver = StepDriver(tmp_path, num_states=20)
+    tokens, other = prompt(50, 8), prompt(50, 9)
+    want = reference(hf, tokens)
+    driver.extend([(0, other[:40]), (1, tokens[:40])])
+    for place in range(40, 50):
+        snapshots = {1: (17, 0)} if place == 44 else None
+        driver.decode([(0, other[place]), (1, tokens[place])], snapshots)
+    driver.continue_from(17, 1, [2], 45)
+    assert_close(driver.extend([(2, tokens[45:48])]).next_token_logits, want[47:48])
+    assert_close(driver.decode([(2, tokens[48])]).next_token_logits, want[48:49])
+
+
+def test_states_of_bf16_follow_those_of_fp32(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "qwen3_5", dtype=torch.bfloat16)
+    tokens = prompt(120, 10)
+    want = reference(hf, tokens)
+    for ssm_dtype in ("float32", "bfloat16"):
+        driver = StepDriver(tmp_path, ssm_dtype=ssm_dtype)
+        parts = [driver.extend([(0, tokens[:70])]), driver.extend([(0, tokens[70:119])])]
+        parts.append(driver.decode([(0, tokens[119])]))
+        logits = torch.cat([part.next_token_logits for part in parts])
+        error = (logits - want[[69, 118, 119]]).abs().max()
+        assert error < 0.06 * want.abs().max(), ssm_dtype
+        pool = driver.runner.pools[PoolName.MAMBA]
+        assert str(pool.dtype) == f"torch.{ssm_dtype}"
+
+
+def test_padding_is_no_state(tmp_path: Path) -> None:
+    """Where no request leaves a snapshot, nothing but the running states is written."""
+    save_tiny_checkpoint(tmp_path, "qwen3_5")
+    driver = StepDriver(tmp_path, num_states=20)
+    driver.extend([(0, prompt(30, 11)), (3, prompt(3, 12))])
+    driver.decode([(0, 5)])
+    pool = driver.runner.pools[PoolName.MAMBA]
+    assert isinstance(pool, MambaPool)
+    written = pool.temporal.abs().sum(dim=(0, 2, 3, 4)).nonzero().flatten().tolist()
+    assert written == [1, 4]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
