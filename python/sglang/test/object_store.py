@@ -289,6 +289,8 @@ class Call:
 
 
 def damaged(value: bytes, other: bytes, rng: random.Random) -> bytes:
+    if not value:
+        return other  # It was cut to nothing before.
     match rng.randrange(4):
         case 0:
             at = rng.randrange(len(value))
