@@ -8,6 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+    get_mooncake_transfer_engine,
+    init_mooncake_transfer_engine,
+)
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
@@ -32,8 +38,9 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 )
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.warm_up import warm_up_batches
-from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model, load_weights
+from sglang.srt.model_loader.remote_instance.tensor_memory import register_weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +59,10 @@ class ModelRunnerConfig:
     load_format: str = "auto"
     random_seed: int = 0
     """Of `dummy` weights."""
+    seed_instance: SeedAddress | None = None
+    """Of `remote_instance` weights."""
+    transfer_hostname: str | None = None
+    """Under which peers read the weights from this process; None: they do not."""
     tp_rank: int = 0
     tp_size: int = 1
     show_progress: bool = True
@@ -65,6 +76,10 @@ class ModelRunner:
 
     Attributes:
         model: The model, weights loaded.
+        weight_source: Where its weights came from.
+        remote_instance_transfer_engine: Knows the weights' memory, for servers that read them and
+            to read them itself; None without `transfer_hostname`.
+        remote_instance_transfer_engine_session_id: Under which peers address it; empty without.
         model_config: Its configuration.
         state_specs: What it keeps per token and per prefix.
         attn_backend: The backend of all its attention layers.
@@ -104,6 +119,7 @@ class ModelRunner:
         load_config = LoadConfig(
             load_format=config.load_format,
             random_seed=config.random_seed,
+            seed_instance=config.seed_instance,
             device=config.device,
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
@@ -114,7 +130,25 @@ class ModelRunner:
         # Before the weights are loaded, which takes longer than finding that a name is wrong.
         self._attn_backends = self._make_attention_backends()
         self.attn_backend = join_backends(self._attn_backends)
-        load_weights(self.model, config.model_config, load_config)
+        self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
+        self.remote_instance_transfer_engine_session_id = ""
+        if config.transfer_hostname is not None:
+            self.remote_instance_init_transfer_engine(config.transfer_hostname)
+        self.weight_source = load_weights(self.model, config.model_config, load_config)
+
+    def remote_instance_init_transfer_engine(self, hostname: str) -> None:
+        """Register the weights with this process's Transfer Engine, which is started if need be.
+
+        Raises:
+            RuntimeError: It does not start, or the transport refuses the memory.
+            ValueError: MOONCAKE_PROTOCOL or another setting cannot work here; names it.
+        """
+        mark_device_set(self.config.device)
+        gpu_id = self.config.tp_rank if self._device_kind.has_own_memory else None
+        engine = get_mooncake_transfer_engine() or init_mooncake_transfer_engine(hostname, gpu_id)
+        register_weights(engine, (slot for _, slot in self.model.weight_slots()))
+        self.remote_instance_transfer_engine = engine
+        self.remote_instance_transfer_engine_session_id = engine.get_session_id()
 
     def _make_attention_backends(self) -> dict[AttentionKind, AttentionBackend]:
         """One for each kind of the model's layers."""
