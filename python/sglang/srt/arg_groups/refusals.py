@@ -83,7 +83,7 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (NOT_YET, "prefill and decode on different servers", ("disaggregation_*",
         "num_reserved_decode_tokens", "pdlb_url")),
     (NEVER, "loading weights from another server other than through the Transfer Engine",
-        ("remote_instance_*",)),
+        ("remote_instance_weight_loader_send_weights_group_ports",)),
     (NOT_YET, "KV cache events", ("kv_events_config",)),
     (NOT_YET, "this setting", ("skip_server_warmup", "warmups", "decode_log_interval",
         "log_level_http", "log_requests_*", "log_requests_format", "show_time_cost",

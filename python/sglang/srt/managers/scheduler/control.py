@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministrat
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.output import OutputCollector
     from sglang.srt.managers.scheduler.state import SchedulerState
-    from sglang.srt.model_loader.remote_instance.seed import WeightSeed
+    from sglang.srt.model_loader.weight_seed import WeightSeed
 
 logger = logging.getLogger(__name__)
 

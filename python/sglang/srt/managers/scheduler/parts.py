@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
     from sglang.srt.managers.scheduler.tp_worker import ModelWorker
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
-    from sglang.srt.model_loader.remote_instance.seed import WeightSeed
+    from sglang.srt.model_loader.weight_seed import WeightSeed
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
 

@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
 from sglang.srt.model_loader.load_config import SeedAddress
-from sglang.srt.model_loader.remote_instance.seed import WeightSeed
+from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weights_identity import config_digest
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer

@@ -11,14 +11,14 @@ import msgspec
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.model_loader.remote_instance.offer import (
+from sglang.srt.model_loader.tensor_memory import tensor_checksum
+from sglang.srt.model_loader.weight_offer import (
     SeedAnswer,
     TensorPart,
     WeightsDigest,
     WeightsOffer,
     place_of,
 )
-from sglang.srt.model_loader.remote_instance.tensor_memory import tensor_checksum
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.threads import give_way

@@ -22,13 +22,13 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.model_loader.load_config import LoadConfig
-from sglang.srt.model_loader.remote_instance.offer import (
+from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
+from sglang.srt.model_loader.tensor_memory import tensor_checksum
+from sglang.srt.model_loader.weight_offer import (
     TensorRead,
     check_checksums,
     plan_reads,
 )
-from sglang.srt.model_loader.remote_instance.seed_client import DIGEST_TIMEOUT_S, SeedClient
-from sglang.srt.model_loader.remote_instance.tensor_memory import tensor_checksum
 from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.model_loader.weights_identity import config_digest
 from sglang.srt.utils.network import is_loopback

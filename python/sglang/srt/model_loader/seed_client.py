@@ -12,7 +12,7 @@ import msgspec
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
 from sglang.srt.constants import MIB
 from sglang.srt.model_loader.load_config import SeedAddress
-from sglang.srt.model_loader.remote_instance.offer import SeedAnswer, WeightsDigest
+from sglang.srt.model_loader.weight_offer import SeedAnswer, WeightsDigest
 from sglang.srt.utils.background_call import BackgroundCall
 
 ANSWER_TIMEOUT_S: Final = 20.0
