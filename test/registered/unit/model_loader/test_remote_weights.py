@@ -16,6 +16,7 @@ from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights, cut_batches
 from sglang.srt.model_loader.tensor_memory import tensor_checksum
 from sglang.srt.model_loader.weight_seed import WeightSeed
+from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_transfer_engine import FakeCall, FakeTransferEngine, Hanging
@@ -141,7 +142,7 @@ def test_a_seed_that_hangs(rig: WeightRig, monkeypatch: pytest.MonkeyPatch, cont
 def test_a_session_that_leads_elsewhere(rig: WeightRig) -> None:
     source = rig.source(SeedAddress(host="10.0.0.7", port=1))
     with pytest.raises(ValueError, match=r"0\.7:1: its Transfer Engine is at 127\.0\.0\.1, which"):
-        source.fill(slots=None)  # type: ignore[arg-type] - refused before they are looked at
+        source.fill(WeightSlots(rig.empty_model(), lambda: None))
     rig.client.told = with_session(rig.client.told, rig.engine.get_session_id())
     assert "is this server's own" in refusal(rig)
     rig.client.told = with_session(rig.client.told, "nowhere")
