@@ -61,7 +61,7 @@ class WeightSlots:
             self._on_taken()
 
     def take(self, name: str, shape: tuple[int, ...], file: Path | str) -> WeightSlot | None:
-        """The slot of a checkpoint tensor, to be filled now; None: the model does without it.
+        """The slot of a checkpoint tensor, filled now or just before; None: the model needs it not.
 
         Args:
             shape: Of the whole tensor.
