@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer, TransferOp
 from sglang.srt.distributed.device_context import mark_device_set
-from sglang.srt.environ import envs
+from sglang.srt.environ import child_environment, envs
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.model_loader import remote_weights
 from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
@@ -36,7 +39,7 @@ from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
-register_cpu_ci(est_time=90, suite="base-b-test-cpu")
+register_cpu_ci(est_time=110, suite="base-b-test-cpu")
 
 TCP = {"MOONCAKE_PROTOCOL": "tcp"}
 PROMPT = "The code of heron is 7391. What is the code of heron?"
@@ -192,13 +195,13 @@ def test_what_a_seed_tells() -> None:
 class Reader:
     """Reads a seed's weights in this process, a little at a time."""
 
-    def __init__(self, seed: EngineServer) -> None:
+    def __init__(self, seed_url: str) -> None:
         config = ModelConfig.from_path(str(BUILTIN_MODEL_DIR))
         mark_device_set(detect_device())
         self.engine = MooncakeTransferEngine(LOOPBACK)
         self.model = build_model(config, LoadConfig())
         register_weights(self.engine, (slot for _, slot in self.model.weight_slots()))
-        address = SeedAddress(host=LOOPBACK, port=int(seed.url.rpartition(":")[2]))
+        address = SeedAddress(host=LOOPBACK, port=int(seed_url.rpartition(":")[2]))
         load_config = LoadConfig(seed_instance=address)
         client = SeedClient(address, 0, answer_timeout=1.0)
         self.source = RemoteInstanceWeights(config, load_config, engine=self.engine, client=client)
@@ -238,12 +241,31 @@ def send(server: EngineServer, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
+def die_reading(seed_url: str) -> None:
+    """The end of this process, in the middle of reading."""
+    remote_weights._BATCH_BYTES = 400_000  # type: ignore[misc]
+    reader = Reader(seed_url)
+    reader.before_batch(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    reader.read()
+
+
+def test_a_reader_that_is_killed_does_the_seed_no_harm() -> None:
+    with EngineServer(START_SEED, env=TCP) as server:
+        want = words(server)
+        code = f"import runpy; runpy.run_path({__file__!r})['die_reading']({server.url!r})"
+        done = subprocess.run([sys.executable, "-c", code], env=child_environment(TCP), timeout=120)
+        assert done.returncode == -signal.SIGKILL
+        assert words(server) == want
+        with reading(server) as second:
+            assert words(second) == want
+
+
 @pytest.mark.usefixtures("in_small_batches")
 def test_a_seed_that_is_stopped_or_killed_in_the_middle() -> None:
     with EngineServer(START_SEED, env=TCP) as server:
         want = words(server)
-        stopped, unread = Reader(server), Reader(server)
-        killed, whole = Reader(server), Reader(server)
+        stopped, unread = Reader(server.url), Reader(server.url)
+        killed, whole = Reader(server.url), Reader(server.url)
         stopped.before_batch(3, lambda: send(server, signal.SIGSTOP))
         with pytest.raises(ValueError, match=r"peer \S+ moved nothing for \d s; no weights were"):
             stopped.read()
