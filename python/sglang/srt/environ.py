@@ -240,6 +240,10 @@ class Envs:
     )
     LRU_CACHE_CAPACITY = EnvInt(16, "Descriptions of matrix products that torch caches.")
 
+    GLOO_SOCKET_IFNAME = EnvOptionalStr(
+        "Network interface on which gloo listens; unset: that of loopback, for one rank."
+    )
+
     # Mooncake's C++ code reads these; `export_default` sets the defaults of this engine.
     MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
         1, "Mooncake's attempts to reach the master in `setup`; its own default takes 90 s."

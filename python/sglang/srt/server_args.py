@@ -347,9 +347,7 @@ def _check_device(args: ServerArgs, kind: DeviceKind) -> None:
             f"use {' or '.join(kind.kv_cache_dtypes)}"
         )
     backend = args.attention_backend
-    # What comes with the kind's package is judged where the package is looked for.
-    runs = (*kind.attention_backends, *kind.values_of_package("attention_backend"))
-    if backend is not None and backend not in runs:
+    if backend is not None and backend not in kind.attention_backends:
         raise ValueError(
             f"--attention-backend {backend} does not run on {kind.title}; "
             f"use {' or '.join(kind.attention_backends)}"

@@ -119,13 +119,14 @@ def round_trip(
     pages: list[int],
     *,
     allocator_type: str = "default",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Copy device to host to `storage` to host to another device pool; assert equal bytes.
 
     The bytes depend only on the pages. So a page written from one layout can be read into another
     of the same byte order; existing pages are not written again.
     """
-    device = make_device_pool()
+    device = make_device_pool(dtype=dtype)
     writer = make_host_pool(device, layout, allocator_type=allocator_type)
     writer.alloc(PAGE)
     slots = copy_to_host(device, writer, pages)
@@ -134,7 +135,7 @@ def round_trip(
     assert all(written[PoolName.KV]), written
     assert storage.batch_exists_v2(keys).kv_hit_pages == len(keys)
 
-    other = make_device_pool(seed=1)
+    other = make_device_pool(dtype=dtype, seed=1)
     reader = make_host_pool(other, layout, allocator_type=allocator_type)
     target = reader.alloc(len(slots))
     assert target is not None

@@ -15,12 +15,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import Answer, EngineServer
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.recall_task import heldout_conversation
 
-register_cpu_ci(est_time=90, suite="base-b-test-cpu")
+register_cpu_ci(est_time=125, suite="base-b-test-cpu")
 
 CONTEXT = 1500
 PAGE = 64
@@ -62,7 +63,7 @@ def push_out(server: EngineServer) -> None:
         server.generate(prompt_ids(seed)[0], max_new_tokens=1)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", list(HostLayout))
 def test_l1_and_l2(cold: tuple[list[int], Answer], layout: str) -> None:
     ids, expected = cold
     with EngineServer(
@@ -79,13 +80,16 @@ def test_l1_and_l2(cold: tuple[list[int], Answer], layout: str) -> None:
         assert (loaded.cached["device"], loaded.cached["host"]) == (0, whole_pages(ids))
 
 
-@pytest.mark.parametrize("backend", ["file", "mooncake"])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("file", "auto"), ("mooncake", "auto"), ("mooncake", "page_first_kv_split")],
+)
 def test_l3_of_this_server_of_another_and_after_a_restart(
-    cold: tuple[list[int], Answer], backend: str, tmp_path: Path
+    cold: tuple[list[int], Answer], backend: str, layout: str, tmp_path: Path
 ) -> None:
     ids, expected = cold
     flags = ("--hicache-storage-backend", backend, "--hicache-storage-prefetch-policy",
-             "wait_complete")  # fmt: skip
+             "wait_complete", "--hicache-mem-layout", layout)  # fmt: skip
     name = {"file": "HiCacheFile", "mooncake": "MooncakeStore"}[backend]
     with ExitStack() as stack:
         env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}

@@ -154,6 +154,12 @@ def test_auto_means_the_best_device_of_the_machine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(CudaRuntime, "why_absent", lambda _: "torch sees no CUDA device here")
     with pytest.raises(ValueError, match="torch sees no CUDA device here; use --device cpu"):
         on_this_machine(on_gpu, "cpu")
+    split = ServerArgs(
+        model_path="dummy", enable_hierarchical_cache=True, hicache_mem_layout="page_first_kv_split"
+    ).resolve()
+    assert on_this_machine(split, "cpu").device == "cpu"
+    with pytest.raises(ValueError, match="page_first_kv_split does not work on cuda"):
+        on_this_machine(split, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import Reused
+from sglang.test.cache_rig import RIG_LAYOUTS, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.marks_rig import MarksRig
 from sglang.test.mooncake_cluster import MooncakeCluster
@@ -25,7 +25,7 @@ def cluster() -> Iterator[MooncakeCluster]:
         yield running
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", RIG_LAYOUTS)
 def test_marks_come_back_with_their_pages_or_both_stay_away(
     cluster: MooncakeCluster, layout: str
 ) -> None:

@@ -151,6 +151,25 @@ def test_round_trip_is_bit_exact(shared: MooncakeStore, layout: str, pages: list
     round_trip(shared, layout, page_keys(3), pages)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("short_page_bytes", [0, 1 << 30])
+def test_pages_of_two_buffers_are_one_object_in_place_and_staged(
+    cluster: MooncakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    short_page_bytes: int,
+) -> None:
+    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", short_page_bytes)
+    store = connect(cluster)
+    store.clear()
+    round_trip(store, "page_first_kv_split", page_keys(3), [5, 2, 9], dtype=dtype)
+    with store._client.using() as client:
+        sizes = [len(client.get(f"{key}/kv")) for key in page_keys(3)]
+    page_bytes = 2 * 2 * 4 * 3 * 4 * dtype.itemsize  # K and V, heads, dim, layers, tokens
+    assert sizes == [page_bytes + TRAILER_BYTES] * 3
+    store.close()
+
+
 def test_layouts_of_one_byte_order_share_objects(shared: MooncakeStore) -> None:
     shared.clear()
     before = shared.get_stats()

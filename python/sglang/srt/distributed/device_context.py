@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 
+from sglang.srt.hardware_backend.device_kinds import device_kind
+
 
 class DeviceContext:
     """The device of one process, once it is set. Any thread."""
@@ -19,16 +21,21 @@ class DeviceContext:
     def mark(self, device: str) -> None:
         """Say that `device` (`cpu`, `cuda:1`, ...) is current from now on. Idempotent.
 
+        A CPU has no context: it takes none away, and a device that comes later adds one.
+
         Raises:
-            RuntimeError: Another one was set before; what was started since uses that one.
+            RuntimeError: Another device was set before; what was started since uses that one.
+            ValueError: There is no such kind of device.
         """
+        has_context = device_kind(device).has_own_memory
         with self._lock:
-            if self._device not in (None, device):
+            if self._device is None or not device_kind(self._device).has_own_memory:
+                self._device = device
+            elif has_context and self._device != device:
                 raise RuntimeError(
                     f"the device of this process is {self._device} already; it cannot become "
                     f"{device}"
                 )
-            self._device = device
 
     def require(self, user: str) -> str:
         """The device.
@@ -41,7 +48,7 @@ class DeviceContext:
                 raise RuntimeError(
                     f"{user} was started before a device was set, and would find no device context "
                     "(on Ascend: aclrtGetDevice failed, ret: 107002): set the device first "
-                    "(make the ModelRunner), then call mark_device_set"
+                    "(ModelRunner.init_torch_distributed does)"
                 )
             return self._device
 

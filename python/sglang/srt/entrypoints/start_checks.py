@@ -27,6 +27,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
 from sglang.srt.entrypoints.openai.chat_template import read_template
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS
+from sglang.srt.mem_cache.host.host_layout import AUTO, check_layout_and_io
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
 from sglang.srt.mem_cache.storage.mooncake_store.client import check_reachable
@@ -47,6 +48,7 @@ def check_start(args: ServerArgs) -> None:
         ValueError: One line with the remedy.
     """
     check_device(args)
+    check_host_layout(args)
     check_model(args)
     check_seed(args)
     check_storage(args)
@@ -65,6 +67,16 @@ def check_device(args: ServerArgs) -> None:
             missing = kind.missing_package()
             if missing is not None:
                 raise ValueError(f"{flag_name(field)} {value}: {missing}")
+
+
+def check_host_layout(args: ServerArgs) -> None:
+    """Look whether L2's layout and its copies work on the device; on one that is named.
+
+    Raises:
+        ValueError: One line that names the flag, and what works on this device.
+    """
+    if args.enable_hierarchical_cache and args.device != AUTO:
+        check_layout_and_io(args.device, args.hicache_io_backend, args.hicache_mem_layout)
 
 
 def check_model(args: ServerArgs) -> None:

@@ -23,6 +23,8 @@ class DeviceKind:
     """Path of the `DeviceRuntime` class: module and name, with a dot between them."""
     attention_backends: tuple[str, ...]
     """Those that run on it, the default first."""
+    process_group: str
+    """Backend of torch.distributed between devices of this kind."""
     kv_cache_dtypes: tuple[str, ...] = _KV_CACHE_DTYPES
     """Choices of `--kv-cache-dtype`."""
     prefill_chunk_tokens: int
@@ -43,10 +45,6 @@ class DeviceKind:
     package_remedy: str = ""
     """What to install."""
 
-    def values_of_package(self, field: str) -> tuple[str, ...]:
-        """Values of this field of the server's arguments that need the package."""
-        return tuple(value for name, value in self.package_flags if name == field)
-
     def missing_package(self) -> str | None:
         """Why the kind cannot be used here, and what to install; None: its package is there.
 
@@ -62,6 +60,7 @@ CPU: Final = DeviceKind(
     title="a CPU",
     runtime="sglang.srt.hardware_backend.cpu.runtime.CpuRuntime",
     attention_backends=("torch_native",),
+    process_group="gloo",
     prefill_chunk_tokens=2048,
     overlaps_steps=False,
     has_own_memory=False,
@@ -72,6 +71,7 @@ CUDA: Final = DeviceKind(
     title="a GPU",
     runtime="sglang.srt.hardware_backend.cuda.runtime.CudaRuntime",
     attention_backends=("triton", "flashinfer", "torch_native"),
+    process_group="nccl",
     kv_cache_dtypes=(*_KV_CACHE_DTYPES, "fp8_e4m3"),
     prefill_chunk_tokens=8192,
     captures_graphs=True,
@@ -80,7 +80,9 @@ NPU: Final = DeviceKind(
     name="npu",
     title="an NPU",
     runtime="sglang.srt.hardware_backend.npu.runtime.NpuRuntime",
-    attention_backends=("torch_native",),
+    # The default needs no kernel of its own; `ascend` asks for whole pages of 16 tokens.
+    attention_backends=("torch_native", "ascend"),
+    process_group="hccl",
     prefill_chunk_tokens=8192,
     package="torch_npu",
     package_flags=(

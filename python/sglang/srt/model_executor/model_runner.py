@@ -14,6 +14,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     init_mooncake_transfer_engine,
 )
 from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.distributed.parallel_state import init_distributed_environment
 from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
@@ -46,6 +47,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTransferEngine:
+    """What the Transfer Engine of this process is started with; see `MooncakeTransferEngine`."""
+
+    hostname: str
+    gpu_id: int | None = None
+    ib_device: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerConfig:
     """Everything a runner needs to know, as plain values."""
 
@@ -61,14 +71,16 @@ class ModelRunnerConfig:
     """Of `dummy` weights."""
     seed_instance: SeedAddress | None = None
     """Of `remote_instance` weights."""
-    transfer_hostname: str | None = None
-    """Under which peers read the weights from this process; None: they do not."""
+    offers_weights: bool = False
+    """Peers may read the weights; needs a `transfer_engine`."""
     tp_rank: int = 0
     tp_size: int = 1
     show_progress: bool = True
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
+    transfer_engine: SharedTransferEngine | None = None
+    """Of the features that move this process's memory; None: the server has no such feature."""
 
 
 class ModelRunner:
@@ -78,7 +90,7 @@ class ModelRunner:
         model: The model, weights loaded.
         weight_source: Where its weights came from.
         remote_instance_transfer_engine: Knows the weights' memory, for servers that read them and
-            to read them itself; None without `transfer_hostname`.
+            to read them itself; None without `offers_weights`.
         remote_instance_transfer_engine_session_id: Under which peers address it; empty without.
         model_config: Its configuration.
         state_specs: What it keeps per token and per prefix.
@@ -98,6 +110,8 @@ class ModelRunner:
         """Load the model.
 
         Raises:
+            RuntimeError: Another device was set in this process, or the Transfer Engine does not
+                start.
             ValueError: A name or size that is not supported, or damaged weights; one line.
         """
         if config.page_size < 1:
@@ -107,10 +121,11 @@ class ModelRunner:
                 f"tp_size={config.tp_size} is not supported yet: weights are split over ranks, but "
                 "what the ranks compute is not summed; use 1"
             )
-        runtime = device_runtime(config.device)
-        runtime.prepare()
-        self._device_kind = runtime.kind
+        self._runtime = device_runtime(config.device)
+        self._device_kind = self._runtime.kind
         self.config = config
+        self.init_torch_distributed()
+        self.init_shared_mooncake_transfer_engine()
         self.model_config = config.model_config
         self.kv_cache_dtype = _resolve_kv_dtype(
             config.kv_cache_dtype, config.model_config.dtype, self._device_kind
@@ -132,20 +147,42 @@ class ModelRunner:
         self.attn_backend = join_backends(self._attn_backends)
         self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
         self.remote_instance_transfer_engine_session_id = ""
-        if config.transfer_hostname is not None:
-            self.remote_instance_init_transfer_engine(config.transfer_hostname)
+        if config.offers_weights:
+            self.remote_instance_init_transfer_engine()
         self.weight_source = load_weights(self.model, config.model_config, load_config)
 
-    def remote_instance_init_transfer_engine(self, hostname: str) -> None:
-        """Register the weights with this process's Transfer Engine, which is started if need be.
+    def init_torch_distributed(self) -> None:
+        """Make the device current, say so to those who wait for it, and join torch.distributed.
+
+        A process that is in a world already stays in that one.
 
         Raises:
-            RuntimeError: It does not start, or the transport refuses the memory.
-            ValueError: MOONCAKE_PROTOCOL or another setting cannot work here; names it.
+            RuntimeError: Another device was set in this process before.
         """
+        self._runtime.prepare()
         mark_device_set(self.config.device)
-        gpu_id = self.config.tp_rank if self._device_kind.has_own_memory else None
-        engine = get_mooncake_transfer_engine() or init_mooncake_transfer_engine(hostname, gpu_id)
+        init_distributed_environment(self._device_kind.process_group)
+
+    def init_shared_mooncake_transfer_engine(self) -> None:
+        """Start the Transfer Engine that features of this server share; none: do nothing.
+
+        Raises:
+            RuntimeError: `init_torch_distributed` has not set a device yet, or the engine does not
+                start.
+            ValueError: A setting cannot work here.
+        """
+        shared = self.config.transfer_engine
+        if shared is not None:
+            init_mooncake_transfer_engine(shared.hostname, shared.gpu_id, shared.ib_device)
+
+    def remote_instance_init_transfer_engine(self) -> None:
+        """Register the weights with the shared Transfer Engine, so that they can be read.
+
+        Raises:
+            RuntimeError: The transport refuses the memory.
+        """
+        engine = get_mooncake_transfer_engine()
+        assert engine is not None, "offers_weights comes with a transfer_engine"
         register_weights(engine, (slot for _, slot in self.model.weight_slots()))
         self.remote_instance_transfer_engine = engine
         self.remote_instance_transfer_engine_session_id = engine.get_session_id()

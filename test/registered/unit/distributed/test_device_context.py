@@ -59,6 +59,14 @@ def test_marking_again_changes_nothing_and_another_device_is_refused() -> None:
     assert require_device_set("x") == "cuda:1"
 
 
+def test_a_cpu_takes_no_device_away_and_gives_way_to_one() -> None:
+    for device in ("cpu", "npu:3", "cpu"):
+        mark_device_set(device)
+    assert require_device_set("x") == "npu:3"
+    with pytest.raises(ValueError, match="device 'tpu' is not supported"):
+        mark_device_set("tpu")
+
+
 def test_the_engine_and_the_store_do_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def touched(*args: object, **kwargs: object) -> Any:
         raise AssertionError("the library was reached before the device was set")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from pathlib import Path
 
@@ -165,18 +166,19 @@ def test_without_a_seed_or_an_engine(tiny_qwen3: Path) -> None:
         RemoteInstanceWeights(config, LoadConfig(load_format="remote_instance"))
 
 
-def test_a_digest_is_computed_once_and_not_before_it_is_asked_for(
-    rig: WeightRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_is_computed_once_and_not_before_it_is_asked_for(rig: WeightRig) -> None:
     computed: list[str] = []
+    go_on = threading.Event()
 
     def counted() -> str:
         computed.append("identity")
+        assert go_on.wait(10)
         return IDENTITY
 
     seed = WeightSeed(rig.engine, rig.seed_model, rank=0, config="c", identity=counted)
     assert not computed
     assert seed.answer(0)["weights"]["digest"] is None
+    go_on.set()
     assert wait_until(lambda: seed.answer(0)["weights"]["digest"] is not None, 10)
     digest = seed.answer(0)["weights"]["digest"]
     assert digest["identity"] == IDENTITY

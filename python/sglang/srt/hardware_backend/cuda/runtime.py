@@ -26,6 +26,11 @@ class CudaRuntime(AcceleratorRuntime):
         self._target = torch.device(device)
         super().__init__(self._target, api)
 
+    def prepare(self) -> None:
+        """Make the device current: what is started in this process takes the current one."""
+        index = self._target.index
+        self.set_device(self._api.current_device() if index is None else index)
+
     def why_absent(self) -> str | None:
         return None if self._api.is_available() else "torch sees no CUDA device here"
 

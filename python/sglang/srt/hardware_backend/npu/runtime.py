@@ -6,13 +6,11 @@ calls; not run on hardware yet.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 
 from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime, copy_to_pinned
 from sglang.srt.hardware_backend.device_kinds import NPU
+from sglang.srt.hardware_backend.npu.library import load_torch_npu
 
 
 class NpuRuntime(AcceleratorRuntime):
@@ -23,7 +21,7 @@ class NpuRuntime(AcceleratorRuntime):
     def __init__(self, device: str) -> None:
         """Raises ValueError where `torch_npu` cannot be imported, and says what to install."""
         index = int(device.partition(":")[2] or 0)
-        super().__init__(index, _load_torch_npu())
+        super().__init__(index, load_torch_npu().npu)
         self._index = index
         self._name = f"{self.kind.name}:{index}"
 
@@ -46,20 +44,3 @@ class NpuRuntime(AcceleratorRuntime):
     def current_stream_handle(self) -> int:
         """The `aclrtStream` of the current stream."""
         return int(self._api.current_stream(self._index).npu_stream)
-
-
-def _load_torch_npu() -> Any:
-    """The module `torch.npu`, which importing `torch_npu` makes.
-
-    Raises:
-        ValueError: It is not installed, or does not load; says why and what to install.
-    """
-    missing = NPU.missing_package()
-    if missing is not None:
-        raise ValueError(f"--device {NPU.name}: {missing}")
-    try:
-        return importlib.import_module("torch_npu").npu
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise ValueError(
-            f"--device {NPU.name}: torch_npu does not load ({error}); {NPU.package_remedy}"
-        ) from error

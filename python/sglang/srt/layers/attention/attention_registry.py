@@ -118,6 +118,13 @@ def _make_triton(config: AttentionConfig) -> AttentionBackend:
     return TritonAttnBackend(config)
 
 
+def _make_ascend(config: AttentionConfig) -> AttentionBackend:
+    # torch_npu is installed where there is an NPU.
+    from sglang.srt.layers.attention.ascend_backend import AscendAttnBackend
+
+    return AscendAttnBackend(config)
+
+
 def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
     _check_flashinfer(config)
     # Installed where somebody wants it.
@@ -150,6 +157,7 @@ _FULL: Final[dict[str, MakeBackend]] = {
     "torch_native": TorchNativeAttnBackend,
     "triton": _make_triton,
     "flashinfer": _make_flashinfer,
+    "ascend": _make_ascend,
 }
 for _kind in DEVICE_KINDS.values():
     for _name in _kind.attention_backends:

@@ -19,9 +19,9 @@ from sglang.srt.constrained.grammar_backend import create_grammar_backend
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
-from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
@@ -32,9 +32,14 @@ from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import (
+    ModelRunner,
+    ModelRunnerConfig,
+    SharedTransferEngine,
+)
 from sglang.srt.model_executor.pool_sizing import size_kv_pool, size_running_requests
 from sglang.srt.model_loader.load_config import SeedAddress
 from sglang.srt.model_loader.weight_seed import WeightSeed
@@ -120,12 +125,12 @@ def build_scheduler(
             load_format=server_args.load_format,
             random_seed=server_args.random_seed,
             seed_instance=_seed_address(server_args),
-            transfer_hostname=_transfer_hostname(server_args),
+            offers_weights=offers_weights(server_args),
+            transfer_engine=_transfer_engine(server_args, group),
             tp_rank=group.rank,
             tp_size=group.size,
         )
     )
-    mark_device_set(server_args.device)
     tiers = [init_pools(runner, server_args, group)]
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
@@ -168,6 +173,9 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
         absent = device_runtime(device).why_absent()
         if absent is not None:
             raise ValueError(f"--device {device}: {absent}; use --device {detected}")
+    if server_args.enable_hierarchical_cache:
+        # Before the model is loaded, which takes longer than finding that a name is wrong.
+        check_layout_and_io(device, server_args.hicache_io_backend, server_args.hicache_mem_layout)
     return server_args.on_device(device)
 
 
@@ -304,12 +312,15 @@ def _seed_address(server_args: ServerArgs) -> SeedAddress | None:
     return SeedAddress(host=host, port=port, api_key=server_args.api_key)
 
 
-def _transfer_hostname(server_args: ServerArgs) -> str | None:
-    """Where other servers reach this process's Transfer Engine; None: they do not."""
+def _transfer_engine(server_args: ServerArgs, group: RankGroup) -> SharedTransferEngine | None:
+    """What this process's Transfer Engine is started with; None: nothing needs one."""
     if not offers_weights(server_args):
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
-    return name.get() if name.is_set() else address_for_peers(server_args.host)
+    return SharedTransferEngine(
+        hostname=name.get() if name.is_set() else address_for_peers(server_args.host),
+        gpu_id=group.rank if device_kind(server_args.device).has_own_memory else None,
+    )
 
 
 def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:

@@ -37,7 +37,7 @@ class IoBackend(StrEnum):
     KERNEL = "kernel"
     """As `direct` where pages are long; short ones by a kernel that accesses host memory."""
     KERNEL_ASCEND = "kernel_ascend"
-    """Its counterpart on Ascend NPUs."""
+    """On Ascend NPUs: plain copies of whole pages, and torch's indexed copies on the device."""
 
 
 class PageByteOrder(StrEnum):
@@ -141,6 +141,21 @@ def resolve_layout_and_io(
         ValueError: The device or a name is unknown, or the combination cannot work. The message
             names what can.
     """
+    kind, works = _what_works(device, io_backend, layout)
+    preferred = _PREFERENCE.get((kind, suits_copy_engines(page_bytes), has_storage), ())
+    return next((io.value, one.value) for io, one in (*preferred, *works) if (io, one) in works)
+
+
+def check_layout_and_io(device: str, io_backend: str, layout: str) -> None:
+    """Refuse what `resolve_layout_and_io` would, which depends on these three alone.
+
+    For whoever starts a server and does not know its model's pages yet. Imports no torch.
+    """
+    _what_works(device, io_backend, layout)
+
+
+def _what_works(device: str, io_backend: str, layout: str) -> tuple[str, list[_Pair]]:
+    """The kind of device, and the pairs that work there and are not against what was named."""
     kind = device.split(":", 1)[0]
     backends = _LAYOUTS_FOR.get(kind)
     if backends is None:
@@ -151,15 +166,18 @@ def resolve_layout_and_io(
         raise ValueError(
             f"--hicache-io-backend {io_backend} does not work on {kind}; {_what_can(kind)}"
         )
-    works = [(io, one) for io, layouts in backends.items() for one in layouts]
-    preferred = _PREFERENCE.get((kind, suits_copy_engines(page_bytes), has_storage), ())
-    for io, one in (*preferred, *works):
-        if wanted_io in (None, io) and wanted_layout in (None, one) and (io, one) in works:
-            return io.value, one.value
-    raise ValueError(
-        f"--hicache-mem-layout {layout} does not work on {kind} with "
-        f"--hicache-io-backend {io_backend}; {_what_can(kind)}"
-    )
+    works = [
+        (io, one)
+        for io, layouts in backends.items()
+        for one in layouts
+        if wanted_io in (None, io) and wanted_layout in (None, one)
+    ]
+    if not works:
+        raise ValueError(
+            f"--hicache-mem-layout {layout} does not work on {kind} with "
+            f"--hicache-io-backend {io_backend}; {_what_can(kind)}"
+        )
+    return kind, works
 
 
 def _parse_io(name: str) -> IoBackend:

@@ -72,6 +72,7 @@ CopierFactory: TypeAlias = Callable[[PoolPair], PageCopier]
 _BUILT_IN: Final = {
     "cpu": ("sglang.srt.mem_cache.host.host_copy", "CpuPageCopier"),
     "cuda": ("sglang.srt.mem_cache.host.host_copy_cuda", "CudaPageCopier"),
+    "npu": ("sglang.srt.mem_cache.host.host_copy_npu", "NpuPageCopier"),
 }
 _REGISTERED: Final[dict[str, CopierFactory]] = {}
 

@@ -93,12 +93,14 @@ def test_accounting_under_any_order(steps: list[tuple[bool, int]]) -> None:
 # -- sizes ---------------------------------------------------------------------------------------
 
 
-def test_size_in_gb_wins_over_the_ratio() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_size_in_gb_wins_over_the_ratio(layout: str) -> None:
     device = make_device_pool(num_pages=16)
     assert make_host_pool(device, "page_first", ratio=2.0).size == 128
     token_bytes = 2 * 2 * 4 * 3 * 2  # K and V, heads, dim, layers, bf16
-    host = MHATokenToKVPoolHost(device, 2.0, 41 * token_bytes / 1e9, PAGE, "page_first")
+    host = MHATokenToKVPoolHost(device, 2.0, 41 * token_bytes / 1e9, PAGE, layout)
     assert (host.size, host.page_num, host.page_bytes) == (40, 10, PAGE * token_bytes)
+    assert sum(buffer.nbytes for buffer in host.get_hybrid_pool_buffer()) == 40 * token_bytes
 
 
 def test_sizes_that_cannot_work_name_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:

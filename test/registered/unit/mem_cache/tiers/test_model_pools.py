@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_mooncake import FakeMooncakes
 from sglang.test.marks_rig import MarksRig
@@ -67,7 +67,7 @@ def mark_file(root: Path, page: int) -> Path:
 
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", RIG_LAYOUTS)
 def test_marks_go_to_the_host_and_come_back(
     monkeypatch: pytest.MonkeyPatch, layout: str, policy: str, in_pieces: bool
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_load_signals_the_layers_of_the_model() -> None:
 # -- L3 ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", RIG_LAYOUTS)
 def test_marks_go_to_files_and_come_back(rigs: StorageRigs, layout: str) -> None:
     writer, reader = (rigs.make("file", kind=MarksRig, hicache_mem_layout=layout) for _ in range(2))
     writer.run(PROMPT)
