@@ -28,6 +28,7 @@ from sglang.srt.arg_groups.extra_config import (
     parse_extra_config,
     public_text,
 )
+from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE, check_remote_weights
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
     BUILTIN_MODEL_NAME,
@@ -44,7 +45,7 @@ from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
 
 logger = logging.getLogger(__name__)
 
-_NEEDS_STORAGE: Final = ("hicache_storage_backend_extra_config",)
+_EXTRA_CONFIG: Final = "hicache_storage_backend_extra_config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,9 @@ class ServerArgs:
     served_model_name: str | None = flag(None, "Name in /v1/models; absent: the model path.")
     load_format: str = flag(
         "auto",
-        "Format of the weights; dummy makes random weights, pt reads pickled files.",
-        choices=("auto", "safetensors", "dummy", "pt"),
+        "Format of the weights; dummy makes random weights, pt reads pickled files, "
+        "remote_instance reads them from a running server.",
+        choices=("auto", "safetensors", "dummy", "pt", REMOTE_INSTANCE),
     )
     dtype: str = flag(
         "auto",
@@ -77,6 +79,18 @@ class ServerArgs:
     context_length: int | None = flag(None, "Longest context in tokens; absent: the model's.")
     trust_remote_code: bool = flag(False, "Run Python code that comes with the checkpoint.")
     random_seed: int = flag(0, "Seed of random weights.")
+    remote_instance_weight_loader_seed_instance_ip: str | None = flag(
+        None, "Host of the server whose weights remote_instance reads."
+    )
+    remote_instance_weight_loader_seed_instance_service_port: int | None = flag(
+        None, "Port of that server's HTTP."
+    )
+    remote_instance_weight_loader_backend: str = flag(
+        "transfer_engine", "How remote_instance reads them.", choices=("transfer_engine",)
+    )
+    remote_instance_weight_loader_start_seed_via_transfer_engine: bool = flag(
+        False, "Let other servers read the weights, through Mooncake's Transfer Engine."
+    )
 
     # Server
     host: str = flag(DEFAULT_HOST, "Address to listen on.")
@@ -261,6 +275,7 @@ class ServerArgs:
         _check_not_yet(self)
         _check_numbers(self)
         _check_not_empty(self)
+        check_remote_weights(self)
         args = _resolve_cache(self)
         model_path = args.model_path or str(BUILTIN_MODEL_DIR)
         name = args.model_path or BUILTIN_MODEL_NAME
@@ -308,8 +323,7 @@ class ServerArgs:
         for field in dataclasses.fields(self):
             if field.metadata["secret"] and values[field.name] is not None:
                 values[field.name] = "***"
-        name = "hicache_storage_backend_extra_config"
-        values[name] = public_text(self.hicache_storage_backend_extra_config)
+        values[_EXTRA_CONFIG] = public_text(self.hicache_storage_backend_extra_config)
         return values
 
 
@@ -415,7 +429,7 @@ def _resolve_cache(args: ServerArgs) -> ServerArgs:
     for field in (f.name for f in dataclasses.fields(args) if f.name.startswith("hicache_")):
         if not hierarchical:
             _refuse_ignored(args, field, "without --enable-hierarchical-cache")
-        elif args.hicache_storage_backend is None and field in _NEEDS_STORAGE:
+        elif args.hicache_storage_backend is None and field == _EXTRA_CONFIG:
             _refuse_ignored(args, field, "without --hicache-storage-backend")
     if args.hicache_storage_backend is not None:
         check_extra_config_keys(args.hicache_storage_backend, args.extra_config())

@@ -83,7 +83,8 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (NOT_YET, "excluding reasoning from the cache", ("strip_thinking_cache",)),
     (NOT_YET, "prefill and decode on different servers", ("disaggregation_*",
         "num_reserved_decode_tokens", "pdlb_url")),
-    (NOT_YET, "loading weights from another server", ("remote_instance_*",)),
+    (NEVER, "loading weights from another server other than through the Transfer Engine",
+        ("remote_instance_weight_loader_send_weights_group_ports",)),
     (NOT_YET, "KV cache events", ("kv_events_config",)),
     (NOT_YET, "this setting", ("skip_server_warmup", "warmups", "decode_log_interval",
         "log_level_http", "log_requests_*", "log_requests_format", "show_time_cost",
@@ -155,9 +156,10 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "load_format": (
         ("npcache", "gguf", "bitsandbytes", "layered", "mistral", "sharded_state", "remote",
-            "remote_instance", "flash_rl", "runai_streamer"),
+            "flash_rl", "runai_streamer"),
         "use a checkpoint in safetensors",
     ),
+    "remote_instance_weight_loader_backend": (("nccl", "modelexpress"), "use transfer_engine"),
 }  # fmt: skip
 
 

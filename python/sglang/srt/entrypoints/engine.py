@@ -10,6 +10,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.entrypoints.engine_front import EngineFront
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
@@ -45,6 +46,10 @@ class Engine:
             raise ValueError("give server_args or keywords, not both")
         if server_args is None:
             server_args = ServerArgs.from_kwargs(**{"log_level": "error", **kwargs})
+        if server_args.remote_instance_weight_loader_start_seed_via_transfer_engine:
+            raise ValueError(
+                f"{START_SEED} has no effect here: who reads weights asks over HTTP; start a server"
+            )
         configure_logger(server_args.log_level)
         self.server_args = server_args.resolve()
         self._front = EngineFront(self.server_args)

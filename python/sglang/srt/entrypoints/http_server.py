@@ -15,7 +15,7 @@ from typing import Final
 import uvicorn
 from starlette.applications import Starlette
 
-from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
+from sglang.srt.entrypoints import cache_routes, info_routes, native_routes, weight_routes
 from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
 from sglang.srt.entrypoints.http.cross_origin import add_cross_origin_middleware
 from sglang.srt.entrypoints.http.errors import install_error_handlers
@@ -67,7 +67,7 @@ def create_app(
 
     routes = [
         route
-        for module in (native_routes, info_routes, cache_routes, openai_routes)
+        for module in (native_routes, info_routes, cache_routes, weight_routes, openai_routes)
         for route in module.ROUTES
     ]
     app = Starlette(routes=routes, lifespan=lifespan)

@@ -9,6 +9,12 @@ import importlib.util
 from pathlib import Path
 
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.arg_groups.remote_weights import (
+    START_SEED,
+    offers_weights,
+    reads_weights,
+    seed_host_port,
+)
 from sglang.srt.configs.config_file import supported_architecture
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
@@ -30,6 +36,9 @@ from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.model_loader.weight_files import weight_files
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import check_tokenizer_files
+from sglang.srt.utils.network import base_url, can_connect
+
+_SEED_TIMEOUT_S = 2.0
 
 
 def check_start(args: ServerArgs) -> None:
@@ -41,6 +50,7 @@ def check_start(args: ServerArgs) -> None:
     check_device(args)
     check_host_layout(args)
     check_model(args)
+    check_seed(args)
     check_storage(args)
 
 
@@ -77,11 +87,31 @@ def check_model(args: ServerArgs) -> None:
     """
     assert args.model_path is not None, "resolved arguments name the model"
     supported_architecture(args.model_path)
-    if args.load_format != "dummy":
+    if args.load_format != "dummy" and not reads_weights(args):
         weight_files(Path(args.model_path), args.load_format)
     check_tokenizer_files(args.tokenizer_path or args.model_path)
     if args.chat_template is not None:
         read_template(args.chat_template)
+
+
+def check_seed(args: ServerArgs) -> None:
+    """Look for what reading weights from another server, or letting others read, needs.
+
+    Raises:
+        ValueError: Mooncake is not there, cannot work here, or nothing listens where the seed is.
+    """
+    if not offers_weights(args):
+        return
+    _check_package("weights from a running server")
+    requested = envs.MOONCAKE_PROTOCOL.get()
+    if not envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
+        _check_protocol(requested, envs.MOONCAKE_DEVICE.get())
+    if reads_weights(args) and not can_connect(*seed_host_port(args), timeout=_SEED_TIMEOUT_S):
+        raise ValueError(
+            f"no server accepts connections at the seed's address "
+            f"{base_url(*seed_host_port(args))}: start it there with {START_SEED}, or name another "
+            "with --remote-instance-weight-loader-seed-instance-ip and -service-port"
+        )
 
 
 def check_storage(args: ServerArgs) -> None:
@@ -104,18 +134,25 @@ def check_storage(args: ServerArgs) -> None:
 
 
 def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
-    if importlib.util.find_spec("mooncake") is None:
-        raise ValueError(
-            MOONCAKE_MISSING.format(user=STORE_USER, cause="there is no package 'mooncake'")
-        )
-    resolve_mooncake_protocol(
-        config.protocol,
-        allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        devices=list_rdma_devices(chosen=config.device_name),
-    )
+    _check_package(STORE_USER)
+    _check_protocol(config.protocol, config.device_name)
     if may_be_away:
         return
     try:
         check_reachable(config)
     except StorageUnreachable as error:
         raise ValueError(str(error)) from None
+
+
+def _check_package(user: str) -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        raise ValueError(MOONCAKE_MISSING.format(user=user, cause="there is no package 'mooncake'"))
+
+
+def _check_protocol(requested: str, chosen: str) -> None:
+    """`chosen`: InfiniBand devices, comma separated; empty: any."""
+    resolve_mooncake_protocol(
+        requested,
+        allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
+        devices=list_rdma_devices(chosen=chosen),
+    )

@@ -10,7 +10,7 @@ import functools
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
@@ -166,6 +166,14 @@ class DeviceRuntime(ABC):
 
         On a CPU what the system says is available without swapping.
         """
+
+    def allocations_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """The driver's allocations that tensors lie in: address to bytes.
+
+        On a CPU their storages.
+        """
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     @property
     def pins_memory(self) -> bool:

@@ -9,6 +9,8 @@ import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+    get_mooncake_transfer_engine,
     init_mooncake_transfer_engine,
 )
 from sglang.srt.distributed.device_context import mark_device_set
@@ -39,8 +41,9 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 )
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.warm_up import warm_up_batches
-from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model, load_weights
+from sglang.srt.model_loader.tensor_memory import register_weights
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,10 @@ class ModelRunnerConfig:
     load_format: str = "auto"
     random_seed: int = 0
     """Of `dummy` weights."""
+    seed_instance: SeedAddress | None = None
+    """Of `remote_instance` weights."""
+    offers_weights: bool = False
+    """Peers may read the weights; needs a `transfer_engine`."""
     tp_rank: int = 0
     tp_size: int = 1
     show_progress: bool = True
@@ -83,6 +90,10 @@ class ModelRunner:
 
     Attributes:
         model: The model, weights loaded.
+        weight_source: Where its weights came from.
+        remote_instance_transfer_engine: Knows the weights' memory, for servers that read them and
+            to read them itself; None without `offers_weights`.
+        remote_instance_transfer_engine_session_id: Under which peers address it; empty without.
         model_config: Its configuration.
         state_specs: What it keeps per token and per prefix.
         attn_backend: The backend of all its attention layers.
@@ -125,6 +136,7 @@ class ModelRunner:
         load_config = LoadConfig(
             load_format=config.load_format,
             random_seed=config.random_seed,
+            seed_instance=config.seed_instance,
             device=config.device,
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
@@ -135,7 +147,11 @@ class ModelRunner:
         # Before the weights are loaded, which takes longer than finding that a name is wrong.
         self._attn_backends = self._make_attention_backends()
         self.attn_backend = join_backends(self._attn_backends)
-        load_weights(self.model, config.model_config, load_config)
+        self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
+        self.remote_instance_transfer_engine_session_id = ""
+        if config.offers_weights:
+            self.remote_instance_init_transfer_engine()
+        self.weight_source = load_weights(self.model, config.model_config, load_config)
 
     def init_torch_distributed(self) -> None:
         """Make the device current, say so to those who wait for it, and join torch.distributed.
@@ -160,6 +176,18 @@ class ModelRunner:
         shared = self.config.transfer_engine
         if shared is not None:
             init_mooncake_transfer_engine(shared.hostname, shared.gpu_id, shared.ib_device)
+
+    def remote_instance_init_transfer_engine(self) -> None:
+        """Register the weights with the shared Transfer Engine, so that they can be read.
+
+        Raises:
+            RuntimeError: The transport refuses the memory.
+        """
+        engine = get_mooncake_transfer_engine()
+        assert engine is not None, "offers_weights comes with a transfer_engine"
+        register_weights(engine, (slot for _, slot in self.model.weight_slots()))
+        self.remote_instance_transfer_engine = engine
+        self.remote_instance_transfer_engine_session_id = engine.get_session_id()
 
     def _make_attention_backends(self) -> dict[AttentionKind, AttentionBackend]:
         """One for each kind of the model's layers."""

@@ -12,6 +12,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.weight_files import REMEDY, weight_files
 from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weights_identity import weights_identity
 
 
 class SafetensorsFiles:
@@ -20,7 +21,12 @@ class SafetensorsFiles:
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         """Raises ValueError: the files are not there, or others are."""
         self.name = model_config.model_path
-        self._files = weight_files(Path(self.name), load_config.load_format)
+        self._format = load_config.load_format
+        self._files = weight_files(Path(self.name), self._format)
+
+    def identity(self) -> str:
+        """See `WeightSource`."""
+        return weights_identity(self.name, load_format=self._format)
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""
@@ -34,7 +40,12 @@ class PickledFiles:
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         """Raises ValueError: the files are not there."""
         self.name = model_config.model_path
-        self._files = weight_files(Path(self.name), load_config.load_format)
+        self._format = load_config.load_format
+        self._files = weight_files(Path(self.name), self._format)
+
+    def identity(self) -> str:
+        """See `WeightSource`."""
+        return weights_identity(self.name, load_format=self._format)
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""

@@ -12,6 +12,7 @@ import xxhash
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weights_identity import weights_identity
 
 _CHUNK = 1 << 20
 """Elements that share their two keys. Part of what the weights are."""
@@ -30,7 +31,12 @@ class DummyWeights:
     name = "random"
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
+        self._path = model_config.model_path
         self._seed = load_config.random_seed
+
+    def identity(self) -> str:
+        """See `WeightSource`."""
+        return weights_identity(self._path, load_format="dummy", random_seed=self._seed)
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from sglang.srt.utils.network import base_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedAddress:
+    """The HTTP server whose weights are read."""
+
+    host: str
+    port: int
+    api_key: str | None = field(default=None, repr=False)
+    """Sent to it; None: it needs none."""
+
+    @property
+    def url(self) -> str:
+        """`http://HOST:PORT`."""
+        return base_url(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +30,8 @@ class LoadConfig:
     """A key of `loader.WEIGHT_SOURCES`; "auto" is "safetensors"."""
     random_seed: int = 0
     """Of `dummy` weights."""
+    seed_instance: SeedAddress | None = None
+    """Of `remote_instance` weights."""
     device: str = "cpu"
     tp_rank: int = 0
     tp_size: int = 1

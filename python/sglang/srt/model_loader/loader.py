@@ -1,4 +1,4 @@
-"""Making a model with its weights, from files or from a seed."""
+"""Making a model with its weights: from files, random, or those of a running server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.model_loader.checkpoint_files import PickledFiles, SafetensorsFiles
 from sglang.srt.model_loader.dummy_weights import DummyWeights
 from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
 from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
@@ -27,6 +28,7 @@ WEIGHT_SOURCES: Mapping[str, Callable[[ModelConfig, LoadConfig], WeightSource]] 
         "safetensors": SafetensorsFiles,
         "pt": PickledFiles,
         "dummy": DummyWeights,
+        "remote_instance": RemoteInstanceWeights,
     }
 )
 """By what `--load-format` says."""
@@ -55,11 +57,13 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
         return MODEL_CLASSES[model_config.architecture](model_config, placement)
 
 
-def load_weights(model: CausalLM, model_config: ModelConfig, load_config: LoadConfig) -> None:
-    """Fill all weights of a model that `build_model` made.
+def load_weights(
+    model: CausalLM, model_config: ModelConfig, load_config: LoadConfig
+) -> WeightSource:
+    """Fill all weights of a model that `build_model` made; return where they came from.
 
     Raises:
-        ValueError: One line that names the load format, or the file and the tensor that is
+        ValueError: One line that names the load format, or the source and the tensor that is
             missing, unexpected, torn or of another shape, and the remedy.
     """
     make_source = WEIGHT_SOURCES.get(load_config.load_format)
@@ -90,3 +94,4 @@ def load_weights(model: CausalLM, model_config: ModelConfig, load_config: LoadCo
         str(model_config.dtype).removeprefix("torch."),
         time.monotonic() - started,
     )
+    return source

@@ -17,12 +17,18 @@ class WeightSource(Protocol):
     def name(self) -> str:
         """For logs and errors."""
 
+    def identity(self) -> str:
+        """What tells these weights from all others: 32 hexadecimal digits. After `fill`.
+
+        May read every file, the first time.
+        """
+
     def fill(self, slots: WeightSlots) -> None:
         """Fill the slots, each from the tensor of its name, and read no more than this rank's part.
 
         Raises:
-            ValueError: One line that names the file and the tensor that is unexpected, torn or of
-                another shape, and the remedy.
+            ValueError: One line that names the source and the tensor that is unexpected, torn or
+                of another shape, and the remedy.
         """
 
 
@@ -44,6 +50,10 @@ class WeightSlots:
     def __len__(self) -> int:
         return len(self._all)
 
+    def empty(self) -> dict[str, WeightSlot]:
+        """The slots that were not taken yet, by the name of their tensor."""
+        return dict(self._empty)
+
     def take_all(self) -> Iterator[tuple[str, WeightSlot]]:
         """Each slot that is empty, to be filled before the next one is asked for."""
         for name, slot in list(self._empty.items()):
@@ -51,8 +61,8 @@ class WeightSlots:
             yield name, slot
             self._on_taken()
 
-    def take(self, name: str, shape: tuple[int, ...], file: Path) -> WeightSlot | None:
-        """The slot of a checkpoint tensor, to be filled now; None: the model does without it.
+    def take(self, name: str, shape: tuple[int, ...], file: Path | str) -> WeightSlot | None:
+        """The slot of a checkpoint tensor, filled now or just before; None: the model needs it not.
 
         Args:
             shape: Of the whole tensor.

@@ -39,9 +39,7 @@ def weights_identity(
     Raises:
         ValueError: The directory has no config.json or no weights.
     """
-    config = Path(model_path) / "config.json"
-    if not config.is_file():
-        raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
+    config = _config_file(model_path)
     if load_format == "dummy":
         digest = xxhash.xxh3_128(b"dummy 2")  # the generator's version
         digest.update(config.read_bytes())
@@ -53,6 +51,22 @@ def weights_identity(
         digest.update(bytes.fromhex(cache.digest(file)))
     cache.save()
     return digest.hexdigest()
+
+
+def config_digest(model_path: str) -> str:
+    """xxh3-128 of the directory's config.json, 32 hexadecimal digits.
+
+    Raises:
+        ValueError: The directory has none.
+    """
+    return xxhash.xxh3_128_hexdigest(_config_file(model_path).read_bytes())
+
+
+def _config_file(model_path: str) -> Path:
+    config = Path(model_path) / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
+    return config
 
 
 class _DigestCache:

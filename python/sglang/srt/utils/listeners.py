@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from typing import Final
 
 import psutil
+
+from sglang.srt.utils.network import is_loopback
 
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
 
@@ -24,13 +25,9 @@ def ports_on_all_addresses() -> list[int]:
 
 def warn_of_open_server(logger: logging.Logger, host: str, *, has_key: bool) -> None:
     """Warn if the server has no key and `host` is not a loopback address."""
-    if has_key or host == "localhost":
+    # A name may resolve to any address.
+    if has_key or is_loopback(host):
         return
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:
-        pass  # A name, which may resolve to any address.
     logger.warning(
         "--host %s without an API key: all clients that reach it can use the server and read its "
         "answers; set SGLANG_API_KEY or --api-key-file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import shutil
 import socket
@@ -64,6 +65,32 @@ def check_port_available(host: str, port: int) -> None:
             f"cannot listen on {host}:{port}: the port is in use or the address is not this "
             f"machine's; stop what listens there, or choose another with --port or --host"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is `localhost` or a loopback address. Resolves no names."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address_for_peers(listen_host: str) -> str:
+    """Where other hosts reach a process whose server listens on `listen_host`.
+
+    That itself; for "all addresses" the one of the default route, or loopback where there is none.
+    """
+    if listen_host not in ("0.0.0.0", "::"):
+        return listen_host
+    family, elsewhere = socket.AF_INET, "192.0.2.1"
+    if listen_host == "::":
+        family, elsewhere = socket.AF_INET6, "2001:db8::1"
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((elsewhere, 9))  # Chooses a route, and sends nothing.
+        except OSError:
+            return "127.0.0.1"
+        return str(sock.getsockname()[0])
 
 
 def can_connect(host: str, port: int, timeout: float = 1.0) -> bool:

@@ -210,6 +210,25 @@ def test_cuda_locks_host_memory_in_place(log: list[str]) -> None:
         runtime.register_host_memory(4096, 1)
 
 
+def test_cuda_names_whole_allocations(log: list[str]) -> None:
+    """Three tensors in one segment, one in none, one that only begins in one."""
+    memory = torch.zeros(100, dtype=torch.uint8)
+    other, beyond = torch.zeros(10, dtype=torch.uint8), torch.zeros(50, dtype=torch.uint8)
+    base, edge = memory.data_ptr(), beyond.data_ptr()
+    segments = [{"address": base - 512, "total_size": 1024}, {"address": edge, "total_size": 20}]
+    runtime = CudaRuntime("cuda", RecordedCalls(log, {"memory_snapshot()": segments[::-1]}))
+    found = runtime.allocations_of([memory[:30], memory[30:], memory.view(10, 10), beyond, other])
+    assert log == ["memory_snapshot()"], "asked once"
+    inside = base - 512 <= other.data_ptr() and other.data_ptr() + 10 <= base + 512
+    assert found == {base - 512: 1024, edge: 50} | ({} if inside else {other.data_ptr(): 10})
+
+
+def test_on_a_cpu_an_allocation_is_a_storage() -> None:
+    memory, other = torch.zeros(100), torch.zeros(3)
+    found = device_runtime("cpu").allocations_of([memory[10:20], memory[30:], other])
+    assert found == {memory.data_ptr(): 400, other.data_ptr(): 12}
+
+
 def test_cuda_says_why_it_is_absent(log: list[str]) -> None:
     runtime = CudaRuntime("cuda", RecordedCalls(log, {"is_available()": False}))
     assert runtime.why_absent() == "torch sees no CUDA device here"

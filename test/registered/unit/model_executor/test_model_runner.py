@@ -47,7 +47,8 @@ def test_pools_have_the_sizes_that_were_asked_for(checkpoint: Path) -> None:
         ({"page_size": 0}, "page_size=0"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype 'fp8_e4m3' is not supported here"),
         ({"attention_backend": "flashinfer"}, "attention backend 'flashinfer'"),
-        ({"load_format": "remote_instance"}, "load format 'remote_instance'"),
+        ({"load_format": "remote_instance"}, "'remote_instance' needs a seed"),
+        ({"load_format": "gguf"}, "load format 'gguf' is not supported"),
         ({"tp_size": 2}, "tp_size=2"),
     ],
 )

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.load_config import LoadConfig
-from sglang.srt.model_loader.loader import get_model
+from sglang.srt.model_loader.loader import build_model, get_model, load_weights
+from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import save_tiny_checkpoint
 
@@ -171,6 +172,20 @@ def test_names_and_sizes_that_are_not_supported(checkpoint: Path) -> None:
         get_model(config, LoadConfig(tp_rank=2, tp_size=2))
     with pytest.raises(ValueError, match="6 attention heads cannot be split over 4 ranks"):
         get_model(config, LoadConfig(tp_size=4))
+
+
+def test_a_source_tells_the_identity_of_its_weights(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = ModelConfig.from_path(str(checkpoint))
+    found = {}
+    for kind in ("auto", "safetensors", "dummy"):
+        load_config = LoadConfig(load_format=kind, random_seed=3, show_progress=False)
+        source = load_weights(build_model(config, load_config), config, load_config)
+        found[kind] = source.identity()
+        assert found[kind] == weights_identity(str(checkpoint), load_format=kind, random_seed=3)
+    assert found["auto"] == found["safetensors"] != found["dummy"]
 
 
 if __name__ == "__main__":

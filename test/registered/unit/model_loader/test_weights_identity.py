@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.model_loader import weights_identity as module
-from sglang.srt.model_loader.weights_identity import CACHE_FILE, weights_identity
+from sglang.srt.model_loader.weights_identity import CACHE_FILE, config_digest, weights_identity
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -28,6 +28,18 @@ def model(tmp_path: Path) -> Path:
 def identity(model: Path, load_format: str = "auto", seed: int = 0) -> str:
     cache = model.parent / "cache"
     return weights_identity(str(model), load_format=load_format, random_seed=seed, cache_dir=cache)
+
+
+def test_the_digest_of_a_config_follows_its_bytes(model: Path) -> None:
+    first = config_digest(str(model))
+    assert len(first) == 32
+    (model / "a.safetensors").write_bytes(b"other weights")
+    assert config_digest(str(model)) == first
+    (model / "config.json").write_text("{ }")
+    assert config_digest(str(model)) != first
+    (model / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        config_digest(str(model))
 
 
 def test_same_contents_elsewhere_are_the_same_weights(model: Path, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import pytest
 
 from sglang.srt.utils.network import (
     IpcNames,
+    address_for_peers,
     can_connect,
     check_port_available,
     get_free_port,
     get_free_ports,
+    is_loopback,
     wait_for_listener_to_end,
     wait_until,
 )
@@ -59,6 +61,29 @@ def test_ipc_names_are_private_and_removable() -> None:
         others.remove()
     assert not os.path.exists(names.directory.path)
     names.remove()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("0.0.0.0", False),
+        ("some.host", False),
+    ],
+)
+def test_what_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_where_peers_reach_a_server() -> None:
+    assert address_for_peers("10.0.0.7") == "10.0.0.7"
+    assert address_for_peers("127.0.0.1") == "127.0.0.1"
+    found = address_for_peers("0.0.0.0")
+    check_port_available(found, get_free_port(found))  # An address of this machine.
 
 
 def test_wait_until_polls_and_gives_up_at_the_deadline() -> None:

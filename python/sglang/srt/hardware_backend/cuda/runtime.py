@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +69,20 @@ class CudaRuntime(AcceleratorRuntime):
 
     def unregister_host_memory(self, address: int) -> None:
         self._api.cudart().cudaHostUnregister(address)
+
+    def allocations_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """Segments of torch's allocator: each is what one call of the driver gave, and holds many
+        tensors. Memory of any other origin is taken for an allocation of its own."""
+        segments = sorted(
+            (segment["address"], segment["total_size"]) for segment in self._api.memory_snapshot()
+        )
+        found: dict[int, int] = {}
+        for address, size in super().allocations_of(tensors).items():
+            index = bisect.bisect_right(segments, (address, sys.maxsize)) - 1
+            start, length = segments[index] if index >= 0 else (0, 0)
+            is_inside = start <= address and address + size <= start + length
+            found.update([(start, length) if is_inside else (address, size)])
+        return found
 
     def host_cpus_near_device(self) -> frozenset[int]:
         """CPUs of the NUMA node that the current CUDA device hangs on; empty where unknown."""

@@ -106,6 +106,13 @@ class GetHiCacheStorageReqInput(Message):
     req_id: str
 
 
+class GetWeightSeedReq(Message):
+    """Ask where the weights of a rank are, for a server that reads them."""
+
+    req_id: str
+    rank: int
+
+
 class ShutdownReq(Message):
     """Finish what runs within `timeout` seconds, write back what is promised, then exit 0."""
 
@@ -217,6 +224,7 @@ ToScheduler: TypeAlias = (
     | DetachHiCacheStorageReqInput
     | ClearHiCacheReqInput
     | GetHiCacheStorageReqInput
+    | GetWeightSeedReq
     | ShutdownReq
 )
 ToDetokenizer: TypeAlias = BatchTokenIDOutput

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
@@ -17,6 +18,7 @@ from sglang.srt.managers.messages.io_struct import (
     GetHiCacheStorageReqInput,
     GetInternalStateReq,
     GetMetricsReq,
+    GetWeightSeedReq,
     ShutdownReq,
 )
 from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
@@ -24,9 +26,11 @@ from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministrat
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.output import OutputCollector
     from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.model_loader.weight_seed import WeightSeed
 
 logger = logging.getLogger(__name__)
 
+_NO_SEED = f"no server may read the weights of this one: start it with {START_SEED}"
 _NO_HIERARCHY = "the hierarchical cache is off: start with --enable-hierarchical-cache"
 
 
@@ -51,14 +55,20 @@ class ControlHandler:
 
     Args:
         public_args: The server's arguments as they may be shown.
+        weight_seed: Tells other servers where the weights are; None: none may read them.
     """
 
     def __init__(
-        self, state: SchedulerState, outputs: OutputCollector, public_args: dict[str, Any]
+        self,
+        state: SchedulerState,
+        outputs: OutputCollector,
+        public_args: dict[str, Any],
+        weight_seed: WeightSeed | None = None,
     ) -> None:
         self._state = state
         self._outputs = outputs
         self._public_args = public_args
+        self._weight_seed = weight_seed
         self._flushes: list[_PendingFlush] = []
         self._change: _PendingChange | None = None
         self._drain_deadline: float | None = None
@@ -66,6 +76,7 @@ class ControlHandler:
             FlushCacheReqInput: self._flush,
             GetInternalStateReq: self._internal_state,
             GetMetricsReq: self._metrics,
+            GetWeightSeedReq: self._tell_seed,
             AttachHiCacheStorageReqInput: self._attach,
             DetachHiCacheStorageReqInput: self._detach,
             ClearHiCacheReqInput: self._clear,
@@ -167,6 +178,17 @@ class ControlHandler:
             pool_tokens=state.limits.pool_tokens,
         )
         self._answer(message.req_id, True, data={"text": text})
+
+    def _tell_seed(self, message: GetWeightSeedReq) -> None:
+        if self._weight_seed is None:
+            self._answer(message.req_id, False, _NO_SEED)
+            return
+        try:
+            data = self._weight_seed.answer(message.rank)
+        except ValueError as error:
+            self._answer(message.req_id, False, str(error))
+        else:
+            self._answer(message.req_id, True, data=data)
 
     def _attach(self, message: AttachHiCacheStorageReqInput) -> None:
         self._begin_change(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
     from sglang.srt.managers.scheduler.tp_worker import ModelWorker
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.model_loader.weight_seed import WeightSeed
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
 
@@ -74,6 +75,8 @@ class SchedulerResources:
     grammar_backend: Callable[[], GrammarBackend] | None = None
     """Makes the grammar backend when a request first needs it; None: constraints are refused.
     Raises ValueError where the model cannot be constrained."""
+    weight_seed: WeightSeed | None = None
+    """Tells other servers where the weights are; None: none may read them."""
     overlap: bool = False
     """See `SchedulerParts`."""
     forward_guard: ForwardGuard = nullcontext
@@ -111,7 +114,8 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
     """
     state = _make_state(server_args, resources)
     outputs = OutputCollector(server_args.stream_interval)
-    control = ControlHandler(state, outputs, server_args.to_public_dict())
+    public_args = server_args.to_public_dict()
+    control = ControlHandler(state, outputs, public_args, resources.weight_seed)
     results = ResultProcessor(state, StopChecker(resources.new_decoder, resources.group), outputs)
     grammar = GrammarQueue(resources.grammar_backend)
     resources.tree.watch_workload(state.workload)

@@ -14,9 +14,15 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    get_mooncake_transfer_engine,
+)
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
@@ -30,7 +36,11 @@ from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import (
+    ModelRunner,
+    ModelRunnerConfig,
+    SharedTransferEngine,
+)
 from sglang.srt.model_executor.pool_sizing import (
     Sizing,
     pool_budget,
@@ -38,11 +48,14 @@ from sglang.srt.model_executor.pool_sizing import (
     size_running_requests,
     size_states,
 )
-from sglang.srt.model_loader.weights_identity import weights_identity
+from sglang.srt.model_loader.load_config import SeedAddress
+from sglang.srt.model_loader.weight_seed import WeightSeed
+from sglang.srt.model_loader.weights_identity import config_digest
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
+from sglang.srt.utils.network import address_for_peers
 from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
 
 if TYPE_CHECKING:
@@ -82,6 +95,7 @@ class BuiltScheduler:
     def ready_details(self) -> dict[str, Any]:
         """For the ready message."""
         limits = self.scheduler.state.limits
+        engine = get_mooncake_transfer_engine()
         return {
             "max_total_num_tokens": limits.pool_tokens,
             "max_req_input_len": limits.max_input_tokens,
@@ -91,6 +105,7 @@ class BuiltScheduler:
             "attention_backend": self.server_args.attention_backend,
             "chunked_prefill_size": self.server_args.chunked_prefill_size,
             "tiers": self.tiers,
+            "transfer_engine": None if engine is None else engine.describe(),
         }
 
 
@@ -133,6 +148,9 @@ def build_scheduler(
             cuda_graph_max_bs=server_args.cuda_graph_max_bs,
             load_format=server_args.load_format,
             random_seed=server_args.random_seed,
+            seed_instance=_seed_address(server_args),
+            offers_weights=offers_weights(server_args),
+            transfer_engine=_transfer_engine(server_args, group),
             tp_rank=group.rank,
             tp_size=group.size,
         )
@@ -154,6 +172,7 @@ def build_scheduler(
             model_config.eos_token_ids,
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
+        weight_seed=_make_weight_seed(runner, group),
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
     )
@@ -252,7 +271,7 @@ def run_scheduler_process(
         raise SystemExit(1) from None
     for line in built.tiers:
         logger.info("%s", line)
-    log_exposed_ports(logger, "the store of L3")
+    log_exposed_ports(logger, "Mooncake")
     channel = ZmqChannel(ipc)
     settle_heap()
     send_ready(ready_pipe, built.ready_details())
@@ -355,14 +374,8 @@ def _longest_pass(server_args: ServerArgs) -> int:
 def _make_tree(
     server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics, group: RankGroup
 ) -> BasePrefixCache:
-    identity = ""
-    if server_args.enable_hierarchical_cache:
-        assert server_args.model_path is not None
-        identity = weights_identity(
-            server_args.model_path,
-            load_format=server_args.load_format,
-            random_seed=server_args.random_seed,
-        )
+    hierarchical = server_args.enable_hierarchical_cache
+    identity = runner.weight_source.identity() if hierarchical else ""
     params = CacheInitParams(
         disable=server_args.disable_radix_cache,
         req_to_token_pool=runner.req_to_token_pool,
@@ -380,6 +393,38 @@ def _make_tree(
             params=params,
             enable_hierarchical_cache=server_args.enable_hierarchical_cache,
         )
+    )
+
+
+def _seed_address(server_args: ServerArgs) -> SeedAddress | None:
+    """Servers of one fleet have one key: the seed gets this server's."""
+    if not reads_weights(server_args):
+        return None
+    host, port = seed_host_port(server_args)
+    return SeedAddress(host=host, port=port, api_key=server_args.api_key)
+
+
+def _transfer_engine(server_args: ServerArgs, group: RankGroup) -> SharedTransferEngine | None:
+    """What this process's Transfer Engine is started with; None: nothing needs one."""
+    if not offers_weights(server_args):
+        return None
+    name = envs.MOONCAKE_LOCAL_HOSTNAME
+    return SharedTransferEngine(
+        hostname=name.get() if name.is_set() else address_for_peers(server_args.host),
+        gpu_id=group.rank if device_kind(server_args.device).has_own_memory else None,
+    )
+
+
+def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:
+    engine = runner.remote_instance_transfer_engine
+    if engine is None:
+        return None
+    return WeightSeed(
+        engine,
+        runner.model,
+        rank=group.rank,
+        config=config_digest(runner.model_config.model_path),
+        identity=runner.weight_source.identity,
     )
 
 

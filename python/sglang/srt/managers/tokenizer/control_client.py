@@ -17,6 +17,7 @@ from sglang.srt.managers.messages.io_struct import (
     GetHiCacheStorageReqInput,
     GetInternalStateReq,
     GetMetricsReq,
+    GetWeightSeedReq,
     Message,
 )
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
@@ -62,6 +63,12 @@ class ControlClient:
     async def metrics(self, timeout: float = QUICK_TIMEOUT) -> ControlReqOutput:
         """The scheduler's metrics; `data["text"]` is in Prometheus' format."""
         return await self._ask(lambda req_id: GetMetricsReq(req_id=req_id), timeout)
+
+    async def weight_seed(self, rank: int) -> ControlReqOutput:
+        """Where the weights of a rank are, for a server that reads them."""
+        return await self._ask(
+            lambda req_id: GetWeightSeedReq(req_id=req_id, rank=rank), QUICK_TIMEOUT
+        )
 
     async def get_storage(self) -> ControlReqOutput:
         """Which L3 backend is attached, and the policies."""

@@ -101,7 +101,7 @@ class StorageAdministration(TierFlow):
         def prepare() -> PreparedChange:
             change = self._attachment.prepare(backend, extra_config, prefetch_policy)
             if change.storage is not None:
-                log_exposed_ports(logger, "the store of L3")
+                log_exposed_ports(logger, "Mooncake")
             return change
 
         def take_up(change: PreparedChange) -> str:

@@ -11,6 +11,7 @@ from sglang.srt.managers.messages.io_struct import (
     FlushCacheReqInput,
     GetInternalStateReq,
     GetMetricsReq,
+    GetWeightSeedReq,
     ShutdownReq,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -46,8 +47,9 @@ def test_state_metrics_and_what_a_single_tier_cannot_do(model: Path) -> None:
         GetInternalStateReq(req_id="state"),
         GetMetricsReq(req_id="metrics"),
         DetachHiCacheStorageReqInput(req_id="detach"),
+        GetWeightSeedReq(req_id="seed", rank=0),
     )
-    state, metrics, detach = rig.answers
+    state, metrics, detach, seed = rig.answers
     assert state.data["max_total_num_tokens"] == 512
     assert state.data["free_tokens"] + state.data["evictable_tokens"] == 512
     assert state.data["server_args"]["admin_api_key"] == "***"
@@ -59,6 +61,8 @@ def test_state_metrics_and_what_a_single_tier_cannot_do(model: Path) -> None:
     assert "sglang:num_running_reqs 0.0" in text
     assert not detach.success
     assert "--enable-hierarchical-cache" in detach.message
+    assert not seed.success
+    assert "start-seed-via-transfer-engine" in seed.message
 
 
 def test_shutdown_lets_what_runs_finish(model: Path) -> None:

@@ -1,0 +1,78 @@
+"""The flags of weights from a running server: which of them contradict each other or do nothing."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from sglang.srt.arg_groups.cli import flag_name
+
+REMOTE_INSTANCE: Final = "remote_instance"
+"""The value of `--load-format`."""
+START_SEED: Final = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
+SEED_PATH: Final = "/remote_instance_transfer_engine_info"
+"""Where a seed answers."""
+_PREFIX: Final = "remote_instance_weight_loader_"
+_SEED_IP: Final = f"{_PREFIX}seed_instance_ip"
+_SEED_PORT: Final = f"{_PREFIX}seed_instance_service_port"
+
+
+class RemoteWeightArgs(Protocol):
+    """The part of `ServerArgs` that matters here."""
+
+    @property
+    def load_format(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def remote_instance_weight_loader_seed_instance_ip(self) -> str | None: ...
+    @property
+    def remote_instance_weight_loader_seed_instance_service_port(self) -> int | None: ...
+    @property
+    def remote_instance_weight_loader_start_seed_via_transfer_engine(self) -> bool: ...
+
+
+def reads_weights(args: RemoteWeightArgs) -> bool:
+    """Whether the server reads its weights from another one."""
+    return args.load_format == REMOTE_INSTANCE
+
+
+def offers_weights(args: RemoteWeightArgs) -> bool:
+    """Whether other servers may read its weights. One that has read them itself offers them too."""
+    return reads_weights(args) or args.remote_instance_weight_loader_start_seed_via_transfer_engine
+
+
+def seed_host_port(args: RemoteWeightArgs) -> tuple[str, int]:
+    """Where the seed's HTTP server is, of arguments that passed `check_remote_weights`."""
+    host = args.remote_instance_weight_loader_seed_instance_ip
+    port = args.remote_instance_weight_loader_seed_instance_service_port
+    assert host is not None and port is not None, "checked"
+    return host, port
+
+
+def check_remote_weights(args: RemoteWeightArgs) -> None:
+    """Refuse flags that contradict each other.
+
+    Raises:
+        ValueError: One line that names the flag and the remedy.
+    """
+    for field in (_SEED_IP, _SEED_PORT):
+        value = getattr(args, field)
+        if reads_weights(args) and value is None:
+            raise ValueError(
+                f"--load-format {REMOTE_INSTANCE} needs {flag_name(field)}: name the server to "
+                "read from"
+            )
+        if not reads_weights(args) and value is not None:
+            raise ValueError(
+                f"{flag_name(field)} {value} has no effect without --load-format {REMOTE_INSTANCE}"
+            )
+    port = args.remote_instance_weight_loader_seed_instance_service_port
+    if port is not None and not 1 <= port <= 65535:
+        raise ValueError(f"{flag_name(_SEED_PORT)} {port}: must be from 1 to 65535")
+    if reads_weights(args) and seed_host_port(args) == (args.host, args.port):
+        raise ValueError(
+            f"{flag_name(_SEED_IP)} {args.host} and {flag_name(_SEED_PORT)} {args.port} are this "
+            "server's own address: name another server"
+        )

@@ -1,0 +1,52 @@
+"""The memory of weights: what is registered with the transport, and checksums of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import xxhash
+
+from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.layers.weight_slot import WeightSlot
+
+_PIECE_BYTES = 16 * MIB
+"""Bytes of a tensor that are on their way to the host at once."""
+
+
+def register_weights(engine: MooncakeTransferEngine, slots: Iterable[WeightSlot]) -> None:
+    """Register the memory of all slots of one model, for as long as the process lives.
+
+    Whole allocations: a peer on the same host maps those, and nothing smaller, over NVLink.
+
+    Raises:
+        RegistrationError: The transport refused.
+        OverlappingRange: Part of it is registered already.
+    """
+    tensors = [slot.dest for slot in slots if slot.dest.numel()]
+    if tensors:
+        ranges = device_runtime(tensors[0].device).allocations_of(tensors)
+        engine.batch_register(list(ranges), list(ranges.values()))
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a contiguous tensor's bytes, 32 hexadecimal digits. Any device, any thread.
+
+    Beside what the device computes: copies have a stream of their own, and hashing releases the
+    interpreter.
+    """
+    digest = xxhash.xxh3_128()
+    flat = tensor.view(-1).view(torch.uint8)
+    runtime = device_runtime(tensor.device)
+    stream = runtime.make_side_stream()
+    stream.follow()
+    with stream.use():
+        for begin in range(0, flat.numel(), _PIECE_BYTES):
+            (copy,) = runtime.copy_to_host([flat[begin : begin + _PIECE_BYTES]]).wait()
+            assert copy is not None
+            digest.update(copy.numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,229 @@
+"""Reading a seed's memory: what arrives, what is checked, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader import remote_weights as source_module
+from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
+from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights, cut_batches
+from sglang.srt.model_loader.tensor_memory import tensor_checksum
+from sglang.srt.model_loader.weight_seed import WeightSeed
+from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_transfer_engine import FakeCall, FakeTransferEngine, Hanging
+from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.weight_rig import (
+    IDENTITY,
+    WeightRig,
+    copying,
+    weight_rig,
+    weights_of,
+    with_session,
+)
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+
+SEED_NAME = "the seed at http://127.0.0.1:1: "
+
+
+def refusal(rig: WeightRig) -> str:
+    """Why nothing is read: one line that names the seed."""
+    with pytest.raises(ValueError) as caught:
+        rig.read()
+    line = str(caught.value)
+    assert line.startswith(SEED_NAME)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.usefixtures("on_a_cpu_over_tcp")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_bit_arrives_and_nothing_is_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen2", dtype=dtype)
+    with weight_rig(tmp_path) as rig:
+        model, source = rig.read()
+        want, got = weights_of(rig.seed_model), weights_of(model)
+        assert set(got) == set(want)
+        for name, tensor in want.items():
+            assert torch.equal(got[name], tensor), name
+            assert tensor.dtype == dtype
+        assert source.identity() == IDENTITY
+        assert {call.op for call in rig.fakes.calls} == {"read"}
+
+
+def test_neighbours_travel_together(rig: WeightRig) -> None:
+    rig.read()
+    (call,) = rig.fakes.calls
+    num_tensors = len(rig.client.told.places)
+    # Queries, keys and values are one request; gate and up projections; norms of queries and keys.
+    assert len(call.requests) == num_tensors - 2 * 4
+
+
+def test_batches_keep_to_a_size(rig: WeightRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_BATCH_BYTES", 50_000)
+    model, _ = rig.read()
+    sizes = [sum(length for _, _, length in call.requests) for call in rig.fakes.calls]
+    assert len(sizes) > 5
+    # The embedding is larger and goes alone.
+    assert sorted(sizes)[-1] == 160 * 96 * 4
+    assert sorted(sizes)[-2] <= 50_000
+    assert torch.equal(
+        weights_of(model)["model.norm.weight"], weights_of(rig.seed_model)["model.norm.weight"]
+    )
+    assert list(cut_batches([])) == []
+
+
+def test_a_reader_is_a_seed_in_its_turn(rig: WeightRig) -> None:
+    model, source = rig.read()
+    told = rig.client.told
+    again = WeightSeed(
+        rig.engine, model, rank=0, config=told.weights.config, identity=source.identity
+    )
+    assert wait_until(lambda: again.answer(0)["weights"]["digest"] is not None, 10)
+    answer = again.answer(0)
+    assert answer["weights"] == msgspec.to_builtins(told.weights)
+    session_id, places = answer["remote_instance_transfer_engine_info"]
+    assert session_id == rig.engine.get_session_id()
+    theirs = {name: list(place[1:]) for name, place in told.places.items()}
+    assert {name: list(place[1:]) for name, place in places.items()} == theirs
+    assert all(places[name][0] != told.places[name][0] for name in places)
+
+
+def test_a_byte_that_changes_on_the_way_is_noticed(rig: WeightRig) -> None:
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    address = rig.client.told.places[norm][0]
+
+    def damaging(engine: FakeTransferEngine, call: FakeCall) -> int:
+        copying(engine, call)
+        for local, remote, _ in call.requests:
+            if remote == address:
+                ctypes.c_uint8.from_address(local + 5).value ^= 1
+        return 0
+
+    rig.fakes.answer = damaging
+    line = refusal(rig)
+    assert f"tensor {norm!r} arrived with checksum" in line
+    assert "start again" in line
+
+
+def test_a_seed_that_was_replaced_by_another_process(rig: WeightRig) -> None:
+    rig.fakes.answer = lambda engine, call: -1 if call.requests else 0
+    assert "was replaced by another process" in refusal(rig)
+
+
+def test_a_seed_that_ended(rig: WeightRig) -> None:
+    rig.client.told = with_session(rig.client.told, "127.0.0.1:9")
+    line = refusal(rig)
+    assert "accepts no connection: it is not running; no weights were taken over" in line
+    assert "name another seed" in line
+
+
+@pytest.mark.parametrize("contacts", [True, False])
+def test_a_seed_that_hangs(rig: WeightRig, monkeypatch: pytest.MonkeyPatch, contacts: bool) -> None:
+    monkeypatch.setattr(source_module, "_BATCH_TIMEOUT_S", 0.2)
+    hanging = Hanging(contacts=contacts)
+    rig.fakes.answer = hanging
+    started = time.monotonic()
+    assert "has not given tensor 'model." in refusal(rig)
+    assert time.monotonic() - started < 3
+    hanging.go_on.set()
+    assert wait_until(lambda: not rig.engine.describe()["transfers_under_way"], 10)
+
+
+def test_a_session_that_leads_elsewhere(rig: WeightRig) -> None:
+    source = rig.source(SeedAddress(host="10.0.0.7", port=1))
+    with pytest.raises(ValueError, match=r"0\.7:1: its Transfer Engine is at 127\.0\.0\.1, which"):
+        source.fill(WeightSlots(rig.empty_model(), lambda: None))
+    rig.client.told = with_session(rig.client.told, rig.engine.get_session_id())
+    assert "is this server's own" in refusal(rig)
+    rig.client.told = with_session(rig.client.told, "nowhere")
+    assert "'nowhere' is no session id" in refusal(rig)
+    assert not rig.fakes.calls
+
+
+def test_a_model_that_differs_is_refused_before_anything_is_read(
+    rig: WeightRig, tmp_path: Path
+) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, rope_theta=77.0)
+    rig.config = ModelConfig.from_path(str(tmp_path))
+    assert "its config.json differs" in refusal(rig)
+    assert not rig.fakes.calls
+
+
+def test_without_a_seed_or_an_engine(tiny_qwen3: Path) -> None:
+    config = ModelConfig.from_path(str(tiny_qwen3))
+    with pytest.raises(ValueError, match="'remote_instance' needs a seed and a Transfer Engine"):
+        RemoteInstanceWeights(config, LoadConfig(load_format="remote_instance"))
+
+
+def test_a_digest_is_computed_once_and_not_before_it_is_asked_for(rig: WeightRig) -> None:
+    computed: list[str] = []
+    go_on = threading.Event()
+
+    def counted() -> str:
+        computed.append("identity")
+        assert go_on.wait(10)
+        return IDENTITY
+
+    seed = WeightSeed(rig.engine, rig.seed_model, rank=0, config="c", identity=counted)
+    assert not computed
+    assert seed.answer(0)["weights"]["digest"] is None
+    go_on.set()
+    assert wait_until(lambda: seed.answer(0)["weights"]["digest"] is not None, 10)
+    digest = seed.answer(0)["weights"]["digest"]
+    assert digest["identity"] == IDENTITY
+    weights = weights_of(rig.seed_model)
+    assert digest["checksums"] == {name: tensor_checksum(t) for name, t in weights.items()}
+    assert computed == ["identity"]
+    with pytest.raises(ValueError, match="there is no rank 1 here: ask for rank 0"):
+        seed.answer(1)
+
+
+def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
+    lines = ["weights were deleted", ""]
+
+    def identity() -> str:
+        if line := lines.pop(0):
+            raise ValueError(line)
+        return IDENTITY
+
+    seed = WeightSeed(rig.engine, rig.seed_model, rank=0, config="c", identity=identity)
+    told: list[str] = []
+
+    def has_digest() -> bool:
+        try:
+            return seed.answer(0)["weights"]["digest"] is not None
+        except ValueError as error:
+            told.append(str(error))
+            return False
+
+    assert wait_until(has_digest, 10)
+    assert told == ["the weights' identity cannot be told: weights were deleted"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3,), (5, 7)])
+def test_a_checksum_is_of_all_bytes(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.bfloat16).view(shape)
+    whole = tensor_checksum(tensor)
+    assert len(whole) == 32
+    monkeypatch.setattr("sglang.srt.model_loader.tensor_memory._PIECE_BYTES", 4)
+    assert tensor_checksum(tensor) == whole
+    if tensor.numel():
+        tensor.view(-1)[-1] += 1
+        assert tensor_checksum(tensor) != whole
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

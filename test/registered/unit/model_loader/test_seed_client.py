@@ -1,0 +1,171 @@
+"""Asking a seed: what else may listen there, and how long it may take."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from sglang.srt.model_loader.load_config import SeedAddress
+from sglang.srt.model_loader.seed_client import SeedClient
+from sglang.srt.utils.network import get_free_port
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+DIGEST = {"identity": "1" * 32, "checksums": {"w": "2" * 32}}
+
+
+def answer(digest: object = None, **fields: object) -> dict[str, Any]:
+    weights = {
+        "config": "c",
+        "protocol": "tcp",
+        "tensors": {"w": {"dtype": "float32", "shape": [2]}},
+        "digest": digest,
+    }
+    info = ["10.0.0.1:15000", {"w": [4096, 2, 4]}]
+    body = {"rank": 3, "remote_instance_transfer_engine_info": info, "weights": weights}
+    return {**body, **fields}
+
+
+@contextmanager
+def serving(status: int, *bodies: object) -> Iterator[tuple[int, list[str]]]:
+    """The port of a server that answers with `bodies` in turn, the last for ever; and what it was
+    asked, each with its key."""
+    asked: list[str] = []
+    left = list(bodies)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.path} {self.headers.get('Authorization')}")
+            body = left.pop(0) if len(left) > 1 else left[0]
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server.server_address[1], asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def client(port: int, timeout: float = 10.0, key: str | None = None) -> SeedClient:
+    seed = SeedAddress(host="127.0.0.1", port=port, api_key=key)
+    return SeedClient(seed, rank=3, answer_timeout=timeout)
+
+
+def test_an_answer() -> None:
+    with serving(200, answer()) as (port, asked):
+        got = client(port, key="secret").ask()
+        assert client(port).ask() == got
+    assert (got.rank, got.session_id, got.places) == (3, "10.0.0.1:15000", {"w": (4096, 2, 4)})
+    assert got.weights.digest is None
+    path = "/remote_instance_transfer_engine_info?rank=3"
+    assert asked == [f"{path} Bearer secret", f"{path} None"]
+    assert "secret" not in repr(SeedAddress(host="h", port=1, api_key="secret"))
+
+
+def test_a_digest_is_asked_for_until_it_is_there() -> None:
+    with serving(200, answer(), answer(), answer(DIGEST)) as (port, asked):
+        digest = client(port).await_digest(time.monotonic() + 10)
+        assert digest.checksums == DIGEST["checksums"]
+        assert len(asked) == 3
+    with (
+        serving(200, answer()) as (port, asked),
+        pytest.raises(ValueError, match="has not computed the checksums of its weights in time"),
+    ):
+        client(port).await_digest(time.monotonic() + 0.2)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (401, {}, r"refuses this server's key \(status 401\): .* the seed's --api-key"),
+        (403, {}, "refuses this server's key"),
+        (404, {}, "it has no /remote_instance_transfer_engine_info: it is another program"),
+        (400, {"error": {"message": "start it\nwith X"}}, "with status 400: start it with X"),
+        (500, b"\xff", "with status 500: no reason that this server understands"),
+        (400, ["a"], "with status 400: no reason"),
+        (200, b"<html>", "its answer is not understood"),
+        (200, b"\xff\xfe", "its answer is not understood"),
+        (200, [1], "its answer is not understood .*start both with the same release"),
+        (200, answer(weights={}), "its answer is not understood .*config"),
+        (200, answer(remote_instance_transfer_engine_info=["s"]), "is not understood"),
+    ],
+)
+def test_what_else_answers(status: int, body: object, message: str) -> None:
+    with (
+        serving(status, body) as (port, _),
+        pytest.raises(ValueError, match=message) as caught,
+    ):
+        client(port).ask()
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_listens() -> None:
+    with pytest.raises(ValueError, match=r"it does not answer \(.*refused\): check that it runs"):
+        client(get_free_port()).ask()
+
+
+Behaviour = Callable[[socket.socket, threading.Event], None]
+
+
+def hang(connection: socket.socket, done: threading.Event) -> None:
+    done.wait(10)
+
+
+def dribble(connection: socket.socket, done: threading.Event) -> None:
+    """A byte now and then, each in time."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+    while not done.wait(0.05):
+        connection.sendall(b" ")
+
+
+def babble(connection: socket.socket, done: threading.Event) -> None:
+    connection.sendall(b"220 mail.example ESMTP\r\n")
+
+
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        (hang, "accepts connections and has not answered for 0.3 s: it is stopped or overloaded"),
+        (dribble, "accepts connections and has not answered for 0.3 s"),
+        (babble, r"does not speak HTTP \(BadStatusLine\): give the port of its HTTP server"),
+    ],
+)
+def test_a_server_that_never_answers(behave: Behaviour, message: str) -> None:
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                behave(connection, done)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(ValueError, match=message):
+            client(listener.getsockname()[1], timeout=0.3).ask()
+        assert time.monotonic() - started < 3
+        done.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
