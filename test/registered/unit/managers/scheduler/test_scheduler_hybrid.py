@@ -115,6 +115,7 @@ def test_random_arrivals_aborts_and_retractions(oracle: Oracle, seed: int) -> No
         rig.step(rig.request(rid, tokens, greedy(lengths[rid])))
         for _ in range(random.randint(0, 4)):
             rig.step(*(rig.abort(rid) for _ in range(rid in aborted and random.random() < 0.5)))
+            rig.check()
     rig.run()
     for rid, tokens in prompts.items():
         result = rig.results[rid]
