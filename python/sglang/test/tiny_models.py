@@ -19,6 +19,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -39,6 +41,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
@@ -54,8 +57,6 @@ _SHAPE = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
-
-
 _HYBRID = {
     "num_hidden_layers": 4,
     "linear_key_head_dim": 8,
@@ -70,12 +71,18 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
-_SHAPES: dict[str, dict[str, Any]] = {
+_FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
     "qwen3_next": {**_HYBRID, **_EXPERTS},
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": {**_HYBRID, **_EXPERTS},
 }
-"""Of a family, beside `_SHAPE`."""
+"""Fields that one family alone has."""
 
 
 def save_tiny_checkpoint(
@@ -88,7 +95,8 @@ def save_tiny_checkpoint(
     """
     config_class, model_class = _CLASSES[family]
     shard = overrides.pop("max_shard_size", "1GB")
-    config = config_class(**{**_SHAPE, **_SHAPES.get(family, {}), **overrides})
+    shape = {**_SHAPE, **_FAMILY_SHAPES.get(family, {}), **overrides}
+    config = config_class(**shape)
     generator = torch.Generator().manual_seed(17)
     model: PreTrainedModel = model_class(config).eval()
     with torch.no_grad():
@@ -96,7 +104,7 @@ def save_tiny_checkpoint(
             # The default initialisation has zero biases and norms of 1, which would test nothing.
             noise = torch.randn(weight.shape, generator=generator)
             # Most norms of the hybrids scale by 1 + weight.
-            is_scale = name.endswith("norm.weight") and family not in _SHAPES
+            is_scale = name.endswith("norm.weight") and "linear_num_key_heads" not in shape
             weight.copy_(noise * 0.2 + (1.0 if is_scale else 0.0))
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)

@@ -79,8 +79,8 @@ class ModelConfig:
         architecture = supported_architecture(model_path)
         hf = _parse_hf_config(directory)
         _refuse_unsupported(hf)
-        num_heads = _positive(hf, "num_attention_heads")
-        hidden_size = _positive(hf, "hidden_size")
+        num_heads = positive_int(hf, "num_attention_heads")
+        hidden_size = positive_int(hf, "hidden_size")
         kv_heads = getattr(hf, "num_key_value_heads", None) or num_heads
         head_dim = getattr(hf, "head_dim", None) or hidden_size // num_heads
         if num_heads % kv_heads or head_dim % 2:
@@ -97,12 +97,12 @@ class ModelConfig:
             dtype=_resolve_dtype(dtype, hf, directory),
             context_len=_resolve_context_len(context_length, hf, rope),
             hidden_size=hidden_size,
-            intermediate_size=_positive(hf, _name_of_intermediate_size(hf)),
-            num_hidden_layers=_positive(hf, "num_hidden_layers"),
+            intermediate_size=positive_int(hf, _name_of_intermediate_size(hf)),
+            num_hidden_layers=positive_int(hf, "num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=_positive(hf, "vocab_size"),
+            vocab_size=positive_int(hf, "vocab_size"),
             rms_norm_eps=float(hf.rms_norm_eps),
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             rope=rope,
@@ -163,7 +163,12 @@ def _name_of_intermediate_size(hf: PretrainedConfig) -> str:
     return name if getattr(hf, name, None) is not None else f"moe_{name}"
 
 
-def _positive(hf: PretrainedConfig, name: str) -> int:
+def positive_int(hf: PretrainedConfig, name: str) -> int:
+    """The field `name`.
+
+    Raises:
+        ValueError: It is missing, or no positive integer.
+    """
     value = getattr(hf, name, None)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {name}={value!r} must be a positive integer")
@@ -201,7 +206,7 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
 
 
 def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: RopeConfig) -> int:
-    trained = _positive(hf, "max_position_embeddings")
+    trained = positive_int(hf, "max_position_embeddings")
     if rope.rope_type == "linear":
         trained = int(trained * rope.factor)
     if requested is None:

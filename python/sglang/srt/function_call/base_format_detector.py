@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
-from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+from sglang.srt.function_call.core_types import StreamingParseResult
+from sglang.srt.function_call.format_detector import NO_SCHEMAS, FormatDetector
 from sglang.srt.function_call.json_scanner import JsonObjectScanner, ScanState
 
 _HEAD: Final = re.compile(
@@ -22,12 +24,11 @@ class _State(Enum):
     AFTER_CALL = "after call"
 
 
-class BaseFormatDetector:
-    """Splits one output into text and calls. One object for each output; not thread-safe.
+class BaseFormatDetector(FormatDetector):
+    """Calls as JSON objects, which a stream sends while they are written.
 
     A call is an object with `name`, the name of a known tool, and `arguments` or `parameters`, an
-    object. Everything else is normal text and remains unchanged: broken JSON, and calls of unknown
-    tools, which the client could not run.
+    object. Broken JSON, and calls of unknown tools, which the client could not run, are text.
 
     A stream commits to a call as soon as it has the name and the start of the arguments. If the
     call breaks after that, its pieces have already been sent: the call stays incomplete, `num_cut`
@@ -36,56 +37,47 @@ class BaseFormatDetector:
 
     Args:
         tool_names: The tools that the request named; None allows any name.
+        schemas: Not needed: JSON says of which type a value is.
         commits_early: Whether to send a call before its end; `parse_non_stream` does not.
     """
 
-    start_marker: ClassVar[str] = ""
     bare_at_start: ClassVar[bool] = False
     """Whether an object at the start of the output is a call even without a marker."""
 
-    def __init__(self, tool_names: Collection[str] | None, *, commits_early: bool = True) -> None:
-        self._names = None if tool_names is None else frozenset(tool_names)
+    def __init__(
+        self,
+        tool_names: Collection[str] | None,
+        schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
+        *,
+        commits_early: bool = True,
+    ) -> None:
+        super().__init__(tool_names, schemas)
         self._commits_early = commits_early
-        self._buffer = ""
         self._state = _State.TEXT
         self._may_be_bare = self.bare_at_start
-        self._after_call = False
-        self._result = StreamingParseResult()
-        self._num_calls = 0
-        self.num_cut = 0
         self._opener = ""
         self._scanner = JsonObjectScanner()
         self._sent = 0
-
-    def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
-        """The normal text and the calls of a whole output."""
-        detector = type(self)(self._names, commits_early=False)
-        first, last = detector.parse_stream_increment(text), detector.finish()
-        return first.normal_text + last.normal_text, merge_calls(first.calls + last.calls)
-
-    def parse_stream_increment(self, new_text: str) -> StreamingParseResult:
-        """The text and calls that `new_text` adds. Holds back text that may become a call."""
-        self._buffer += new_text
-        while self._step():
-            pass
-        return self._take_result()
 
     def finish(self) -> StreamingParseResult:
         """End the output. Returns the text that was held back.
 
         The rest of a call that was already sent is not text, nor are blanks after the last call.
         """
-        if self._state is _State.CALL:
-            if self._sent_head:
-                self.num_cut += 1
-            else:
-                self._emit_text(self._opener + self._buffer)
-        elif not (self._after_call and not self._buffer.strip()):
-            self._emit_text(self._buffer)
+        if self._state is not _State.CALL:
+            self._finish_text()
+        elif self._sent_head:
+            self.num_cut += 1
+        else:
+            self._emit_text(self._opener + self._buffer)
         self._buffer = ""
         self._state = _State.TEXT
         return self._take_result()
 
+    def _for_whole_output(self) -> Self:
+        return type(self)(self._names, self._schemas, commits_early=False)
+
+    @abstractmethod
     def _read_separator(self) -> bool | None:
         """Consume the separator after a call; `_start_call` if it also starts the next call.
 
@@ -93,7 +85,6 @@ class BaseFormatDetector:
             True if a separator was consumed, None if more text is needed to decide, False if
             something else follows.
         """
-        raise NotImplementedError
 
     @property
     def _sent_head(self) -> bool:
@@ -121,27 +112,9 @@ class BaseFormatDetector:
             if stripped[0] == "{":
                 self._start_call(len(self._buffer) - len(stripped))
                 return True
-        found = self._buffer.find(self.start_marker)
-        end = (
-            found if found >= 0 else len(self._buffer) - held_back(self._buffer, self.start_marker)
-        )
-        before = self._buffer[:end]
-        if self._after_call and not before.strip():
-            # Blanks between two calls are not text; the text after them decides.
-            if found < 0:
-                return False
-        else:
-            self._emit_text(before)
-            self._after_call = self._after_call and not before
-        if found < 0:
-            self._buffer = self._buffer[end:]
-            return False
-        self._buffer = self._buffer[found:]
-        self._start_call(len(self.start_marker))
-        return True
+        return super()._step_text()
 
     def _start_call(self, opener_length: int) -> None:
-        """Expect a call after `opener_length` characters, which are text if no call follows."""
         self._opener = self._buffer[:opener_length]
         self._buffer = self._buffer[opener_length:]
         self._scanner = JsonObjectScanner()
@@ -165,9 +138,6 @@ class BaseFormatDetector:
         if state is ScanState.OPEN:
             return False
         return self._end_call(state)
-
-    def _knows(self, name: str) -> bool:
-        return bool(name) if self._names is None else name in self._names
 
     def _try_head(self) -> None:
         head = _HEAD.match(self._buffer)
@@ -216,37 +186,6 @@ class BaseFormatDetector:
         self._state = _State.TEXT
         self._after_call = False
         return True
-
-    def _emit_text(self, text: str) -> None:
-        self._result.normal_text += text
-
-    def _emit_call(self, name: str | None, parameters: str) -> None:
-        self._result.calls.append(ToolCallItem(self._num_calls, name, parameters))
-
-    def _take_result(self) -> StreamingParseResult:
-        result, self._result = self._result, StreamingParseResult()
-        return result
-
-
-def held_back(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
-
-
-def merge_calls(pieces: list[ToolCallItem]) -> list[ToolCallItem]:
-    """Join the pieces of a stream to whole calls."""
-    merged: dict[int, ToolCallItem] = {}
-    for piece in pieces:
-        before = merged.get(piece.tool_index)
-        merged[piece.tool_index] = (
-            piece
-            if before is None
-            else ToolCallItem(piece.tool_index, before.name, before.parameters + piece.parameters)
-        )
-    return list(merged.values())
 
 
 def _as_call(text: str) -> tuple[str, dict[str, Any]] | None:

@@ -7,21 +7,34 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sglang.srt.environ import envs
-from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+from sglang.srt.function_call.deepseekv3_detector import DeepSeekV3Detector
+from sglang.srt.function_call.deepseekv31_detector import DeepSeekV31Detector
+from sglang.srt.function_call.deepseekv32_detector import DeepSeekV32Detector
+from sglang.srt.function_call.format_detector import FormatDetector
 from sglang.srt.function_call.llama32_detector import Llama32Detector
+from sglang.srt.function_call.qwen3_coder_detector import Qwen3CoderDetector
 from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 
-TOOL_CALL_PARSERS: Final[Mapping[str, type[BaseFormatDetector]]] = MappingProxyType(
-    {"qwen25": Qwen25Detector, "qwen": Qwen25Detector, "llama3": Llama32Detector}
+TOOL_CALL_PARSERS: Final[Mapping[str, type[FormatDetector]]] = MappingProxyType(
+    {
+        "qwen25": Qwen25Detector,
+        "qwen": Qwen25Detector,
+        "qwen3_coder": Qwen3CoderDetector,
+        "llama3": Llama32Detector,
+        "deepseekv3": DeepSeekV3Detector,
+        "deepseekv31": DeepSeekV31Detector,
+        "deepseekv32": DeepSeekV32Detector,
+    }
 )
 
 
 class FunctionCallParser:
-    """Splits one output into text and calls. `BaseFormatDetector` defines what a call is.
+    """Splits one output into text and calls. The format's detector defines what a call is.
 
     Args:
-        tools: The request's tools in OpenAI's form: `{"type": "function", "function": {"name"}}`.
+        tools: The request's tools in OpenAI's form: `{"type": "function", "function": {"name",
+            "parameters"}}`. Formats without types of their own take them from `parameters`.
         tool_call_parser: One of `TOOL_CALL_PARSERS`.
 
     Raises:
@@ -36,7 +49,13 @@ class FunctionCallParser:
                 f"{', '.join(TOOL_CALL_PARSERS)}"
             )
         names = [_tool_name(i, tool) for i, tool in enumerate(tools)]
-        self._detector = detector(None if envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get() else names)
+        schemas = {
+            name: schema
+            for name, tool in zip(names, tools, strict=True)
+            if isinstance(schema := tool["function"].get("parameters"), Mapping)
+        }
+        known = None if envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get() else names
+        self._detector = detector(known, schemas)
 
     def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
         """The normal text and the calls of a whole output. Never raises."""

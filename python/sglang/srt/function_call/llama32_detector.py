@@ -6,15 +6,17 @@ start of the output counts as a call too.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+
+_MARKER: Final = "<|python_tag|>"
 
 
 class Llama32Detector(BaseFormatDetector):
     """A `;` separates two calls. Anything else after a call is text."""
 
-    start_marker: ClassVar[str] = "<|python_tag|>"
+    start_markers: ClassVar[tuple[str, ...]] = (_MARKER,)
     bare_at_start: ClassVar[bool] = True
 
     def _read_separator(self) -> bool | None:
@@ -27,7 +29,7 @@ class Llama32Detector(BaseFormatDetector):
         if following.startswith("{"):
             self._start_call(len(self._buffer) - len(following))
             return True
-        if following.startswith(self.start_marker):
-            self._start_call(len(self._buffer) - len(following) + len(self.start_marker))
+        if following.startswith(_MARKER):
+            self._start_call(len(self._buffer) - len(following) + len(_MARKER))
             return True
-        return None if self.start_marker.startswith(following) else False
+        return None if _MARKER.startswith(following) else False

@@ -12,7 +12,7 @@ _END: Final = "</tool_call>"
 class Qwen25Detector(BaseFormatDetector):
     """Each call has its own pair of markers. The end marker may be missing."""
 
-    start_marker: ClassVar[str] = "<tool_call>"
+    start_markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
 
     def _read_separator(self) -> bool | None:
         rest = self._buffer.lstrip()

@@ -43,6 +43,8 @@ class FusedKernels:
     ]
     rows_added_in_product: int
     """From so many rows on a product adds the residual itself."""
+    has_grouped_mm: bool
+    """Whether `torch._grouped_mm` takes bf16 on the device, reading nothing back."""
 
 
 _MODULES: Final[dict[str, str | None]] = {

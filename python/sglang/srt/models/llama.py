@@ -1,4 +1,4 @@
-"""Llama, and the decoder that Qwen2 and Qwen3 share with it but for a few options."""
+"""Llama, and the decoder that the Qwen families share with it but for a few options."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.qkv import prepare_qkv
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -25,12 +26,15 @@ from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
-    """Options in which the dense architectures differ."""
+    """Options in which the architectures differ."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sparse: SparseMoeOptions | None = None
+    """What `sparse_layers` have in place of the dense feed-forward part."""
+    sparse_layers: frozenset[int] = frozenset()
 
 
 class LlamaMLP(GatedMLP):
@@ -124,11 +128,20 @@ class LlamaDecoderLayer(torch.nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = LlamaAttention(config, options, placement.at("self_attn"), layer_id)
-        self.mlp = LlamaMLP(config, options, placement.at("mlp"))
+        self.mlp = self._feed_forward(config, options, placement.at("mlp"), layer_id)
         self.input_layernorm = RMSNorm(size, eps, placement=placement.at("input_layernorm"))
         self.post_attention_layernorm = RMSNorm(
             size, eps, placement=placement.at("post_attention_layernorm")
         )
+
+    @staticmethod
+    def _feed_forward(
+        config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
+    ) -> LlamaMLP | SparseMoeBlock:
+        if layer_id not in options.sparse_layers:
+            return LlamaMLP(config, options, placement)
+        assert options.sparse is not None
+        return SparseMoeBlock(options.sparse, placement)
 
     def forward(
         self,

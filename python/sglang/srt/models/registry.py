@@ -12,6 +12,7 @@ from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 
 MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] = MappingProxyType(
@@ -19,6 +20,7 @@ MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] 
         "LlamaForCausalLM": LlamaForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
+        "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
         "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
         "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
         "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,

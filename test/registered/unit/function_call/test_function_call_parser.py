@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.environ import envs
-from sglang.srt.function_call.base_format_detector import BaseFormatDetector, merge_calls
 from sglang.srt.function_call.core_types import ToolCallItem
+from sglang.srt.function_call.format_detector import FormatDetector, merge_calls
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, FunctionCallParser
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -29,6 +29,7 @@ FRAGMENTS = (
 )  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=9).map("".join)
 FORMATS = pytest.mark.parametrize("name", ["qwen25", "llama3"])
+"""Those with the name within the JSON object; others: `test_tagged_formats.py`."""
 
 
 def parse(name: str, text: str) -> tuple[str, list[tuple[str | None, object]]]:
@@ -38,7 +39,7 @@ def parse(name: str, text: str) -> tuple[str, list[tuple[str | None, object]]]:
 
 
 def stream(name: str, pieces: list[str]) -> tuple[str, list[ToolCallItem], int]:
-    detector: BaseFormatDetector = TOOL_CALL_PARSERS[name](["add", "say"])
+    detector: FormatDetector = TOOL_CALL_PARSERS[name](["add", "say"])
     results = [detector.parse_stream_increment(piece) for piece in pieces]
     results.append(detector.finish())
     calls = merge_calls([call for result in results for call in result.calls])

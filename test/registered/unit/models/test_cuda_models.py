@@ -1,4 +1,4 @@
-"""Dense models on a GPU: logits equal transformers' on the CPU, with graphs and without."""
+"""Models on a GPU: logits equal transformers' on the CPU, with graphs and without."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ def test_logits_by_flashinfer_equal_transformers(
     check_logits(
         tmp_path, "qwen3", shape, page_size, disable_cuda_graph, "flashinfer", torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("disable_cuda_graph", [True, False])
+def test_logits_of_experts_equal_transformers(tmp_path: Path, disable_cuda_graph: bool) -> None:
+    """In fp32: rounding to 2 bytes may choose another expert."""
+    check_logits(tmp_path, "qwen3_moe", {}, 64, disable_cuda_graph, "triton", torch.float32)
 
 
 def check_logits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -62,16 +63,20 @@ class ChatTemplate:
                 "--chat-template FILE, or use /v1/completions",
                 "messages",
             )
+        options = {
+            **(variables or {}),
+            "tools": None if tools is None else list(tools),
+            "chat_template": self._template,
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else list(tools),
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(variables or {}),
-            )
+            try:
+                text = self._tokenizer.apply_chat_template(list(messages), **options)
+            except TypeError:
+                # DeepSeek's templates join the arguments of calls with strings.
+                text = self._tokenizer.apply_chat_template(_with_texts(messages), **options)
         # A template is a program of the model's author; input that it cannot take is the client's
         # mistake.
         except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
@@ -86,6 +91,19 @@ class ChatTemplate:
             ) from None
         assert isinstance(text, str)
         return text
+
+
+def _with_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages, the arguments of their tool calls as JSON texts."""
+    made = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        made.append({**message, "tool_calls": calls} if calls else message)
+    return made
 
 
 def read_template(path: str) -> str:

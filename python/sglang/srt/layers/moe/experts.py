@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.layers.activation import silu_and_mul
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
@@ -37,9 +38,15 @@ class RoutedExperts(WeightedLayer):
         self.features = placement.share(intermediate_size, "features of an expert")
         self.gate_up = placement.empty(num_experts, 2 * self.features.size, hidden_size)
         self.down = placement.empty(num_experts, hidden_size, self.features.size)
-        # The alignment is that of `torch._grouped_mm`: rows of whole 16 bytes.
-        is_aligned = hidden_size % 8 == 0 and self.features.size % 8 == 0
-        self._is_grouped = placement.dtype == torch.bfloat16 and is_aligned
+        kernels = fused_kernels(placement.device)
+        self._is_grouped = (
+            kernels is not None
+            and kernels.has_grouped_mm
+            and placement.dtype == torch.bfloat16
+            # `torch._grouped_mm` reads rows of whole 16 bytes.
+            and hidden_size % 8 == 0
+            and self.features.size % 8 == 0
+        )
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, summed in fp32.
@@ -56,7 +63,7 @@ class RoutedExperts(WeightedLayer):
         """
         if x.is_cpu:
             return self._one_by_one(x, weights, ids)
-        if self._is_grouped and x.is_cuda:
+        if self._is_grouped:
             return self._grouped(x, weights, ids)
         return self._dense(x, weights, ids)
 

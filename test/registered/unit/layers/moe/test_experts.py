@@ -113,6 +113,21 @@ def test_experts_without_tokens_are_not_read() -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
+def test_weights_are_not_copied_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, given = experts(checkpoint()), work(2)
+    owners = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    multiplied = []
+
+    def noting(x: torch.Tensor, weight: torch.Tensor, **options: torch.dtype) -> torch.Tensor:
+        multiplied.append(weight.is_contiguous() and weight.untyped_storage().data_ptr() in owners)
+        return F.linear(x, weight)
+
+    monkeypatch.setattr("sglang.srt.layers.moe.experts.apply_linear", noting)
+    layer.forward(*given)
+    used = len(set(given[2].flatten().tolist()))
+    assert multiplied == [True] * (2 * used)
+
+
 def test_an_unused_expert_that_overflows_does_no_harm() -> None:
     layer, (x, _, _) = experts(checkpoint()), work(4)
     layer.down[2:].fill_(float("inf"))

@@ -1,0 +1,130 @@
+"""What parsers of tool calls share: text around the calls, and what a stream holds back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Self
+
+from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+
+NO_SCHEMAS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+
+
+class FormatDetector(ABC):
+    """Splits one output into text and calls. One object for each output; not thread-safe.
+
+    Everything that is no call of a known tool is normal text and remains unchanged; blanks
+    between calls and behind the last one belong to the calls.
+
+    Args:
+        tool_names: The tools that the request named; None allows any name.
+        schemas: JSON schema of the parameters, by tool. Tools may be missing.
+    """
+
+    start_markers: ClassVar[tuple[str, ...]]
+    """Any of them may begin a call."""
+
+    def __init__(
+        self,
+        tool_names: Collection[str] | None,
+        schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
+    ) -> None:
+        self._names = None if tool_names is None else frozenset(tool_names)
+        self._schemas = schemas
+        self._buffer = ""
+        self._after_call = False
+        self._result = StreamingParseResult()
+        self._num_calls = 0
+        self.num_cut = 0
+        """Calls of which a stream has sent a part, and that broke then."""
+
+    def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
+        """The normal text and the calls of a whole output."""
+        detector = self._for_whole_output()
+        first, last = detector.parse_stream_increment(text), detector.finish()
+        return first.normal_text + last.normal_text, merge_calls(first.calls + last.calls)
+
+    def parse_stream_increment(self, new_text: str) -> StreamingParseResult:
+        """The text and calls that `new_text` adds. Holds back text that may become a call."""
+        self._buffer += new_text
+        while self._step():
+            pass
+        return self._take_result()
+
+    @abstractmethod
+    def finish(self) -> StreamingParseResult:
+        """End the output. Returns the text that was held back."""
+
+    def _for_whole_output(self) -> Self:
+        return type(self)(self._names, self._schemas)
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Consume some text. Returns whether another step may consume more."""
+
+    @abstractmethod
+    def _start_call(self, opener_length: int) -> None:
+        """Expect a call after `opener_length` characters, which are text if no call follows."""
+
+    def _knows(self, name: str) -> bool:
+        return bool(name) if self._names is None else name in self._names
+
+    def _step_text(self) -> bool:
+        found = [(self._buffer.find(marker), -len(marker)) for marker in self.start_markers]
+        begin, negative_length = min((f for f in found if f[0] >= 0), default=(-1, 0))
+        end = begin
+        if begin < 0:
+            held = max(held_back(self._buffer, marker) for marker in self.start_markers)
+            end = len(self._buffer) - held
+        before = self._buffer[:end]
+        if self._after_call and not before.strip():
+            # Blanks between two calls are not text; the text after them decides.
+            if begin < 0:
+                return False
+        else:
+            self._emit_text(before)
+            self._after_call = self._after_call and not before
+        self._buffer = self._buffer[end:]
+        if begin < 0:
+            return False
+        self._start_call(-negative_length)
+        return True
+
+    def _finish_text(self) -> None:
+        """Emit what was held back, except blanks behind the last call."""
+        if not (self._after_call and not self._buffer.strip()):
+            self._emit_text(self._buffer)
+        self._buffer = ""
+
+    def _emit_text(self, text: str) -> None:
+        self._result.normal_text += text
+
+    def _emit_call(self, name: str | None, parameters: str) -> None:
+        self._result.calls.append(ToolCallItem(self._num_calls, name, parameters))
+
+    def _take_result(self) -> StreamingParseResult:
+        result, self._result = self._result, StreamingParseResult()
+        return result
+
+
+def held_back(text: str, marker: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+def merge_calls(pieces: list[ToolCallItem]) -> list[ToolCallItem]:
+    """Join the pieces of a stream to whole calls."""
+    merged: dict[int, ToolCallItem] = {}
+    for piece in pieces:
+        before = merged.get(piece.tool_index)
+        merged[piece.tool_index] = (
+            piece
+            if before is None
+            else ToolCallItem(piece.tool_index, before.name, before.parameters + piece.parameters)
+        )
+    return list(merged.values())

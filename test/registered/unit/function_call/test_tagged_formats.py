@@ -1,0 +1,279 @@
+"""Parsers of calls between tags: what a call is, which types values get, any split of a stream."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.environ import envs
+from sglang.srt.function_call.core_types import ToolCallItem
+from sglang.srt.function_call.format_detector import merge_calls
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.parameter_types import allowed_types, typed_value
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer"},
+        "b": {"type": "array"},
+        "text": {"type": "string"},
+        "flag": {"type": ["boolean", "null"]},
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "say"}},
+]
+ADD = {"a": 1, "b": [2, {"c": "</parameter"}], "flag": True}
+SAY = {"text": ' two\n"lines" <b>é</b> '}
+Calls = list[tuple[str | None, dict[str, Any]]]
+
+
+def bars(text: str) -> str:
+    """DeepSeek's tokens have full-width bars."""
+    return text.replace("|", "\uff5c")
+
+
+def qwen3_coder(*calls: tuple[str, dict[str, Any]]) -> str:
+    out = []
+    for name, arguments in calls:
+        values = []
+        for key, value in arguments.items():
+            written = value if isinstance(value, str) else json.dumps(value)
+            values.append(f"<parameter={key}>\n{written}\n</parameter>\n")
+        out.append(f"<tool_call>\n<function={name}>\n{''.join(values)}</function>\n</tool_call>")
+    return "\n".join(out)
+
+
+def deepseekv3(*calls: tuple[str, dict[str, Any]]) -> str:
+    made = [
+        f"<|tool▁call▁begin|>function<|tool▁sep|>{name}\n```json\n{json.dumps(arguments)}\n```"
+        "<|tool▁call▁end|>"
+        for name, arguments in calls
+    ]
+    joined = "\n".join(made)
+    return bars(f"<|tool▁calls▁begin|>{joined}<|tool▁calls▁end|>")
+
+
+def deepseekv31(*calls: tuple[str, dict[str, Any]]) -> str:
+    made = [
+        f"<|tool▁call▁begin|>{name}<|tool▁sep|>{json.dumps(arguments)}<|tool▁call▁end|>"
+        for name, arguments in calls
+    ]
+    return bars(f"<|tool▁calls▁begin|>{''.join(made)}<|tool▁calls▁end|>")
+
+
+def deepseekv32(*calls: tuple[str, dict[str, Any]]) -> str:
+    out = []
+    for name, arguments in calls:
+        values = []
+        for key, value in arguments.items():
+            is_string = isinstance(value, str)
+            written = value if is_string else json.dumps(value)
+            attribute = "true" if is_string else "false"
+            values.append(
+                f'<|DSML|parameter name="{key}" string="{attribute}">{written}</|DSML|parameter>\n'
+            )
+        out.append(f'<|DSML|invoke name="{name}">\n{"".join(values)}</|DSML|invoke>\n')
+    return bars(f"<|DSML|function_calls>\n{''.join(out)}</|DSML|function_calls>")
+
+
+WRITERS = {
+    "qwen3_coder": qwen3_coder,
+    "deepseekv3": deepseekv3,
+    "deepseekv31": deepseekv31,
+    "deepseekv32": deepseekv32,
+}
+FORMATS = pytest.mark.parametrize("name", list(WRITERS))
+
+
+def parse(name: str, text: str) -> tuple[str, Calls]:
+    normal, calls = FunctionCallParser(TOOLS, name).parse_non_stream(text)
+    assert [call.tool_index for call in calls] == list(range(len(calls)))
+    return normal, [(call.name, json.loads(call.parameters)) for call in calls]
+
+
+def stream(name: str, pieces: list[str]) -> tuple[str, list[ToolCallItem]]:
+    parser = FunctionCallParser(TOOLS, name)
+    results = [parser.parse_stream_increment(piece) for piece in pieces]
+    results.append(parser.finish())
+    calls = merge_calls([call for result in results for call in result.calls])
+    return "".join(result.normal_text for result in results), calls
+
+
+@FORMATS
+def test_calls_between_text(name: str) -> None:
+    text = "Sure. " + WRITERS[name](("add", ADD), ("say", SAY))
+    calls: Calls = [("add", ADD), ("say", SAY)]
+    assert parse(name, text) == ("Sure. ", calls)
+    assert parse(name, text + "\n") == ("Sure. ", calls)
+    assert parse(name, text + " bye") == ("Sure.  bye", calls)
+    again = text + "\n" + WRITERS[name](("say", {}))
+    assert parse(name, again) == ("Sure. ", [*calls, ("say", {})])
+
+
+@FORMATS
+def test_the_end_of_the_section_may_be_missing(name: str) -> None:
+    text = WRITERS[name](("say", SAY))
+    shorter = text[: text.rindex("</" if name in ("qwen3_coder", "deepseekv32") else "<")]
+    assert parse(name, shorter) == ("", [("say", SAY)])
+
+
+@FORMATS
+def test_unknown_tools_and_broken_calls_are_text(name: str) -> None:
+    write = WRITERS[name]
+    unknown, good = write(("rm", {"all": "yes"})), write(("say", SAY))
+    assert parse(name, f"{unknown} and {good}") == (f"{unknown} and ", [("say", SAY)])
+    for cut in range(len(good) - 30):
+        if "say" in good[cut:] and good[cut - 1 : cut] == ">":
+            broken = good[:cut] + "?" + good[cut:]
+            normal, calls = parse(name, broken + good)
+            assert calls[-1:] == [("say", SAY)]
+            assert normal == broken or len(calls) == 2
+    for end in range(1, good.index("say") + 6):
+        assert parse(name, good[:end]) == (good[:end], [])
+
+
+@FORMATS
+def test_a_section_without_calls_is_text(name: str) -> None:
+    text = WRITERS[name]() if name != "qwen3_coder" else "<tool_call>\n</tool_call>"
+    assert parse(name, text + " x") == (text + " x", [])
+
+
+@FORMATS
+def test_unknown_tools_are_forwarded_on_request(name: str) -> None:
+    text = WRITERS[name](("rm", {"all": "yes"}))
+    with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+        assert parse(name, text) == ("", [("rm", {"all": "yes"})])
+
+
+@FORMATS
+def test_a_stream_gives_a_call_when_it_is_complete(name: str) -> None:
+    parser = FunctionCallParser(TOOLS, name)
+    text = "Yes" + WRITERS[name](("say", SAY))
+    sent = [parser.parse_stream_increment(char) for char in text]
+    assert [result.normal_text for result in sent[:3]] == ["Y", "e", "s"]
+    calls = [call for result in sent for call in result.calls]
+    assert [(call.tool_index, call.name) for call in calls] == [(0, "say")]
+    assert json.loads(calls[0].parameters) == SAY
+    assert parser.finish().normal_text == ""
+
+
+def fragments() -> list[str]:
+    """Whole calls, and the pieces between their tags."""
+    found = ["\n", " ", "hi", "<", "</", "```", '"', "{}", '{"a": 1}', "<function_calls>"]
+    for write in WRITERS.values():
+        text = write(("add", {"a": 1}), ("say", {"text": "b"}))
+        found += [text, write(("rm", {})), text[: len(text) // 2], text[len(text) // 2 :]]
+        ends = [i + 1 for i, char in enumerate(text) if char == ">"]
+        found += [text[a:b] for a, b in pairwise([0, *ends])]
+    return sorted(set(found))
+
+
+TEXTS = st.lists(st.sampled_from(fragments()), max_size=12).map("".join)
+
+
+@FORMATS
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS, points=st.lists(st.integers(0, 2000), max_size=12))
+def test_any_split_of_a_stream_gives_the_same(name: str, text: str, points: list[int]) -> None:
+    whole = FunctionCallParser(TOOLS, name).parse_non_stream(text)
+    bounds = [0, *sorted(point % (len(text) + 1) for point in points), len(text)]
+    assert stream(name, [text[a:b] for a, b in pairwise(bounds)]) == whole
+    assert stream(name, list(text)) == whole
+    assert whole[1] or whole[0] == text
+    for call in whole[1]:
+        assert call.name in ("add", "say")
+        assert isinstance(json.loads(call.parameters), dict)
+
+
+@FORMATS
+@given(text=st.text(max_size=60))
+def test_text_without_a_marker_stays_unchanged(name: str, text: str) -> None:
+    assert parse(name, "x" + text) == ("x" + text, [])
+
+
+def test_dsml_tags_are_read_without_their_token() -> None:
+    text = deepseekv32(("add", ADD), ("say", SAY))
+    assert parse("deepseekv32", text.replace(bars("|DSML|"), "")) == (
+        "",
+        [("add", ADD), ("say", SAY)],
+    )
+
+
+def test_a_dsml_value_that_is_no_json_stays_text() -> None:
+    text = deepseekv32(("say", {"x": 1})).replace(">1<", ">one<")
+    assert parse("deepseekv32", text) == ("", [("say", {"x": "one"})])
+
+
+@pytest.mark.parametrize("body", ["[1]", "{", '{"a": NaN}', "", "{" * 5000 + "}" * 5000])
+def test_deepseek_arguments_that_are_no_object_are_text(body: str) -> None:
+    text = deepseekv31(("say", {})).replace("{}", body)
+    assert parse("deepseekv31", text) == (text, [])
+    fenced = deepseekv3(("say", {})).replace("{}", body)
+    assert parse("deepseekv3", fenced) == (fenced, [])
+
+
+def test_deepseek_v3_arguments_need_their_fence() -> None:
+    text = deepseekv3(("say", {})).replace("```json\n", "")
+    assert parse("deepseekv3", text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("7", {"type": "integer"}, 7),
+        (" 7\n", {"type": "integer"}, 7),
+        ("7", {"type": "string"}, "7"),
+        ("7", {}, "7"),
+        ("seven", {"type": "integer"}, "seven"),
+        ("7.5", {"type": "integer"}, "7.5"),
+        ("7", {"type": "number"}, 7),
+        ("True", {"type": "boolean"}, True),
+        ("false", {"type": "boolean"}, False),
+        ("1", {"type": "boolean"}, "1"),
+        ("None", {"type": ["string", "null"]}, None),
+        ("true", {"type": ["string", "null"]}, "true"),
+        ('["x"]', {"anyOf": [{"type": "array"}, {"type": "string"}]}, ["x"]),
+        ('{"x": 1}', {"$ref": "#/$defs/X"}, {"x": 1}),
+        ("x", {"$ref": "#/$defs/X"}, "x"),
+        ("2", {"enum": [1, 2]}, 2),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("[" * 9000, {"type": "array"}, "[" * 9000),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+    ],
+)
+def test_types_of_plain_text(text: str, schema: dict[str, Any], value: object) -> None:
+    got = typed_value(text, {"properties": {"p": schema}}, "p")
+    assert got == value and type(got) is type(value)
+    assert typed_value(text, {"properties": {}}, "p") == text
+    assert typed_value(text, {"properties": 3}, "p") == text
+
+
+@pytest.mark.parametrize("schema", [None, True, 3, {"type": 3}, {"anyOf": []}, {"anyOf": 1}])
+def test_schemas_that_say_nothing_mean_strings(schema: object) -> None:
+    assert allowed_types(schema) == {"string"}
+
+
+def test_a_newline_at_each_end_of_a_value_belongs_to_the_tags() -> None:
+    text = "<tool_call><function=say><parameter=text>\n\n x\n\n</parameter></function></tool_call>"
+    assert parse("qwen3_coder", text) == ("", [("say", {"text": "\n x\n"})])
+    assert parse("qwen3_coder", text.replace("\n", "")) == ("", [("say", {"text": " x"})])
+
+
+def test_the_last_of_equal_parameters_counts() -> None:
+    one = "<parameter=a>1</parameter>"
+    text = f"<tool_call><function=add>{one}{one.replace('1', '2')}</function></tool_call>"
+    assert parse("qwen3_coder", text) == ("", [("add", {"a": 2})])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

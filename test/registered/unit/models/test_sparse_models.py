@@ -1,0 +1,260 @@
+"""Models with experts: logits and words equal transformers' on the same random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
+from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.loader import get_model
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scheduler_rig import SchedulerRig
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+FAMILY = "qwen3_moe"
+CASES = [
+    pytest.param({}, id="qwen3-moe"),
+    pytest.param({"norm_topk_prob": False, "attention_bias": True}, id="not-normalized-biases"),
+    pytest.param({"num_experts_per_tok": 1, "tie_word_embeddings": True}, id="one-expert-tied"),
+    pytest.param({"num_experts_per_tok": 8}, id="all-experts"),
+    pytest.param({"num_hidden_layers": 3, "mlp_only_layers": [1]}, id="dense-among-sparse"),
+    pytest.param({"num_hidden_layers": 4, "decoder_sparse_step": 2}, id="every-second-sparse"),
+    pytest.param({"max_shard_size": "60KB"}, id="sharded"),
+]
+EXPERT = "model.layers.1.mlp.experts"
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
+    return tokens
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overrides", CASES)
+def test_logits_equal_transformers(
+    tmp_path: Path, overrides: dict[str, Any], page_size: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, FAMILY, **overrides)
+    driver = StepDriver(tmp_path, page_size=page_size)
+    long, short = prompt(90, 1), prompt(21, 2)
+    want_long, want_short = reference(hf, long), reference(hf, short)
+    first = driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits
+    assert_close(first, torch.stack([want_short[16], want_long[36]]))
+    second = driver.extend([(1, long[37:86])]).next_token_logits
+    assert_close(second, want_long[85:86])
+    for step in range(4):
+        got = driver.decode([(1, long[86 + step]), (0, short[17 + step])]).next_token_logits
+        assert_close(got, torch.stack([want_long[86 + step], want_short[17 + step]]))
+
+
+@torch.inference_mode()
+def test_256_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, FAMILY, eos_token_id=None)
+    driver = StepDriver(tmp_path, page_size=16)
+    tokens = prompt(20, 3)
+    generated = hf.generate(  # type: ignore[operator]
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        max_new_tokens=256,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    want = generated[0, len(tokens) :].tolist()
+    assert len(want) == 256
+    got = [int(driver.extend([(0, tokens)]).next_token_logits[0].argmax())]
+    while len(got) < 256:
+        got.append(int(driver.decode([(0, got[-1])]).next_token_logits[0].argmax()))
+    assert got == want
+
+
+def test_bf16_follows_transformers_rounding(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, FAMILY, dtype=torch.bfloat16)
+    driver = StepDriver(tmp_path, page_size=16)
+    tokens = prompt(80, 3)
+    want = reference(hf, tokens)[[39, 78, 79]]
+    got = driver.extend([(0, tokens[:40])]).next_token_logits
+    chunked = driver.extend([(0, tokens[40:79])]).next_token_logits
+    decoded = driver.decode([(0, tokens[79])]).next_token_logits
+    logits = torch.cat([got, chunked, decoded])
+    # Rounding may choose another expert where two are nearly equal.
+    assert (logits - want).abs().max() < 0.1 * want.abs().max()
+    assert torch.equal(logits.argmax(dim=-1), want.argmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sparse"),
+    [
+        ({"num_hidden_layers": 4}, [0, 1, 2, 3]),
+        ({"num_hidden_layers": 4, "mlp_only_layers": [0, 3]}, [1, 2]),
+        ({"num_hidden_layers": 4, "decoder_sparse_step": 2}, [1, 3]),
+        ({"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1]),
+    ],
+)
+def test_which_layers_are_sparse(
+    tmp_path: Path, overrides: dict[str, Any], sparse: list[int]
+) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY, **overrides)
+    model = StepDriver(tmp_path).runner.model
+    assert isinstance(model, torch.nn.Module)
+    names = [name for name, part in model.named_modules() if isinstance(part, SparseMoeBlock)]
+    assert names == [f"model.layers.{i}.mlp" for i in sparse]
+
+
+def test_warm_prompts_give_the_words_of_cold_ones(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY, eos_token_id=None)
+    ids = prompt(90, 5)
+    prompts = [ids, ids[:50] + prompt(30, 6)]
+    cold = SchedulerRig(tmp_path, page_size=16, disable_radix_cache=True).generate(prompts, 16)
+    rig = SchedulerRig(tmp_path, page_size=16)
+    assert rig.generate([ids], 16) == cold[:1]
+    for _ in range(2):
+        assert rig.generate(prompts, 16) == cold
+    *_, first, _ = rig.results.values()
+    assert first.last is not None
+    assert first.last.cached_tokens_details.device == 80, "pages of the prompt were computed again"
+
+
+def load(path: Path, load_format: str = "auto", rank: int = 0, size: int = 1) -> dict[str, Any]:
+    model = get_model(
+        ModelConfig.from_path(str(path)),
+        LoadConfig(load_format=load_format, tp_rank=rank, tp_size=size, show_progress=False),
+    )
+    return {name: slot.dest for name, slot in model.weight_slots()}
+
+
+def stack_experts(path: Path) -> dict[str, torch.Tensor]:
+    """Write the experts of each layer as two tensors, as some checkpoints have them."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+
+        def all_of(name: str, prefix: str = prefix) -> torch.Tensor:
+            return torch.stack([tensors.pop(f"{prefix}.{i}.{name}_proj.weight") for i in range(8)])
+
+        gate_up = torch.cat([all_of("gate"), all_of("up")], dim=1)
+        tensors[f"{prefix}.gate_up_proj"] = gate_up
+        tensors[f"{prefix}.down_proj"] = all_of("down")
+    save_file(tensors, file)
+    return tensors
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+def test_stacked_experts_are_the_same_weights(tmp_path: Path, rank: int, size: int) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY)
+    want = load(tmp_path, rank=rank, size=size)
+    stack_experts(tmp_path)
+    got = load(tmp_path, rank=rank, size=size)
+    assert set(got) == set(want)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_has_its_part_of_every_expert(tmp_path: Path, rank: int) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY)
+    whole, part = load(tmp_path), load(tmp_path, rank=rank, size=2)
+    for expert in range(8):
+        for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            key = f"{EXPERT}.{expert}.{name}.weight"
+            assert torch.equal(part[key], whole[key].chunk(2, dim)[rank])
+    assert torch.equal(
+        part["model.layers.1.mlp.gate.weight"], whole["model.layers.1.mlp.gate.weight"]
+    )
+
+
+def refusal(path: Path, changes: dict[str, torch.Tensor | None]) -> str:
+    """The error of loading with tensors replaced, added or (None) removed."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_tensors_are_named(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY)
+    name, other = f"{EXPERT}.7.up_proj.weight", f"{EXPERT}.8.up_proj.weight"
+    tensor = load_file(tmp_path / "model.safetensors")[name]
+    message = refusal(tmp_path, {name: None})
+    assert f"'{name}' is in no weight file (1 of " in message
+    message = refusal(tmp_path, {name: tensor, other: tensor.clone()})
+    assert f"'{other}' has no place in Qwen3MoeForCausalLM" in message
+    message = refusal(tmp_path, {other: None, name: tensor[:, 1:].contiguous()})
+    assert f"'{name}' has shape [64, 95], config.json asks for [64, 96]" in message
+    shared = "model.layers.1.mlp.shared_expert.up_proj.weight"
+    assert f"'{shared}' has no place" in refusal(tmp_path, {name: tensor, shared: tensor.clone()})
+
+
+def test_wrong_stacked_tensors_are_named(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY)
+    single = f"{EXPERT}.2.down_proj.weight"
+    tensor = load_file(tmp_path / "model.safetensors")[single]
+    stacked = stack_experts(tmp_path)
+    down, gate_up = f"{EXPERT}.down_proj", f"{EXPERT}.gate_up_proj"
+    assert "is there twice" in refusal(tmp_path, {single: tensor})
+    message = refusal(tmp_path, {single: None, down: stacked[down][1:].contiguous()})
+    assert f"'{down}' has shape [7, 96, 64], config.json asks for [8, 96, 64]" in message
+    message = refusal(tmp_path, {down: stacked[down], gate_up: None})
+    assert f"'{EXPERT}.0.gate_proj.weight' is in no weight file (16 of " in message
+
+
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY)
+    (tmp_path / "model.safetensors").unlink()
+    weights = load(tmp_path, "dummy")
+    first, second = (weights[f"{EXPERT}.{i}.up_proj.weight"] for i in (0, 1))
+    assert first.std() > 0.05 and not torch.equal(first, second)
+    driver = StepDriver(tmp_path, load_format="dummy")
+    logits = driver.extend([(0, prompt(30, 1))]).next_token_logits
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_experts_per_tok", 9, "config.json: a token cannot use 9 of 8 experts"),
+        ("decoder_sparse_step", 0, "config.json: decoder_sparse_step=0"),
+        ("moe_intermediate_size", 0, "config.json: moe_intermediate_size=0"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(
+    tmp_path: Path, field: str, value: int, message: str
+) -> None:
+    save_tiny_checkpoint(tmp_path, FAMILY)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
