@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.gated_mlp import GatedMLP
@@ -155,10 +153,10 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         is_sparse = (
             layer_id not in (hf.mlp_only_layers or ())
             and hf.num_experts > 0
-            and (layer_id + 1) % hf.decoder_sparse_step == 0
+            and (layer_id + 1) % positive_int(hf, "decoder_sparse_step") == 0
         )
         if is_sparse:
-            return SparseMoeBlock(sparse_options(config, hf.norm_topk_prob), placement)
+            return SparseMoeBlock(sparse_options(config, bool(hf.norm_topk_prob)), placement)
         return GatedMLP(
             config.hidden_size, config.intermediate_size, bias=False, placement=placement
         )
@@ -177,11 +175,11 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         hf = config.hf_config
         return DeltaNetOptions(
             hidden_size=config.hidden_size,
-            num_key_heads=hf.linear_num_key_heads,
-            num_heads=hf.linear_num_value_heads,
-            key_dim=hf.linear_key_head_dim,
-            value_dim=hf.linear_value_head_dim,
-            kernel=hf.linear_conv_kernel_dim,
+            num_key_heads=positive_int(hf, "linear_num_key_heads"),
+            num_heads=positive_int(hf, "linear_num_value_heads"),
+            key_dim=positive_int(hf, "linear_key_head_dim"),
+            value_dim=positive_int(hf, "linear_value_head_dim"),
+            kernel=positive_int(hf, "linear_conv_kernel_dim"),
             eps=config.rms_norm_eps,
             is_grouped=self.has_grouped_projections,
         )
@@ -192,16 +190,22 @@ def sparse_options(config: ModelConfig, renormalize: bool) -> SparseMoeOptions:
 
     Args:
         renormalize: Whether the weights of a token's experts are divided by their sum.
+
+    Raises:
+        ValueError: config.json asks for experts that there cannot be.
     """
-    hf: Any = config.hf_config
+    hf = config.hf_config
+    num_experts, top_k = positive_int(hf, "num_experts"), positive_int(hf, "num_experts_per_tok")
+    try:
+        router = RouterOptions(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from error
     return SparseMoeOptions(
         hidden_size=config.hidden_size,
-        intermediate_size=hf.moe_intermediate_size,
-        router=RouterOptions(
-            num_experts=hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=renormalize
-        ),
+        intermediate_size=positive_int(hf, "moe_intermediate_size"),
+        router=router,
         shared=SharedExpertOptions(
-            intermediate_size=hf.shared_expert_intermediate_size,
+            intermediate_size=positive_int(hf, "shared_expert_intermediate_size"),
             name="shared_expert",
             has_gate=True,
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,32 @@ def test_padding_is_no_state(tmp_path: Path) -> None:
     assert isinstance(pool, MambaPool)
     written = pool.temporal.abs().sum(dim=(0, 2, 3, 4)).nonzero().flatten().tolist()
     assert written == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen3_5", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 must be a multiple"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "sizes of linear attention are too small"),
+        ("qwen3_5", {"linear_key_head_dim": 0}, "linear_key_head_dim=0 must be a positive integer"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, "at least one with full_attention"),
+        ("qwen3_5_moe", {"num_experts_per_tok": 9}, "config.json: a token cannot use 9 of 4"),
+        ("qwen3_next", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive"),
+        (
+            "qwen3_next",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}},
+            "partial_rotary_factor=1.5 in config.json must be above 0",
+        ),
+    ],
+)
+def test_what_config_json_contradicts_is_said(
+    tmp_path: Path, family: str, fields: dict[str, Any], message: str
+) -> None:
+    save_tiny_checkpoint(tmp_path, family)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StepDriver(tmp_path)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.scheduler.batch_pools import release_slots
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
 
 if TYPE_CHECKING:
@@ -106,13 +107,16 @@ class SchedulerState:
         release_slots(req, self.tree, self.pools)
 
     def check_integrity(self) -> None:
-        """Check that every slot has one owner.
+        """Check that every slot has one owner, and every recurrent state.
 
         Raises:
             AssertionError: Slots were lost or have two owners.
         """
         rows = self.pools.req_to_token_pool
         self.tree.check_integrity([req.slots.own_slots(rows) for req in self.queues.holders()])
+        if isinstance(rows, HybridReqToTokenPool):
+            rows.check_integrity()
+            assert len(rows.running_states()) == self.queues.num_holders, "states of no request"
 
     def sampling_info(
         self, reqs: Sequence[Req], samples: Sequence[bool] | None = None

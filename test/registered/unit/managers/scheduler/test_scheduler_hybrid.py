@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -93,6 +94,36 @@ def test_an_abort_gives_the_state_back(oracle: Oracle, words: list[list[int]]) -
     rig.run()
     assert rig.results["stays"].output_ids == words[1]
     assert rig.results["comes"].output_ids == words[2]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_arrivals_aborts_and_retractions(oracle: Oracle, seed: int) -> None:
+    """Whatever is computed together, stopped and begun again: who ends has the right words."""
+    random = Random(seed)
+    rig = rig_of(
+        oracle,
+        page_size=random.choice([1, 4]),
+        pool_tokens=160,
+        max_requests=4,
+        chunked_prefill_size=random.choice([8, 12]),
+        schedule_conservativeness=0.1,
+    )
+    prompts = {str(i): prompt(100 * seed + i, random.randint(1, 50)) for i in range(14)}
+    lengths = {rid: random.randint(1, NEW_TOKENS) for rid in prompts}
+    aborted = set(random.sample(sorted(prompts), 4))
+    for rid, tokens in prompts.items():
+        rig.step(rig.request(rid, tokens, greedy(lengths[rid])))
+        for _ in range(random.randint(0, 4)):
+            rig.step(*(rig.abort(rid) for _ in range(rid in aborted and random.random() < 0.5)))
+            rig.check()
+    rig.run()
+    for rid, tokens in prompts.items():
+        result = rig.results[rid]
+        want = oracle.words(tokens, lengths[rid])
+        if result.finish_reason is not None and result.finish_reason.type == "abort":
+            assert result.output_ids == want[: len(result.output_ids)]
+        else:
+            assert result.output_ids == want
 
 
 def test_samples_of_one_prompt_have_states_of_their_own(
