@@ -71,6 +71,22 @@ def test_linear_rope_stretches_the_context(tmp_path: Path) -> None:
     assert (config.rope.rope_type, config.rope.factor, config.context_len) == ("linear", 2.0, 8192)
 
 
+def test_yarn_scales_rotations_and_the_scores_of_latent_attention(tmp_path: Path) -> None:
+    scaling = {
+        "type": "yarn", "factor": 40, "mscale": 0.7, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 100, "beta_fast": 16,
+    }  # fmt: skip
+    rope = ModelConfig.from_path(write(tmp_path, rope_scaling=scaling)).rope
+    assert (rope.factor, rope.beta_fast, rope.beta_slow, rope.truncate) == (40.0, 16.0, 1.0, True)
+    log = 0.1 * 3.6888794541139363  # of the factor
+    assert rope.attention_factor == pytest.approx((0.7 * log + 1) / (log + 1))
+    assert rope.score_scale() == pytest.approx((log + 1) ** 2)
+    plain = {name: value for name, value in scaling.items() if "mscale" not in name}
+    rope = ModelConfig.from_path(write(tmp_path, rope_scaling=plain)).rope
+    assert rope.attention_factor == pytest.approx(log + 1)
+    assert rope.score_scale() == 1.0
+
+
 def test_overrides(tmp_path: Path) -> None:
     config = ModelConfig.from_path(write(tmp_path), dtype="float32", context_length=100)
     assert (config.dtype, config.context_len) == (torch.float32, 100)
@@ -84,6 +100,7 @@ def test_overrides(tmp_path: Path) -> None:
         ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'.*llama3, yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'.*factor|factor.*'yarn'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor=-1.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

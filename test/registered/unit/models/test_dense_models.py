@@ -25,11 +25,23 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 CASES = [
     pytest.param("llama", {}, id="llama"),
     pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, id="llama-biases"),
     pytest.param("llama", {"rope_parameters": LLAMA3}, id="llama-rope-llama3"),
     pytest.param("llama", {"rope_parameters": LINEAR}, id="llama-rope-linear"),
+    pytest.param("qwen3", {"rope_parameters": YARN}, id="qwen3-rope-yarn"),
+    pytest.param(
+        "llama",
+        {"rope_parameters": {**YARN, "attention_factor": 1.7, "beta_fast": 8, "truncate": False}},
+        id="llama-rope-yarn-attention-factor",
+    ),
     pytest.param("llama", {"tie_word_embeddings": True}, id="llama-tied"),
     pytest.param("qwen2", {}, id="qwen2"),
     pytest.param("qwen2", {"tie_word_embeddings": True}, id="qwen2-tied"),

@@ -243,6 +243,14 @@ def _attend_rows(
     Returns:
         `[n, num_heads * v_head_dim]`.
     """
-    rows = pool.index_select(0, slots.view(-1)).view(*slots.shape, -1).to(q.dtype).unsqueeze(1)
-    part = attend(absorb(q, layer).unsqueeze(1), rows, rows, scale=layer.scaling)
-    return values_of(part.out.squeeze(1), layer)
+    absorbed = absorb(q, layer).unsqueeze(1)
+    # A CPU takes token by token: 0.8 ms each, where 28 at a time take 4.5 ms each, most of it for
+    # fresh memory (2,048 rows of 576, 16 heads, bf16, 2 cores).
+    step = 1 if q.is_cpu else len(q)
+    outs = []
+    for begin in range(0, len(q), step):
+        of_block = slots[begin : begin + step]
+        rows = pool.index_select(0, of_block.flatten()).view(*of_block.shape, -1)
+        keys = rows.unsqueeze(1).to(q.dtype)
+        outs.append(attend(absorbed[begin : begin + step], keys, keys, scale=layer.scaling).out)
+    return values_of(torch.cat(outs).squeeze(1), layer)
