@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
-from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
+from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
 
 Spec = TypeVar("Spec", bound=StateSpec)
 MakePool = Callable[[Spec, int, int, torch.device | str], BaseDevicePool]
@@ -30,14 +31,20 @@ def register_pool(spec_type: type[Spec], make: MakePool[Spec]) -> None:
 
 
 def make_pools(
-    specs: Sequence[StateSpec], size: int, page_size: int, device: torch.device | str
+    specs: Sequence[StateSpec],
+    size: int,
+    page_size: int,
+    device: torch.device | str,
+    num_states: int = 0,
 ) -> dict[PoolName, BaseDevicePool]:
     """A pool for each spec, or none.
 
     Args:
         specs: Of one model; no two have the same name.
-        size: Token slots besides the padding page, whole pages; all pools share their numbers.
+        size: Token slots besides the padding page, whole pages; pools of tokens share their
+            numbers.
         page_size: Tokens of a page.
+        num_states: Slots besides padding of a pool whose slots stand for whole prefixes.
 
     Raises:
         ValueError: No class holds such state, two specs have one name, or a sidecar's pool is
@@ -56,7 +63,8 @@ def make_pools(
             raise ValueError(
                 f"there is no device pool for state '{spec.name}' ({type(spec).__name__})"
             )
-    return {spec.name: _POOLS[type(spec)](spec, size, page_size, device) for spec in specs}
+    sizes = {ItemKind.TOKEN: (size, page_size), ItemKind.STATE: (num_states, 1)}
+    return {spec.name: _POOLS[type(spec)](spec, *sizes[spec.item], device) for spec in specs}
 
 
 def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
@@ -75,3 +83,4 @@ def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
 
 
 register_pool(KVSpec, MHATokenToKVPool.from_spec)
+register_pool(MambaSpec, lambda spec, size, page_size, device: MambaPool(spec, size, device))
