@@ -124,6 +124,7 @@ class CacheRig:
             eviction_policy=self.eviction_policy,
             weights_identity=self.weights_identity,
             model_pools=self.model_pools(),
+            mamba_snapshot_alignment=self.snapshot_alignment(),
         )
         self.tree = (
             RadixCache(params) if self.settings is None else HiRadixCache(params, self.settings)
@@ -132,6 +133,10 @@ class CacheRig:
 
     def model_pools(self) -> ModelPools | None:
         """The kinds of state of the rig's model; None: keys and values alone."""
+        return None
+
+    def snapshot_alignment(self) -> int | None:
+        """Tokens; of a model with recurrent states."""
         return None
 
     @property

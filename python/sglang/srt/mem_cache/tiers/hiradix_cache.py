@@ -314,8 +314,12 @@ class HiRadixCache(RadixCache):
         self.metrics.set_state(used, self.is_busy())
         self.metrics.host_stuck.set(self.storage_prefetch.stuck_tokens())
 
-    def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
-        super().check_integrity(request_slots)
+    def check_integrity(
+        self,
+        request_slots: Iterable[torch.Tensor] = (),
+        request_states: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().check_integrity(request_slots, request_states)
         self.cache_controller.mem_pool_host.check_integrity()
         self.host_pages.check([pages for flow in self._flows for pages in flow.owned_host_pages()])
 
