@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from sglang.srt.constants import GB
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import ModelPools, StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -20,12 +21,16 @@ from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
 
 HostPoolClass: TypeAlias = type[HostKVCache[Any]]
 
-_HOST_POOLS: dict[type, HostPoolClass] = {MHATokenToKVPool: MHATokenToKVPoolHost}
+_HOST_POOLS: dict[type, HostPoolClass] = {
+    MHATokenToKVPool: MHATokenToKVPoolHost,
+    MambaPool: MambaPoolHost,
+}
 """By class of the device pool; a subclass is mirrored as the nearest of its bases that is here."""
 
 

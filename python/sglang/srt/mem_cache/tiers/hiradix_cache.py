@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
@@ -21,6 +22,7 @@ from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, hos
 from sglang.srt.mem_cache.tiers.host_backup import HostBackup
 from sglang.srt.mem_cache.tiers.host_load import HostLoad
 from sglang.srt.mem_cache.tiers.host_pages import HostPages
+from sglang.srt.mem_cache.tiers.host_states import HostStates
 from sglang.srt.mem_cache.tiers.storage_backup import StorageBackup
 from sglang.srt.mem_cache.tiers.storage_check import StorageCheck
 from sglang.srt.mem_cache.tiers.storage_link import StorageLink
@@ -30,7 +32,8 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Work
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.digest import Books, CacheBooks
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
+from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree, states_of
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
@@ -70,6 +73,7 @@ class HiRadixCache(RadixCache):
         cache_controller: Moves the bytes.
         host_pool: L2, the anchor's pool.
         host_pages: L2's books.
+        host_states: Those of its recurrent states; None: the model has none.
         storage_link: The way to L3.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
         metrics: Counts what happened.
@@ -91,7 +95,8 @@ class HiRadixCache(RadixCache):
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
         )
         self.administration = StorageAdministration(self, self._attachment)
-        host = self.host_pages = HostPages(tree, self.host_pool, metrics)
+        host_states = self.host_states = _make_host_states(tree, controller)
+        host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
         link = self.storage_link = StorageLink(self._attachment, self.administration)
         self.storage_prefetch = StoragePrefetch(tree, host, link, metrics)
         self.storage_backup = StorageBackup(params.page_size, host, link, metrics)
@@ -104,7 +109,10 @@ class HiRadixCache(RadixCache):
             below=[self.storage_backup],
         )
         evict = self.host_backup.evict
-        self.host_load = HostLoad(tree, host, controller, evict=evict, metrics=metrics)
+        evict_states = None if host_states is None else self.host_backup.evict_states
+        self.host_load = HostLoad(
+            tree, host, controller, evict=evict, evict_states=evict_states, metrics=metrics
+        )
         flows = (
             self.administration,
             link,
@@ -114,7 +122,7 @@ class HiRadixCache(RadixCache):
             StorageCheck(params.page_size, link),
             self.storage_backup,
         )
-        super().__init__(params, tree, flows, evict)
+        super().__init__(params, tree, flows, evict, evict_states)
         metrics.host_total.set(self.host_pool.size)
         self._books = CacheBooks(
             lambda: tree.root,
@@ -124,6 +132,9 @@ class HiRadixCache(RadixCache):
                 "epoch of L3": lambda: link.epoch,
             },
         )
+        if self.states is not None and host_states is not None:
+            self._books.counts["free states of L1"] = self.states.pool.available_size
+            self._books.counts["free states of L2"] = host_states.pool.available_size
         if server_args.hicache_storage_backend is not None:
             try:
                 self._attachment.attach(
@@ -322,6 +333,19 @@ class HiRadixCache(RadixCache):
         super().check_integrity(request_slots, request_states)
         self.cache_controller.mem_pool_host.check_integrity()
         self.host_pages.check([pages for flow in self._flows for pages in flow.owned_host_pages()])
+        if self.host_states is not None:
+            owned = [states for flow in self._flows for states in flow.owned_host_states()]
+            self.host_states.check(self.nodes(), owned)
+
+
+def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostStates | None:
+    """The books of the states in L2, if the tree has states; room for one is made by them."""
+    if states_of(tree) is None:
+        return None
+    entry = controller.mem_pool_host.entries[PoolName.MAMBA]
+    host_states = HostStates(tree, entry.host_pool)
+    entry.host_evict_fn = host_states.evict
+    return host_states
 
 
 def _make_controller(
