@@ -85,10 +85,8 @@ class StateRig(CacheRig):
         found = len(match.device_indices) + match.host_hit_length
         self.tree.note_waiting(rid, self._arrivals, match.last_host_node)
         self._arrivals += 1
-        rest, node = ids[found:-1], match.last_host_node
-        self.tree.prefetch_from_storage(
-            rid, node, rest, extra_key=extra_key, only_join=only_join
-        )
+        rest, node = ids[found:], match.last_host_node
+        self.tree.prefetch_from_storage(rid, node, rest, extra_key=extra_key, only_join=only_join)
 
     def admit(
         self, rid: str, ids: list[int], extra_key: str | None = None

@@ -159,7 +159,9 @@ class MambaPoolHost(HostKVCache[MambaPool]):
                 pairs.append((page_view(buffer.view(self.page_num, -1)), page_view(region)))
                 continue
             by_state = buffer.view(self.layer_num, self.page_num, -1).transpose(0, 1)
-            pairs.append((page_view(by_state), page_view(region.view(len(flat), self.layer_num, -1))))
+            pairs.append(
+                (page_view(by_state), page_view(region.view(len(flat), self.layer_num, -1)))
+            )
         return pairs
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:

@@ -119,7 +119,7 @@ class HiRadixCache(RadixCache):
             self.storage_prefetch,
             self.host_backup,
             self.host_load,
-            StorageCheck(params.page_size, link),
+            StorageCheck(params.page_size, link, has_states=host_states is not None),
             self.storage_backup,
         )
         super().__init__(params, tree, flows, evict, evict_states)

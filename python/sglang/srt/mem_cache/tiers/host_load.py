@@ -99,9 +99,7 @@ class HostLoad(TierFlow):
             node = node.parent
         return node
 
-    def _load(
-        self, chain: list[TreeNode], last: TreeNode, above: TreeNode
-    ) -> torch.Tensor | None:
+    def _load(self, chain: list[TreeNode], last: TreeNode, above: TreeNode) -> torch.Tensor | None:
         """Queue a load; its device slots, none where the state is loaded alone. None: there is
         nothing to load, or no room.
 

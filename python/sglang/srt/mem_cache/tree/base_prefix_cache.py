@@ -80,8 +80,8 @@ class StatefulRequest(CacheableRequest, Protocol):
 class MatchPrefixParams:
     key: RadixKey
     cow_mamba: bool = False
-    """Copy the state at the end of the match, if it is on the device, to `mamba_pool_idx` of `req`.
-    The copy is queued on the current stream."""
+    """Copy the state at the end of the match to `mamba_pool_idx` of `req`, unless it has to be
+    loaded first (`mamba_host_hit_length`). The copy is queued on the current stream."""
     req: CacheableRequest | None = None
 
 
@@ -155,7 +155,7 @@ class MatchResult(NamedTuple):
     """Tokens after `device_indices` that are on the host only."""
     swa_host_hit_length: int = 0
     mamba_host_hit_length: int = 0
-    """States to load: 1 where the one at the end is on the host alone."""
+    """States to load: 1 where the one at the end is on the host alone, or is being loaded."""
     mamba_branching_seqlen: int | None = None
     """Where the pages reach further than the match: the last position among them at which a
     snapshot would have made the match longer."""

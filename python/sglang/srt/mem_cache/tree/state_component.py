@@ -5,7 +5,8 @@ its end. Slots are evicted apart from pages, in the same order. A node that has 
 any tier nor children serves nobody, and goes.
 
 A request never runs on a slot of the tree: it copies the state, on the device, before its first
-step. So a state that a request has copied may be evicted at once; only copies between tiers lock it.
+step. So a state that a request has copied may be evicted at once; only copies between tiers lock
+it. One that is being loaded can be copied when the load has been started, which orders the device.
 
 Threads: the scheduler's only.
 """
@@ -87,16 +88,16 @@ class StateComponent(TreeComponent):
         known = min(sum(len(node.key) for node in path), len(params.key) - 1)
         branching = known // self.alignment * self.alignment
         return match._replace(
-            mamba_host_hit_length=int(end.parent is not None and end.mamba_value is None),
+            mamba_host_hit_length=int(end.parent is not None and not _is_ready(end)),
             mamba_branching_seqlen=branching if branching > matched else None,
         )
 
     def _copy(self, node: TreeNode, req: CacheableRequest | None) -> None:
-        """Queue a copy of the state of `node`, if it is on the device, to where `req` runs."""
+        """Queue a copy of the state of `node`, if it can be read now, to where `req` runs."""
         slot = None if req is None else cast(StatefulRequest, req).mamba_pool_idx
         if slot is None:
             raise ValueError("cow_mamba needs a `req` with a `mamba_pool_idx` to copy the state to")
-        if node.mamba_value is not None:
+        if node.mamba_value is not None and _is_ready(node):
             self.pool.copy_from(self.on_device(node.mamba_value), slot)
 
     def on_device(self, slot: torch.Tensor) -> torch.Tensor:
@@ -219,6 +220,12 @@ def _check_node(node: TreeNode) -> None:
     assert not node.mamba_lock_ref or (node.lock_ref and node.mamba_value is not None), (
         f"{node}: a lock on a state without one on its pages"
     )
+
+
+def _is_ready(node: TreeNode) -> bool:
+    """Whether the state of `node` is on the device, and not on its way there."""
+    is_loading = node.mamba_lock_ref > 0 and node.mamba_host_value is not None
+    return node.mamba_value is not None and not is_loading
 
 
 def _may_lose_state(node: TreeNode) -> bool:

@@ -121,6 +121,21 @@ def test_nothing_of_a_copy_is_visible_before_all_of_it_has_landed() -> None:
     rig.close()
 
 
+def test_a_state_that_is_being_loaded_is_copied_after_the_load_has_been_started() -> None:
+    rig = two_tiers()
+    rig.run(range(21))
+    rig.settle()
+    rig.tree.evict(EVERYTHING)
+    rig.mamba.temporal.fill_(-1)
+    match = rig.match(range(21))
+    rig.tree.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
+    assert rig.match(range(21)).mamba_host_hit_length == 1, "queued"
+    assert rig.run(range(21)) == Reused(device=20)
+    rig.settle()
+    assert rig.match(range(21)).mamba_host_hit_length == 0
+    rig.close()
+
+
 # -- room ----------------------------------------------------------------------------------------
 
 
