@@ -1,8 +1,9 @@
 """A prefix cache of a made-up model with recurrent states, for tests of the tiers without a model.
 
-A state is a number that depends on all tokens it stands for, so that a request which continues from
-a wrong, stale or misplaced one is found out. `StateRig.run` takes the steps of the scheduler: match,
-load, copy the state to the request's own slot, compute with snapshots at aligned positions, insert.
+A state is a number that depends on all tokens it stands for, so that a request which continues
+from a wrong, stale or misplaced one is found out. `StateRig.run` takes the steps of the scheduler:
+match, load, copy the state to the request's own slot, compute with snapshots at aligned positions,
+insert.
 """
 
 from __future__ import annotations

@@ -37,10 +37,13 @@ NAMES: Final[Mapping[str, str]] = {
         "PoolHitPolicy PoolName PoolTransfer PoolTransferResult PrefetchTimeoutConfig "
         "SidecarPoolSpec"
     ),
+    "mem_cache.hi_mamba_radix_cache": "HiMambaRadixCache",
     "mem_cache.hiradix_cache": "HiRadixCache",
-    "mem_cache.memory_pool": "KVCache MHATokenToKVPool ReqToTokenPool",
+    "mem_cache.hybrid_cache.hybrid_pool_assembler": "build_mamba_hybrid_stack",
+    "mem_cache.mamba_radix_cache": "MambaRadixCache",
+    "mem_cache.memory_pool": "KVCache MHATokenToKVPool MambaPool ReqToTokenPool",
     "mem_cache.memory_pool_host": (
-        "HostKVCache HostPoolGroup HostTensorAllocator MHATokenToKVPoolHost PoolEntry"
+        "HostKVCache HostPoolGroup HostTensorAllocator MHATokenToKVPoolHost MambaPoolHost PoolEntry"
     ),
     "mem_cache.radix_cache": "RadixCache RadixKey TreeNode",
     "mem_cache.registry": "TreeCacheBuildContext create_tree_cache",

@@ -114,6 +114,35 @@ def build_kv_host_stack(
     return io_backend, HostPoolGroup(entries, pools.num_layers)
 
 
+def build_mamba_hybrid_stack(
+    pools: ModelPools,
+    *,
+    ratio: float,
+    size_gb: float,
+    io_backend: str,
+    layout: str,
+    has_storage: bool,
+    allocator_type: str = "default",
+) -> tuple[str, HostPoolGroup]:
+    """As `build_kv_host_stack`, of a model with recurrent states.
+
+    Raises:
+        ValueError: As `build_kv_host_stack`; or the model has no such states.
+    """
+    if not any(isinstance(state.device_pool, MambaPool) for state in pools.pools):
+        names = ", ".join(state.name for state in pools.pools)
+        raise ValueError(f"the model keeps {names}, and no recurrent states ({PoolName.MAMBA})")
+    return build_kv_host_stack(
+        pools,
+        ratio=ratio,
+        size_gb=size_gb,
+        io_backend=io_backend,
+        layout=layout,
+        has_storage=has_storage,
+        allocator_type=allocator_type,
+    )
+
+
 def _host_pool_class(state: StatePool) -> HostPoolClass:
     bases = type(state.device_pool).__mro__
     found = next((_HOST_POOLS[base] for base in bases if base in _HOST_POOLS), None)

@@ -9,12 +9,13 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
@@ -36,6 +37,22 @@ from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree, states_of
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+class BuildHostStack(Protocol):
+    """`build_kv_host_stack`, or one for certain models."""
+
+    def __call__(
+        self,
+        pools: ModelPools,
+        *,
+        ratio: float,
+        size_gb: float,
+        io_backend: str,
+        layout: str,
+        has_storage: bool,
+        allocator_type: str = "default",
+    ) -> tuple[str, HostPoolGroup]: ...
 
 
 class HiCacheArgs(Protocol):
@@ -80,11 +97,15 @@ class HiRadixCache(RadixCache):
     """
 
     administration: StorageAdministration
+    build_host_stack: ClassVar[BuildHostStack] = staticmethod(build_kv_host_stack)
+    """Makes L2."""
 
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
-        controller = self.cache_controller = _make_controller(params, server_args, metrics)
+        controller = self.cache_controller = _make_controller(
+            params, server_args, metrics, self.build_host_stack
+        )
         self.host_pool = controller.mem_pool_host.anchor
         self._group = params.tp_cache_group
         self._attachment = StorageAttachment(
@@ -349,11 +370,14 @@ def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostSt
 
 
 def _make_controller(
-    params: CacheInitParams, server_args: HiCacheArgs, metrics: HiCacheMetrics
+    params: CacheInitParams,
+    server_args: HiCacheArgs,
+    metrics: HiCacheMetrics,
+    build_host_stack: BuildHostStack,
 ) -> HiCacheController:
     """L2, and what moves bytes to and from it."""
     allocator = params.token_to_kv_pool_allocator
-    io_backend, host_pool = build_kv_host_stack(
+    io_backend, host_pool = build_host_stack(
         params.model_pools or ModelPools.of([allocator.get_kvcache()]),
         ratio=server_args.hicache_ratio,
         size_gb=server_args.hicache_size,

@@ -182,7 +182,7 @@ class HostBackup(TierFlow):
                     self._settle(copy)
 
     def _settle(self, copy: DeviceCopy) -> None:
-        """The bytes have landed: publish what is on the host and let go of what is on the device."""
+        """The bytes have landed: publish the host's part, and let go of the device's."""
         parts = list(parts_of(copy.node, copy.length))
         has_pages = len(copy.host_indices) > 0
         if has_pages:

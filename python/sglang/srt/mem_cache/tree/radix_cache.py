@@ -298,14 +298,19 @@ class RadixCache(BasePrefixCache):
 def make_tree(params: CacheInitParams) -> PrefixTree:
     """The empty tree of a cache built from `params`."""
     components = []
-    pools = () if params.model_pools is None else params.model_pools.pools
-    for pool in (state.device_pool for state in pools):
-        if isinstance(pool, MambaPool):
-            alignment = params.mamba_snapshot_alignment or params.page_size
-            components.append(StateComponent(pool, alignment))
+    if (pool := mamba_pool_of(params)) is not None:
+        alignment = params.mamba_snapshot_alignment or params.page_size
+        components.append(StateComponent(pool, alignment))
     return PrefixTree(
         params.token_to_kv_pool_allocator, params.page_size, params.eviction_policy, components
     )
+
+
+def mamba_pool_of(params: CacheInitParams) -> MambaPool | None:
+    """The recurrent states of the model on the device; None: it has none."""
+    pools = () if params.model_pools is None else params.model_pools.pools
+    found = (pool.device_pool for pool in pools if isinstance(pool.device_pool, MambaPool))
+    return next(found, None)
 
 
 def states_of(tree: PrefixTree) -> StateComponent | None:

@@ -41,11 +41,13 @@ class TreeNode:
     """A run of whole pages, reached through its parent.
 
     On the device where `value` is set, on the host where `host_value` is. Every node but the root
-    is on one of them at least, and the nodes on the device are closed under `parent`. The state that
-    stands for the whole prefix up to the *end* of the node, in models that have such, is on the
-    device where `mamba_value` is set, on the host where `mamba_host_value` is; the pages are there
-    too. A split leaves it with the lower part. What changes here while the node is in a tree changes
-    the tree's digest (`digest.py`).
+    is on one of them at least, and the nodes on the device are closed under `parent`.
+
+    A model with recurrent states has them at the *end* of nodes: one stands for the whole prefix.
+    It is on the device where `mamba_value` is set, on the host where `mamba_host_value` is; the
+    pages are there too. A split leaves it with the lower part.
+
+    What changes here while the node is in a tree changes the tree's digest (`digest.py`).
 
     Threads: the scheduler's only.
     """
@@ -94,8 +96,8 @@ class TreeNode:
         self.lock_ref = 0
         """Requests and copies that need `value`, here or below."""
         self.host_ref_counter = 0
-        """Copies and transfers that read or write `host_value` or `mamba_host_value`; also keeps the
-        node in the tree."""
+        """Copies and transfers that read or write `host_value` or `mamba_host_value`; they also
+        keep the node in the tree."""
         self.mamba_value: torch.Tensor | None = None
         """int64 `[1]` on the device: the slot of the state."""
         self.mamba_host_value: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""MambaPoolHost: a page is one state; copies, flat pages, and the buffers that a store registers."""
+"""MambaPoolHost: a page is one state; copies, flat pages, and what a store registers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_store_gets_both_buffers_temporal_first(layout: str) -> None:
 
 
 def test_layouts_that_make_no_sense_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="page_first_kv_split: recurrent states.*layer_first"):
+    with pytest.raises(ValueError, match=r"page_first_kv_split: recurrent states .*layer_first"):
         host_of(filled(), "page_first_kv_split")
     with pytest.raises(ValueError, match="scatters"):
         host_of(filled(), "layer_first").get_page_buffer_meta(torch.tensor([0]))

@@ -1,4 +1,4 @@
-"""Recurrent states in the tree of one tier: where a match ends, who owns a slot, what leaves when."""
+"""Recurrent states in the tree of one tier: where a match ends, who owns a slot, what leaves."""
 
 from __future__ import annotations
 
