@@ -52,11 +52,6 @@ class TreeComponent:
     def check_insert(self, params: InsertParams) -> None:
         """Raise ValueError where `params` lacks what this kind of state needs."""
 
-    def on_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        """Take over what belongs to `end`, the last node of an insertion; whether it was there
-        already, so that it stays the caller's."""
-        return False
-
     def insertable(self, req: CacheableRequest, length: int) -> int:
         """How many of the first `length` tokens of a request the tree may take over."""
         return length

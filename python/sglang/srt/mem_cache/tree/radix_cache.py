@@ -86,8 +86,10 @@ class RadixCache(BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         if params.cow_mamba and self.states is None:
             raise not_supported(params, "cow_mamba")
-        known = [] if self.disable else self.tree.walk(params.key)
-        path = self.tree.usable(known, len(params.key))
+        components = self.tree.components
+        known = path = [] if self.disable else self.tree.walk(params.key)
+        if components:
+            path = self.tree.usable(known, len(params.key))
         on_device = [node for node in path if node.value is not None]
         last_device = on_device[-1] if on_device else self.root_node
         last = path[-1] if path else self.root_node
@@ -98,7 +100,7 @@ class RadixCache(BasePrefixCache):
             best_match_node=last,
             host_hit_length=sum(len(node.key) for node in path[len(on_device) :]),
         )
-        for component in self.tree.components:
+        for component in components:
             match = component.complete_match(match, known, params)
         return match
 
@@ -114,8 +116,8 @@ class RadixCache(BasePrefixCache):
                 that belongs to a kind of state that this cache does not keep, or one is missing
                 that it needs.
         """
-        has_state = params.mamba_value is not None and self.states is None
-        if has_state or params.prev_prefix_len or params.swa_evicted_seqlen:
+        is_foreign = params.mamba_value is not None and self.states is None
+        if is_foreign or params.prev_prefix_len or params.swa_evicted_seqlen:
             raise not_supported(params, "mamba_value", "prev_prefix_len", "swa_evicted_seqlen")
         if params.key is None or params.value is None or len(params.key) != len(params.value):
             raise ValueError("insert needs `key` and a `value` of the same length")
@@ -125,11 +127,11 @@ class RadixCache(BasePrefixCache):
             return InsertResult(prefix_len=0, mamba_exist=self.states is not None)
         key = params.key.page_aligned(self.page_size)
         prefix_len, path = self.tree.insert(key, params.value, params.priority)
-        existed = [component.on_insert(path[-1], params) for component in self.tree.components]
+        had_state = self.states is not None and self.states.on_insert(path[-1], params)
         if not params.chunked:
             _count_hit(path)
         self._on_insert(path)
-        return InsertResult(prefix_len=prefix_len, total_len=len(key), mamba_exist=any(existed))
+        return InsertResult(prefix_len=prefix_len, total_len=len(key), mamba_exist=had_state)
 
     def _on_insert(self, path: list[TreeNode]) -> None:
         for flow in self._flows:

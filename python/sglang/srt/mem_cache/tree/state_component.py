@@ -111,6 +111,8 @@ class StateComponent(TreeComponent):
             raise ValueError("a state stands behind whole pages: give a `key` of such alone")
 
     def on_insert(self, end: TreeNode, params: InsertParams) -> bool:
+        """Take over the state of an insertion for its last node, `end`; whether the tree had one
+        there, so that the slot stays the caller's."""
         assert params.mamba_value is not None
         return not self.put_on_device(end, params.mamba_value)
 
