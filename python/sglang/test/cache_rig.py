@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
@@ -122,9 +123,14 @@ class CacheRig:
             eviction_policy=self.eviction_policy,
             weights_identity=self.weights_identity,
             model_pools=self.model_pools(),
+            mamba_snapshot_alignment=self.snapshot_alignment(),
         )
-        self.tree = (
-            RadixCache(params) if self.settings is None else HiRadixCache(params, self.settings)
+        self.tree = create_tree_cache(
+            TreeCacheBuildContext(
+                server_args=self.settings or HiCacheSettings(),
+                params=params,
+                enable_hierarchical_cache=self.settings is not None,
+            )
         )
         self._next_rid = self._arrivals = 0
 
@@ -134,6 +140,10 @@ class CacheRig:
 
     def model_pools(self) -> ModelPools | None:
         """The kinds of state of the rig's model; None: keys and values alone."""
+        return None
+
+    def snapshot_alignment(self) -> int | None:
+        """Tokens; of a model with recurrent states."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Two kinds of state in a real Mooncake Store: both parts of a page, or none."""
+"""Two kinds of state in a real Mooncake Store: both parts of a page, and states behind pages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sglang.test.marks_rig import MarksRig
 from sglang.test.mla_pools import INDEXER_KEYS, LATENT_ROWS, LAYOUTS
 from sglang.test.mla_rig import MLARig
 from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.state_rig import StateRig
 from sglang.test.storage_rigs import PAGE, StorageRigs, storage_io_of
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
@@ -79,6 +80,31 @@ def test_latent_rows_and_indexer_keys_come_back_bit_for_bit(
         round_trip(store, layout, page_keys(3, "bits"), [5, 2, 9], kind=kind)
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_a_state_comes_back_with_the_pages_that_it_stands_behind(
+    cluster: MooncakeCluster, layout: str
+) -> None:
+    with StorageRigs.on(cluster) as rigs:
+        writer, reader, third = (
+            rigs.make(kind=StateRig, hicache_mem_layout=layout) for _ in range(3)
+        )
+        writer.run(PROMPT[:121])
+        writer.run(PROMPT)
+        writer.settle()
+        assert reader.run(PROMPT) == Reused(storage=160)
+        reader.settle()
+        io = storage_io_of(reader)
+        assert isinstance(io.storage, MooncakeStore)
+        (key,) = io.store.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[-1:])
+        with io.storage._client.using() as client:
+            assert client.remove(io.storage.object_key(key, "mamba"), True) == 0
+        reader.flush()
+        assert reader.run(PROMPT) == Reused(storage=120), "up to the state before"
+        reader.settle()
+        assert third.run(PROMPT) == Reused(storage=160), "the write brought back what was missing"
+        third.settle()
 
 
 if __name__ == "__main__":

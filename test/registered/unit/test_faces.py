@@ -37,13 +37,17 @@ NAMES: Final[Mapping[str, str]] = {
         "PoolHitPolicy PoolName PoolTransfer PoolTransferResult PrefetchTimeoutConfig "
         "SidecarPoolSpec"
     ),
+    "mem_cache.hi_mamba_radix_cache": "HiMambaRadixCache",
     "mem_cache.hiradix_cache": "HiRadixCache",
+    "mem_cache.hybrid_cache.hybrid_pool_assembler": "build_mamba_hybrid_stack",
+    "mem_cache.mamba_radix_cache": "MambaRadixCache",
     "mem_cache.memory_pool": (
         "HybridReqToTokenPool KVCache MambaPool MHATokenToKVPool MLATokenToKVPool ReqToTokenPool"
     ),
     "mem_cache.memory_pool_host": (
         "DSAIndexerPoolHost HICACHE_HOST_MEMORY_RESERVE_BYTES HostKVCache HostPoolGroup "
-        "HostTensorAllocator MHATokenToKVPoolHost MLATokenToKVPoolHost NSAIndexerPoolHost PoolEntry"
+        "HostTensorAllocator MambaPoolHost MHATokenToKVPoolHost MLATokenToKVPoolHost "
+        "NSAIndexerPoolHost PoolEntry"
     ),
     "mem_cache.radix_cache": "RadixCache RadixKey TreeNode",
     "mem_cache.registry": "TreeCacheBuildContext create_tree_cache",

@@ -6,6 +6,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import (
     DSAIndexerPoolHost,
@@ -24,6 +25,7 @@ __all__ = [
     "HostTensorAllocator",
     "MHATokenToKVPoolHost",
     "MLATokenToKVPoolHost",
+    "MambaPoolHost",
     "NSAIndexerPoolHost",
     "PoolEntry",
 ]

@@ -117,6 +117,8 @@ class HostPoolGroup:
         """
         for transfer in transfers:
             entry, host, device = self._checked(transfer)
+            if len(host) == len(device) == 0:
+                continue  # A state is copied alone.
             entry.host_pool.backup_from_device_all_layer(
                 entry.device_pool, host, device, io_backend
             )
@@ -138,6 +140,8 @@ class HostPoolGroup:
         parts = []
         for transfer in transfers:
             entry, host, device = self._checked(transfer)
+            if len(host) == len(device) == 0:
+                continue  # A state is copied alone.
             load = entry.host_pool.begin_load(entry.device_pool, host, device, io_backend)
             parts.append((load, self._layers[transfer.name]))
         loaded = set[int]().union(*[layers for _, layers in parts])

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.constants import GB
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import ModelPools
@@ -23,6 +24,7 @@ from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
@@ -33,6 +35,7 @@ _HOST_POOLS: dict[type, HostPoolClass] = {
     MHATokenToKVPool: MHATokenToKVPoolHost,
     MLATokenToKVPool: MLATokenToKVPoolHost,
     NSAIndexerPool: NSAIndexerPoolHost,
+    MambaPool: MambaPoolHost,
 }
 """By class of the device pool; a subclass is mirrored as the nearest of its bases that is here."""
 
@@ -119,6 +122,35 @@ def build_kv_host_stack(
         host_pool = _build(plan, pages[plan.name], layout, allocator_type)
         entries.append(PoolEntry.of(host_pool, plan.device_pool, is_anchor=plan is anchor))
     return io_backend, HostPoolGroup(entries, pools.num_layers)
+
+
+def build_mamba_hybrid_stack(
+    pools: ModelPools,
+    *,
+    ratio: float,
+    size_gb: float,
+    io_backend: str,
+    layout: str,
+    has_storage: bool,
+    allocator_type: str = "default",
+) -> tuple[str, HostPoolGroup]:
+    """As `build_kv_host_stack`, of a model with recurrent states.
+
+    Raises:
+        ValueError: As `build_kv_host_stack`; or the model has no such states.
+    """
+    if not any(isinstance(pool, MambaPool) for pool in pools.pools):
+        names = ", ".join(pool.spec.name for pool in pools.pools)
+        raise ValueError(f"the model keeps {names}, and no recurrent states ({PoolName.MAMBA})")
+    return build_kv_host_stack(
+        pools,
+        ratio=ratio,
+        size_gb=size_gb,
+        io_backend=io_backend,
+        layout=layout,
+        has_storage=has_storage,
+        allocator_type=allocator_type,
+    )
 
 
 def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:

@@ -98,6 +98,7 @@ class PrefetchBoard:
         self._cut: list[PrefetchOperation] = []
         self._new: list[PrefetchOperation] = []
         self._unanswered: list[PrefetchOperation] = []
+        self._freed_states: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return len(self._reads) + len(self._cut)
@@ -117,6 +118,10 @@ class PrefetchBoard:
     def stuck_tokens(self) -> int:
         """Host tokens of reads that were cut, and whose call has not returned."""
         return sum(operation.owned_tokens for operation in self._cut)
+
+    def held_states(self) -> int:
+        """Host states that reads own."""
+        return sum(operation.host_state is not None for operation in self.operations())
 
     def operations(self) -> list[PrefetchOperation]:
         """The operations that own host pages."""
@@ -155,6 +160,9 @@ class PrefetchBoard:
             if asked * page <= before:
                 break
             reach = min(asked, read.reach)
+            if operation.has_state and reach < read.reach:
+                # The state that it brings stands behind pages that this prompt does not have.
+                break
             if reach * page > before:
                 if not operation.owns(before, reach * page):
                     # Some were published, and the tree has evicted them since.
@@ -260,15 +268,14 @@ class PrefetchBoard:
             # `ended` first: `landed_pages` is final once it is true.
             ended = operation.ended
             expired = now > operation.deadline
-            seen.append(
-                PrefetchProgress(
-                    operation.hit_pages,
-                    operation.landed_pages,
-                    ended,
-                    expired,
-                    operation.handed_pages,
-                )
+            progress = PrefetchProgress(
+                operation.hit_pages,
+                operation.landed_pages,
+                ended,
+                expired,
+                operation.handed_pages,
             )
+            seen.append(_with_state(operation, progress) if operation.has_state else progress)
         return seen
 
     def agree(self, agreed: Sequence[PrefetchProgress]) -> list[torch.Tensor]:
@@ -284,12 +291,39 @@ class PrefetchBoard:
                 if not progress.landed:
                     self.note_known(read, read.operation.start)
         for operation, progress in zip(cut, agreed[len(reads) :], strict=True):
+            if progress.hit >= 0:
+                operation.agreed_hit = progress.hit
             # A read that was cut is handed no more pages: only the call under way may write.
             end = progress.landed if progress.ended else progress.handed
             freed.append(self._release(operation, progress.landed, max(progress.landed, end)))
+        self._release_states(reads, cut, agreed)
         if self._cut:
-            self._cut = [operation for operation in self._cut if operation.owned_tokens]
+            self._cut = [operation for operation in self._cut if operation.is_held]
         return [slots for slots in freed if len(slots)]
+
+    def _release_states(
+        self,
+        reads: Sequence[Read],
+        cut: Sequence[PrefetchOperation],
+        agreed: Sequence[PrefetchProgress],
+    ) -> None:
+        """Let go of the states that no read brings any more; see `take_freed_states`."""
+        for read, progress in zip(reads, agreed[: len(reads)], strict=True):
+            if progress.ended and not progress.landed:
+                self._release_state(read.operation)
+        for operation, progress in zip(cut, agreed[len(reads) :], strict=True):
+            # What was handed over may be written to until the read has ended.
+            if progress.ended or not progress.handed:
+                self._release_state(operation)
+
+    def _release_state(self, operation: PrefetchOperation) -> None:
+        if (slot := operation.take_state()) is not None:
+            self._freed_states.append(slot)
+
+    def take_freed_states(self) -> list[torch.Tensor]:
+        """The host slots of states that reads have let go of, int64 `[1]` each, to be freed now."""
+        freed, self._freed_states = self._freed_states, []
+        return freed
 
     def _release(self, operation: PrefetchOperation, begin: int, end: int) -> torch.Tensor:
         """Let go of all but the pages from `begin` to `end`."""
@@ -358,3 +392,18 @@ class PrefetchBoard:
         """Half the tokens of the call under way: on average it has done so much of its work."""
         pages = 0 if progress.ended else max(0, progress.handed - progress.landed)
         return pages * self._page_size // 2
+
+
+def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> PrefetchProgress:
+    """The progress of a read that brings a state, as this rank tells it to the others.
+
+    The state stands behind the pages of this rank's own hit. Where the ranks agree on a shorter one
+    it is of no use to any, so nothing counts as landed before they have agreed.
+    """
+    hit = 0 if progress.ended and progress.hit < 0 else progress.hit
+    if hit == 0:
+        return progress._replace(hit=0, landed=0)
+    if operation.agreed_hit is None:
+        return progress._replace(landed=0, ended=False)
+    is_common = operation.agreed_hit == operation.hit_pages
+    return progress if is_common else progress._replace(landed=0)

@@ -43,8 +43,12 @@ class _Operation:
 class PrefetchOperation(_Operation):
     """A read of the pages of a prompt after those that L1 and L2 have or that other reads bring.
 
-    It owns `host_indices` until they are published (pages that landed) or released (the others).
-    The slots of `extra_transfers` stay the caller's.
+    It owns `host_indices` until they are published (pages that landed) or released (the others),
+    and `host_state` until it is published or released. Other slots of `extra_transfers` stay the
+    caller's.
+
+    The state that is read stands behind the last page that the store has of the prompt: such a read
+    is of use when all of it has landed, and not before.
     """
 
     request_id: str
@@ -67,6 +71,9 @@ class PrefetchOperation(_Operation):
     extra_transfers: Sequence[PoolTransfer] = ()
     """Host slots in other pools that have their own; see `parts_of_pages`. Pools that share others'
     slots come along by themselves."""
+    host_state: torch.Tensor | None = None
+    """Scheduler: int64 `[1]`, the host slot of the state that `extra_transfers` names, while it is
+    this operation's."""
 
     hit_pages: int = -1
     """Transfer thread: what the store reported to this rank; -1 while unknown."""
@@ -88,6 +95,8 @@ class PrefetchOperation(_Operation):
     """Scheduler, before `is_terminated`: computing the prompt ended sooner, or was going to."""
     is_spared: bool = False
     """Scheduler: the read is not overtaken, so that it measures how fast reads are."""
+    has_state: bool = field(init=False)
+    """A state is read with the pages."""
     _answered: threading.Event = field(default_factory=threading.Event)
     _owned: list[tuple[int, int]] = field(init=False)
     """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
@@ -95,6 +104,7 @@ class PrefetchOperation(_Operation):
     def __post_init__(self) -> None:
         self._owned = [(0, len(self.host_indices))]
         self.wanted_pages = len(self.hashes)
+        self.has_state = self.host_state is not None
 
     @property
     def owned_tokens(self) -> int:
@@ -113,6 +123,16 @@ class PrefetchOperation(_Operation):
         """Scheduler: hand the tokens from `begin` to `end` to the tree; their host slots."""
         self._owned = _outside(self._owned, begin, end)
         return self.host_indices[begin:end].clone()
+
+    def take_state(self) -> torch.Tensor | None:
+        """Scheduler: hand over the slot of the state, if it is still this operation's."""
+        slot, self.host_state = self.host_state, None
+        return slot
+
+    @property
+    def is_held(self) -> bool:
+        """Scheduler: whether it owns anything in L2."""
+        return bool(self.owned_tokens) or self.host_state is not None
 
     def release(self, begin: int, end: int) -> torch.Tensor:
         """Scheduler: give up all but the tokens from `begin` to `end`; returns the host slots."""

@@ -20,6 +20,9 @@ class DeviceCopy:
     node: TreeNode
     length: int
     host_indices: torch.Tensor
+    """Host slots of the pages; none where the state is copied alone."""
+    host_state: torch.Tensor | None = None
+    """Host slot of the state of `node`, int64 `[1]`, where it goes along."""
 
 
 def num_reached(acks: Sequence[HiCacheAck]) -> int:

@@ -9,11 +9,13 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
@@ -21,6 +23,7 @@ from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, hos
 from sglang.srt.mem_cache.tiers.host_backup import HostBackup
 from sglang.srt.mem_cache.tiers.host_load import HostLoad
 from sglang.srt.mem_cache.tiers.host_pages import HostPages
+from sglang.srt.mem_cache.tiers.host_states import HostStates
 from sglang.srt.mem_cache.tiers.storage_backup import StorageBackup
 from sglang.srt.mem_cache.tiers.storage_check import StorageCheck
 from sglang.srt.mem_cache.tiers.storage_link import StorageLink
@@ -30,9 +33,26 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Work
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.digest import Books, CacheBooks
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
+from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree, states_of
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+class BuildHostStack(Protocol):
+    """`build_kv_host_stack`, or one for certain models."""
+
+    def __call__(
+        self,
+        pools: ModelPools,
+        *,
+        ratio: float,
+        size_gb: float,
+        io_backend: str,
+        layout: str,
+        has_storage: bool,
+        allocator_type: str = "default",
+    ) -> tuple[str, HostPoolGroup]: ...
 
 
 class HiCacheArgs(Protocol):
@@ -70,17 +90,22 @@ class HiRadixCache(RadixCache):
         cache_controller: Moves the bytes.
         host_pool: L2, the anchor's pool.
         host_pages: L2's books.
+        host_states: Those of its recurrent states; None: the model has none.
         storage_link: The way to L3.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
         metrics: Counts what happened.
     """
 
     administration: StorageAdministration
+    build_host_stack: ClassVar[BuildHostStack] = staticmethod(build_kv_host_stack)
+    """Makes L2."""
 
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
-        controller = self.cache_controller = _make_controller(params, server_args, metrics)
+        controller = self.cache_controller = _make_controller(
+            params, server_args, metrics, self.build_host_stack
+        )
         self.host_pool = controller.mem_pool_host.anchor
         self._group = params.tp_cache_group
         self._attachment = StorageAttachment(
@@ -91,7 +116,8 @@ class HiRadixCache(RadixCache):
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
         )
         self.administration = StorageAdministration(self, self._attachment)
-        host = self.host_pages = HostPages(tree, self.host_pool, metrics)
+        host_states = self.host_states = _make_host_states(tree, controller)
+        host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
         link = self.storage_link = StorageLink(self._attachment, self.administration)
         self.storage_prefetch = StoragePrefetch(tree, host, link, metrics)
         self.storage_backup = StorageBackup(params.page_size, host, link, metrics)
@@ -104,17 +130,20 @@ class HiRadixCache(RadixCache):
             below=[self.storage_backup],
         )
         evict = self.host_backup.evict
-        self.host_load = HostLoad(tree, host, controller, evict=evict, metrics=metrics)
+        evict_states = None if host_states is None else self.host_backup.evict_states
+        self.host_load = HostLoad(
+            tree, host, controller, evict=evict, evict_states=evict_states, metrics=metrics
+        )
         flows = (
             self.administration,
             link,
             self.storage_prefetch,
             self.host_backup,
             self.host_load,
-            StorageCheck(params.page_size, link),
+            StorageCheck(params.page_size, link, has_states=host_states is not None),
             self.storage_backup,
         )
-        super().__init__(params, tree, flows, evict)
+        super().__init__(params, tree, flows, evict, evict_states)
         metrics.host_total.set(self.host_pool.size)
         self._books = CacheBooks(
             lambda: tree.root,
@@ -124,6 +153,9 @@ class HiRadixCache(RadixCache):
                 "epoch of L3": lambda: link.epoch,
             },
         )
+        if self.states is not None and host_states is not None:
+            self._books.counts["free states of L1"] = self.states.pool.available_size
+            self._books.counts["free states of L2"] = host_states.pool.available_size
         if server_args.hicache_storage_backend is not None:
             try:
                 self._attachment.attach(
@@ -314,18 +346,38 @@ class HiRadixCache(RadixCache):
         self.metrics.set_state(used, self.is_busy())
         self.metrics.host_stuck.set(self.storage_prefetch.stuck_tokens())
 
-    def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
-        super().check_integrity(request_slots)
+    def check_integrity(
+        self,
+        request_slots: Iterable[torch.Tensor] = (),
+        request_states: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().check_integrity(request_slots, request_states)
         self.cache_controller.mem_pool_host.check_integrity()
         self.host_pages.check([pages for flow in self._flows for pages in flow.owned_host_pages()])
+        if self.host_states is not None:
+            owned = [states for flow in self._flows for states in flow.owned_host_states()]
+            self.host_states.check(self.nodes(), owned)
+
+
+def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostStates | None:
+    """The books of the states in L2, if the tree has states; room for one is made by them."""
+    if states_of(tree) is None:
+        return None
+    entry = controller.mem_pool_host.entries[PoolName.MAMBA]
+    host_states = HostStates(tree, entry.host_pool)
+    entry.host_evict_fn = host_states.evict
+    return host_states
 
 
 def _make_controller(
-    params: CacheInitParams, server_args: HiCacheArgs, metrics: HiCacheMetrics
+    params: CacheInitParams,
+    server_args: HiCacheArgs,
+    metrics: HiCacheMetrics,
+    build_host_stack: BuildHostStack,
 ) -> HiCacheController:
     """L2, and what moves bytes to and from it."""
     allocator = params.token_to_kv_pool_allocator
-    io_backend, host_pool = build_kv_host_stack(
+    io_backend, host_pool = build_host_stack(
         params.model_pools or ModelPools.of([allocator.get_kvcache()]),
         ratio=server_args.hicache_ratio,
         size_gb=server_args.hicache_size,

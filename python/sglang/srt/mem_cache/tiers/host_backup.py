@@ -8,11 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.tiers.device_copy import DeviceCopy, num_reached
+from sglang.srt.mem_cache.tree.radix_cache import states_of
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -33,11 +37,21 @@ WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back
 _SELECTIVE_HITS: Final = 2
 
 
+@dataclass(slots=True)
+class _Leaving:
+    """What is written back in one round of an eviction: nodes, and the device slots they leave."""
+
+    nodes: list[TreeNode] = field(default_factory=list)
+    slots: list[torch.Tensor] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+
+
 class HostBackup(TierFlow):
     """Copies of one tree's pages to the host, and eviction from the device.
 
     - A node's host pages are set when their bytes have landed, never before.
     - While a copy runs, its device pages are locked and the operation owns its host pages.
+    - A node's state goes in the same copy as its pages, or alone where those are there already.
 
     Args:
         tree: Whose nodes.
@@ -60,6 +74,7 @@ class HostBackup(TierFlow):
     ) -> None:
         self.write_policy = write_policy
         self._tree = tree
+        self._states = states_of(tree)
         self._host = host
         self._controller = controller
         self._metrics = metrics
@@ -76,6 +91,11 @@ class HostBackup(TierFlow):
         for operation_id, copy in self._writing.items():
             yield f"write {operation_id}", copy.host_indices
 
+    def owned_host_states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for operation_id, copy in self._writing.items():
+            if copy.host_state is not None:
+                yield f"write {operation_id}", copy.host_state
+
     # ---- copies ----------------------------------------------------------------------------
 
     def on_insert(self, path: list[TreeNode]) -> None:
@@ -83,6 +103,8 @@ class HostBackup(TierFlow):
             return
         wanted = 1 if self.write_policy == "write_through" else _SELECTIVE_HITS
         for node in path:
+            if node.backuped and (wanted == 1 or node.hit_count >= wanted):
+                self._save_state(node)
             if node.backuped or node.write_id is not None:
                 continue
             # Top down, and no further than the first that does not go: writes are prefix-closed.
@@ -90,7 +112,8 @@ class HostBackup(TierFlow):
                 break
 
     def write(self, node: TreeNode) -> bool:
-        """Queue the copy of a node to the host; False where L2 has no room for it."""
+        """Queue the copy of a node, its state included, to the host; False where L2 has no room for
+        it."""
         operation = self._queue_copy(node)
         if operation is None:
             self._say.warning(
@@ -99,18 +122,48 @@ class HostBackup(TierFlow):
                 len(node.key),
             )
             return False
-        self._tree.lock(node)
         node.write_id = operation.operation_id
-        copy = DeviceCopy(node, len(node.key), operation.host_indices)
-        self._writing[operation.operation_id] = copy
+        self._begin(node, operation)
         return True
 
-    def _queue_copy(self, node: TreeNode) -> CacheOperation | None:
-        assert node.value is not None and not node.backuped
-        operation = self._controller.write(node.value)
+    def _save_state(self, node: TreeNode) -> None:
+        """Queue the copy of a state whose pages are on the host already, if L2 has room for it."""
+        if not self._lacks_host_state(node) or node.mamba_lock_ref:
+            return
+        node.protect_host()
+        operation = self._queue_copy(node)
         if operation is None:
-            self._host.make_room(len(node.key))
-            operation = self._controller.write(node.value)
+            self._host.unpin(node)
+            self._say.warning("l2-states-full", "L2 is full of states in use")
+            return
+        self._begin(node, operation)
+
+    def _begin(self, node: TreeNode, operation: CacheOperation) -> None:
+        """Lock what `operation` copies."""
+        self._tree.lock(node)
+        host_state = _host_state(operation)
+        if host_state is not None and self._states is not None:
+            self._states.lock(node)
+        copy = DeviceCopy(node, len(node.key), operation.host_indices, host_state)
+        self._writing[operation.operation_id] = copy
+
+    def _lacks_host_state(self, node: TreeNode) -> bool:
+        return node.mamba_value is not None and node.mamba_host_value is None
+
+    def _queue_copy(self, node: TreeNode, *, with_state: bool = True) -> CacheOperation | None:
+        """Queue what of `node` is on the device and not on the host: all of it, or nothing."""
+        assert node.value is not None
+        pages = node.value[:0] if node.backuped else node.value
+        extra = []
+        if with_state and self._states is not None and self._lacks_host_state(node):
+            assert node.mamba_value is not None
+            slot = self._states.on_device(node.mamba_value)
+            trailing = PoolHitPolicy.TRAILING_PAGES
+            extra.append(PoolTransfer(PoolName.MAMBA, device_indices=slot, hit_policy=trailing))
+        operation = self._controller.write(pages, extra)
+        if operation is None and len(pages):
+            self._host.make_room(len(pages))
+            operation = self._controller.write(pages, extra)
         return operation
 
     def begin_tick(self) -> None:
@@ -129,14 +182,29 @@ class HostBackup(TierFlow):
                     self._settle(copy)
 
     def _settle(self, copy: DeviceCopy) -> None:
-        """The bytes have landed: publish the host pages and let go of the device pages."""
-        landed = []
-        for node, begin, end in parts_of(copy.node, copy.length):
-            node.write_id = None
-            node.set_host_value(_part(copy.host_indices, begin, end))
-            landed.append(node)
+        """The bytes have landed: publish the host's part, and let go of the device's."""
+        parts = list(parts_of(copy.node, copy.length))
+        has_pages = len(copy.host_indices) > 0
+        if has_pages:
+            for node, begin, end in parts:
+                node.write_id = None
+                node.set_host_value(_part(copy.host_indices, begin, end))
+        if copy.host_state is not None:
+            assert self._host.states is not None and self._states is not None
+            self._host.states.put(copy.node, copy.host_state)
+            self._states.unlock(copy.node)
+        landed = [node for node, _, _ in parts]
         self._host.offer(landed)
+        if not has_pages:
+            for node in landed:
+                self._host.unpin(node)
         self._tree.unlock(copy.node)
+        if self._states is not None:
+            # What nobody could use any more has gone when it was unlocked.
+            landed = [node for node in landed if node.parent is not None]
+            if self.write_policy != "write_back":
+                for node in landed:
+                    self._save_state(node)  # One that came while the pages were on their way.
         self._tell_landed(landed[::-1])
 
     def _tell_landed(self, nodes: list[TreeNode]) -> None:
@@ -164,52 +232,90 @@ class HostBackup(TierFlow):
         """Free at most what can go now: a node above one that is being written back must wait."""
         tree = self._tree
         freed = 0
-        leaving: list[TreeNode] = []
+        leaving = _Leaving()
         kept: list[TreeNode] = []
-        slots: list[torch.Tensor] = []
         while freed < num_tokens and (node := tree.device_heap.pop()) is not None:
-            if node.backuped:
-                value = tree.take_off_device(node)
-                tree.free_slots(value)
-                freed += len(value)
-                self._host.offer([node])
-            elif (written := self._write_back(node)) is not None:
-                freed += len(written)
-                slots.append(written)
-                leaving.append(node)
-            elif dropped := self._drop(node):
-                freed += dropped
-            else:
+            left = self._leave(node, leaving)
+            freed += left
+            if not left:
                 kept.append(node)
-        if leaving:
-            self._finish_write_back(leaving, slots)
+        self._finish_write_back(leaving)
         for node in kept:
             tree.device_heap.offer(node)
         return freed
 
-    def _write_back(self, node: TreeNode) -> torch.Tensor | None:
-        """Queue a node's copy and take it off the device's books; its slots, or None.
+    def _leave(self, node: TreeNode, leaving: _Leaving) -> int:
+        """Let a leaf of the device leave it, with its state; device tokens freed. 0: it stays."""
+        tree = self._tree
+        is_write_back = self.write_policy == "write_back"
+        has_all = not self._lacks_host_state(node) or (bool(node.children) and not is_write_back)
+        if node.backuped and has_all:
+            value = tree.take_off_device(node)
+            tree.free_slots(value)
+            self._host.offer([node])
+            return len(value)
+        # Owed under `write_back`, or because host pages hang below.
+        if (is_write_back or node.children) and self._write_back(node, leaving):
+            return len(node.key)
+        return self._drop(node)
 
-        Only where the copy is owed: under `write_back`, or because host pages hang below.
-        """
-        if self.write_policy != "write_back" and not node.children:
-            return None
-        operation = self._queue_copy(node)
-        if operation is None:
-            return None
-        # Set before the bytes land, which nothing sees: `evict` waits for them.
-        node.set_host_value(operation.host_indices)
+    def _write_back(self, node: TreeNode, leaving: _Leaving) -> bool:
+        """Queue a node's copy and take it off the device's books."""
+        # Making room on the host must not take the node itself.
         node.protect_host()
-        return self._tree.take_off_device(node)
+        operation = self._queue_copy(node)
+        if operation is None and node.children:
+            operation = self._queue_copy(node, with_state=False)
+        if operation is None:
+            node.release_host()
+            return False
+        # Set before the bytes land, which nothing sees: `evict` waits for them.
+        if not node.backuped:
+            node.set_host_value(operation.host_indices)
+        host_state = _host_state(operation)
+        if host_state is not None:
+            assert self._host.states is not None and self._states is not None
+            self._host.states.put(node, host_state)
+            leaving.states.append(self._states.take_off_device(node))
+        leaving.slots.append(self._tree.take_off_device(node))
+        leaving.nodes.append(node)
+        return True
 
-    def _finish_write_back(self, nodes: list[TreeNode], slots: list[torch.Tensor]) -> None:
+    def _finish_write_back(self, leaving: _Leaving) -> None:
+        """Wait for the copies, and free what they were made from."""
+        if not leaving.nodes:
+            return
         self._controller.start_writing(is_urgent=True)
         self._controller.ack_write_queue[-1].finish_event.synchronize()
-        self._tree.free_slots(torch.cat(slots))
-        for node in nodes:
+        self._tree.free_slots(torch.cat(leaving.slots))
+        for slot in leaving.states:
+            assert self._states is not None
+            self._states.pool.free(slot)
+        for node in leaving.nodes:
             self._host.unpin(node)
         # Leaves were taken first; L3 wants parents first.
-        self._tell_landed(nodes[::-1])
+        self._tell_landed([node for node in leaving.nodes[::-1] if node.parent is not None])
+
+    def evict_states(self, num: int) -> int:
+        """Free `num` states on the device, if there are candidates; states freed.
+
+        One that has no host copy is lost with what it leaves useless; but under `write_back` a leaf
+        leaves the device with its pages, and is written back.
+        """
+        states = self._states
+        assert states is not None, "this model has no states"
+        freed = 0
+        leaving = _Leaving()
+        while freed < num and (node := states.heap.pop()) is not None:
+            freed += 1
+            is_leaf = node.lock_ref == 0 and node.device_children == 0
+            is_owed = self.write_policy == "write_back" and self._lacks_host_state(node)
+            if is_leaf and is_owed and self._write_back(node, leaving):
+                continue
+            states.pool.free(states.take_off_device(node))
+            self._tree.prune(node)
+        self._finish_write_back(leaving)
+        return freed
 
     def _drop(self, node: TreeNode) -> int:
         """Forget a node without a host copy, and the host pages below it; device tokens freed.
@@ -221,17 +327,25 @@ class HostBackup(TierFlow):
             below.extend(at.children.values())
         if any(at.host_ref_counter for at in below):
             return 0
+        above = node.parent
+        assert above is not None
         value = self._tree.take_off_device(node)
         self._tree.free_slots(value)
         for at in reversed(below):
-            if at.host_value is not None:
-                self._host.pool.free(at.host_value)
-                at.set_host_value(None)
+            self._host.forget(at)
             self._tree.delete(at)
+        if self._states is not None:
+            self._tree.prune(above)
         lost = sum(len(at.key) for at in below)
         self._metrics.dropped.labels("unwritten").inc(lost)
         self._say.info("drop", "%d tokens left L1 without a copy in L2", lost)
         return len(value)
+
+
+def _host_state(operation: CacheOperation) -> torch.Tensor | None:
+    """The host slot of the state that goes along with `operation`."""
+    found = (one for one in operation.transfers if one.name is PoolName.MAMBA)
+    return next((one.host_indices for one in found), None)
 
 
 def _part(slots: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.tiers.device_copy import DeviceCopy, num_reached
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams
+from sglang.srt.mem_cache.tree.radix_cache import states_of
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -31,13 +34,15 @@ logger = logging.getLogger(__name__)
 class HostLoad(TierFlow):
     """Loads of one tree.
 
-    While a load runs, its device pages are locked and its host pages are pinned.
+    While a load runs, its device pages are locked and its host pages are pinned. The state at the
+    end of the prefix comes with the pages, or alone where they are on the device.
 
     Args:
         tree: Whose nodes.
         host: L2's books.
         controller: Copies.
         evict: Frees device slots, at least as many tokens as asked for if it can.
+        evict_states: The same for recurrent states; None: the model has none.
         metrics: Counts what happened.
     """
 
@@ -49,8 +54,11 @@ class HostLoad(TierFlow):
         *,
         evict: Callable[[int], int],
         metrics: HiCacheMetrics,
+        evict_states: Callable[[int], int] | None = None,
     ) -> None:
         self._tree = tree
+        self._states = states_of(tree)
+        self._evict_states = evict_states
         self._host = host
         self._controller = controller
         self._evict = evict
@@ -70,44 +78,106 @@ class HostLoad(TierFlow):
             node = node.parent
         above = node
         chain.reverse()
-        if params.mem_quota is not None:
-            while chain and sum(len(n.key) for n in chain) > params.mem_quota:
-                chain.pop()
-        slots = self._reserve(chain, above)
+        quota = params.mem_quota
+        while chain and not self._is_usable(chain, quota):
+            chain.pop()
+        last = chain[-1] if chain else above
+        slots = self._load(chain, last, above)
         if slots is None:
-            return self._tree.values_of([]), above
-        hosts = [n.host_value for n in chain if n.host_value is not None]
-        operation = self._controller.load(torch.cat(hosts), slots)
+            return self._tree.values_of([]), self._end_on_device(above)
+        return slots, last
+
+    def _is_usable(self, chain: list[TreeNode], quota: int | None) -> bool:
+        """Whether a prefix may end with `chain`, and be so long (tokens)."""
+        if self._states is not None and not chain[-1].has_state:
+            return False
+        return quota is None or sum(len(node.key) for node in chain) <= quota
+
+    def _end_on_device(self, node: TreeNode) -> TreeNode:
+        """The last node up to `node`, which is on the device, at which a prefix may end now."""
+        while self._states is not None and node.parent is not None and node.mamba_value is None:
+            node = node.parent
+        return node
+
+    def _load(self, chain: list[TreeNode], last: TreeNode, above: TreeNode) -> torch.Tensor | None:
+        """Queue a load; its device slots, none where the state is loaded alone. None: there is
+        nothing to load, or no room.
+
+        Args:
+            chain: The nodes whose pages come, from the top; maybe none.
+            last: The end of the prefix, whose state comes if it is not on the device.
+            above: The node on the device that they hang on.
+        """
+        needs_state = self._states is not None and last.has_state and last.mamba_value is None
+        if not chain and not needs_state:
+            return None
+        pinned = chain or [last]
+        for node in pinned:
+            node.protect_host()
+        reserved = self._reserve(sum(len(node.key) for node in chain), above, needs_state)
+        if reserved is None:
+            for node in pinned:
+                self._host.unpin(node)
+            return None
+        slots, state = reserved
+        hosts = [node.host_value for node in chain if node.host_value is not None]
+        extra = [] if state is None else [self._state_transfer(last, state)]
+        none = torch.empty(0, dtype=torch.int64)
+        operation = self._controller.load(torch.cat(hosts) if hosts else none, slots, extra)
         done = 0
         for node in chain:
             self._tree.put_on_device(node, slots[done : done + len(node.key)].clone())
             done += len(node.key)
-        last = chain[-1]
         self._tree.lock(last)
-        self._loading[operation.operation_id] = DeviceCopy(last, done, operation.host_indices)
+        if state is not None and self._states is not None:
+            self._states.put_on_device(last, state)
+            self._states.lock(last)
+        length = sum(len(node.key) for node in pinned)
+        self._loading[operation.operation_id] = DeviceCopy(
+            last, length, operation.host_indices, last.mamba_host_value if extra else None
+        )
         self._metrics.load_back.inc(done)
-        return slots, last
+        return slots
 
-    def _reserve(self, chain: list[TreeNode], above: TreeNode) -> torch.Tensor | None:
-        """Device slots for `chain`, whose host pages stay pinned; None: nothing or no room."""
-        if not chain:
-            return None
-        needed = sum(len(node.key) for node in chain)
-        for node in chain:
-            node.protect_host()
-        # Evicting to make room must not take what the chain hangs on.
+    def _state_transfer(self, node: TreeNode, slot: torch.Tensor) -> PoolTransfer:
+        assert self._states is not None and node.mamba_host_value is not None
+        return PoolTransfer(
+            PoolName.MAMBA,
+            node.mamba_host_value,
+            self._states.on_device(slot),
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        )
+
+    def _reserve(
+        self, tokens: int, above: TreeNode, needs_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Device slots for pages, and one for a state if it is needed; None: no room for both."""
+        # Evicting to make room must not take what is loaded, or what it hangs on.
         self._tree.lock(above)
+        state = self._alloc_state() if needs_state else None
         allocator = self._tree.allocator
-        missing = needed - allocator.available_size()
+        missing = tokens - allocator.available_size()
         if missing > 0:
             self._evict(missing)
-        slots = allocator.alloc(needed)
+        slots = None
+        if state is not None or not needs_state:
+            slots = allocator.alloc(tokens)
         self._tree.unlock(above)
-        if slots is None:
-            for node in chain:
-                self._host.unpin(node)
-            self._say.info("l1-full", "no room in L1 to load %d tokens back from L2", needed)
-        return slots
+        if slots is not None:
+            return slots, state
+        if state is not None and self._states is not None:
+            self._states.pool.free(state)
+        self._say.info("l1-full", "no room in L1 to load %d tokens back from L2", tokens)
+        return None
+
+    def _alloc_state(self) -> torch.Tensor | None:
+        """A free slot for a state on the device, int64 `[1]` on the CPU; evicts for it."""
+        assert self._states is not None and self._evict_states is not None
+        pool = self._states.pool
+        if not pool.available_size():
+            self._evict_states(1)
+        taken = pool.take(1)
+        return None if taken is None else torch.tensor(taken)
 
     def report(self, progress: Progress) -> None:
         progress.loads = num_reached(self._controller.ack_load_queue)
@@ -120,6 +190,8 @@ class HostLoad(TierFlow):
                 self._settle(self._loading.pop(operation_id))
 
     def _settle(self, copy: DeviceCopy) -> None:
+        if copy.host_state is not None and self._states is not None:
+            self._states.unlock(copy.node)
         for node, _, _ in parts_of(copy.node, copy.length):
             self._host.unpin(node)
         self._tree.unlock(copy.node)

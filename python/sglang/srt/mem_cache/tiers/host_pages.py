@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.tree.integrity import PageBooks
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+    from sglang.srt.mem_cache.tiers.host_states import HostStates
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -26,13 +27,22 @@ class HostPages:
         tree: Whose nodes.
         pool: L2, of the anchor: the pages that prefixes are made of.
         metrics: Counts evictions.
+        states: The books of recurrent states; None: the model has none.
     """
 
-    def __init__(self, tree: PrefixTree, pool: AnyHostPool, metrics: HiCacheMetrics) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        pool: AnyHostPool,
+        metrics: HiCacheMetrics,
+        states: HostStates | None = None,
+    ) -> None:
         self.pool = pool
+        self.states = states
         self._tree = tree
         self._metrics = metrics
         self._heap = tree.add_heap(_may_leave_host)
+        tree.watch_leaving(self.forget)
 
     def offer(self, nodes: Iterable[TreeNode]) -> None:
         """Each of `nodes` may have become one that can leave the host."""
@@ -43,6 +53,24 @@ class HostPages:
         """Undo one `node.protect_host()`."""
         node.release_host()
         self._heap.offer(node)
+        if self.states is not None:
+            self.states.offer(node)
+            self._tree.prune(node)
+
+    def forget(self, node: TreeNode) -> None:
+        """`node` loses its host pages, if it has any, and what hangs on them."""
+        if node.host_value is not None:
+            self.pool.free(self._take_off_host(node))
+
+    def _take_off_host(self, node: TreeNode) -> torch.Tensor:
+        """`node` loses its host pages, which are the caller's to free, and its host state."""
+        value = node.host_value
+        assert value is not None and node.parent is not None
+        if self.states is not None:
+            self.states.forget(node)
+        node.set_host_value(None)
+        self._heap.offer(node.parent)
+        return value
 
     def make_room(self, num_tokens: int) -> None:
         """Evict until `num_tokens` are free, as far as nothing pins them."""
@@ -55,14 +83,17 @@ class HostPages:
         slots: list[torch.Tensor] = []
         freed = 0
         while freed < num_tokens and (node := self._heap.pop()) is not None:
-            assert node.host_value is not None and node.parent is not None
-            parent = node.parent
-            slots.append(node.host_value)
+            above = node.parent
+            assert above is not None
+            slots.append(self._take_off_host(node))
             freed += len(node.key)
-            node.set_host_value(None)
             if node.value is None:
                 self._tree.delete(node)
-            self._heap.offer(parent)
+                node = above
+            if self.states is not None:
+                before = self.pool.available_size()
+                self._tree.prune(node)
+                freed += self.pool.available_size() - before
         if slots:
             self.pool.free(torch.cat(slots))
             self._metrics.evicted.labels("host").inc(freed)
@@ -76,7 +107,8 @@ class HostPages:
         """
         books = PageBooks("host", self.pool.size, self._tree.page_size)
         books.own_pages("the free list", self.pool.free_page_ids())
-        for node in self._tree.nodes():
+        nodes = list(self._tree.nodes())
+        for node in nodes:
             books.own(repr(node), node.host_value)
             if _may_leave_host(node):
                 assert node in self._heap, f"{node} could leave the host but is not offered"

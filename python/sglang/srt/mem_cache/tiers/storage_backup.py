@@ -13,6 +13,8 @@ from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
 from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Verdict
 from sglang.srt.mem_cache.tree.radix_key import PageHash
@@ -112,13 +114,15 @@ class StorageBackup(TierFlow):
         prefix: list[PageHash] = []
         if self._link.attachment.settings.pass_prefix_keys:
             prefix = node.get_prefix_hash_values(self._page_size)
+        hashes = node.page_hashes(self._page_size)
         operation = StorageOperation(
             node=node,
             host_indices=node.host_value,
-            hashes=node.page_hashes(self._page_size),
+            hashes=hashes,
             prefix_hashes=prefix,
             after=node.parent.backup_op,
             epoch=self._link.epoch,
+            extra_transfers=_state_of(node, hashes),
         )
         node.protect_host()
         node.backup_op = operation
@@ -167,12 +171,19 @@ class StorageBackup(TierFlow):
     def _settle(self, operation: StorageOperation, *, success: bool) -> None:
         length = len(operation.host_indices)
         self._tokens -= length
+        late = []
         for node, _, _ in parts_of(operation.node, length):
             node.backup_op = None
-            if success:
+            has_written_state = node is operation.node and bool(operation.extra_transfers)
+            if node.mamba_host_value is not None and not has_written_state:
+                late.append(node)
+            elif success:
                 # The epoch of its start: a store that was lost meanwhile may have lost this too.
                 node.storage_epoch = operation.epoch
             self._host.unpin(node)
+        if success and late and self._link.io is not None:
+            # States that came while the pages were written.
+            self._write_all(late[::-1])
 
     def _give_up_below(self, refused: set[TreeNode]) -> None:
         """Write nothing that follows a page that was refused, also where it waits for room."""
@@ -208,3 +219,17 @@ class StorageBackup(TierFlow):
             path.append(at)
             at = at.parent
         return path[::-1]
+
+
+def _state_of(node: TreeNode, hashes: list[PageHash]) -> list[PoolTransfer]:
+    """The state of `node`, if it is on the host; it hangs on the last of its pages' `hashes`."""
+    if node.mamba_host_value is None:
+        return []
+    return [
+        PoolTransfer(
+            PoolName.MAMBA,
+            node.mamba_host_value,
+            keys=[hashes[-1]],
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        )
+    ]

@@ -30,11 +30,13 @@ class StorageCheck(TierFlow):
     Args:
         page_size: Tokens.
         link: The way to L3.
+        has_states: Prompts end with a recurrent state.
     """
 
-    def __init__(self, page_size: int, link: StorageLink) -> None:
+    def __init__(self, page_size: int, link: StorageLink, *, has_states: bool = False) -> None:
         self._page_size = page_size
         self._link = link
+        self._has_states = has_states
         self._under_way: CheckOperation | None = None
         self._uses = 0
         """Uses of stored prompts since the start."""
@@ -50,8 +52,13 @@ class StorageCheck(TierFlow):
         is_due = self._uses % _CHECK_EVERY == 0
         if not is_due or self._under_way is not None or not self._link.available:
             return
-        stored = itertools.takewhile(self._link.has_stored, path)
+        stored = list(itertools.takewhile(self._link.has_stored, path))
+        while self._has_states and stored and stored[-1].mamba_host_value is None:
+            # A prompt is there up to a state, and L3 is known to have those that the host has.
+            stored.pop()
         hashes = [page for node in stored for page in node.page_hashes(self._page_size)]
+        if not hashes:
+            return
         self._under_way = CheckOperation(hashes, self._link.epoch)
         io.submit_check(self._under_way)
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.l3.fetch_choice import FetchChoice
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPolicy, Read
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
@@ -105,6 +107,11 @@ class StoragePrefetch(TierFlow):
         for operation in self.board.operations():
             yield f"prefetch of {operation.request_id}", operation.owned_slots()
 
+    def owned_host_states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for operation in self.board.operations():
+            if operation.host_state is not None:
+                yield f"prefetch of {operation.request_id}", operation.host_state
+
     def stuck_tokens(self) -> int:
         """Host tokens that hanging reads keep though no request waits for them."""
         return self.board.stuck_tokens()
@@ -154,10 +161,14 @@ class StoragePrefetch(TierFlow):
         """
         if self._link.io is None:
             return
+        new = RadixKey(new_input_tokens, extra_key)
+        if self._host.states is not None:
+            # A state that has seen the last token is of no use: see `StateComponent.usable`.
+            new = new[: max(0, len(new) - 1)]
         reason = self._join_or_read(
             req_id,
             last_host_node,
-            RadixKey(new_input_tokens, extra_key).page_aligned(self.page_size),
+            new.page_aligned(self.page_size),
             last_hash,
             prefix_keys,
             only_join=only_join,
@@ -201,6 +212,12 @@ class StoragePrefetch(TierFlow):
             reason = NoRead.MISS
         else:
             reason, host_indices = self._room_for_prefetch(req_id, node, len(rest), least)
+        state = None
+        if host_indices is not None and self._host.states is not None:
+            state = self._room_for_state(node)
+            if state is None:
+                self._host.pool.free(host_indices)
+                reason, host_indices = NoRead.NO_HOST_MEMORY, None
         if host_indices is None:
             if joined >= least:
                 return NoRead.JOINED
@@ -222,6 +239,8 @@ class StoragePrefetch(TierFlow):
             # It may be read after what was joined.
             deadline=time.monotonic() + self._link.attachment.prefetch_seconds(len(new)),
             epoch=self._link.epoch,
+            extra_transfers=() if state is None else [_state_transfer(state)],
+            host_state=state,
         )
         self.board.start(operation)
         return None
@@ -252,6 +271,18 @@ class StoragePrefetch(TierFlow):
             return NoRead.NO_HOST_MEMORY, None
         return None, self._host.pool.alloc(wanted)
 
+    def _room_for_state(self, node: TreeNode) -> torch.Tensor | None:
+        """A host slot for the state that a read after `node` brings; None: there is none."""
+        states = self._host.states
+        assert states is not None
+        if self.board.held_states() + 1 > max(1.0, _PREFETCH_SHARE * states.pool.size):
+            return None
+        # Not at the cost of what the read continues.
+        node.protect_host()
+        slot = states.alloc()
+        self._host.unpin(node)
+        return slot
+
     # ---- it waits --------------------------------------------------------------------------
 
     def check_prefetch_progress(self, req_id: str) -> bool:
@@ -277,6 +308,9 @@ class StoragePrefetch(TierFlow):
         tree does not reach up to the read, so that nothing can be used.
         """
         operation = read.operation
+        if operation.has_state:
+            # It stands behind the last page, so that no part of the read is of use.
+            pages = read.progress.landed if operation.host_state is not None else 0
         landed = min(pages, read.progress.landed) * self.page_size
         if not landed:
             return 0
@@ -287,6 +321,8 @@ class StoragePrefetch(TierFlow):
         begin = known - operation.start
         if begin < 0:
             return None
+        if begin == landed and operation.has_state and path[-1].backuped:
+            self._publish_state(operation, path[-1])
         if not begin < landed or not operation.owns(begin, landed):
             # Others have brought it, or what was published before has been evicted.
             return 0
@@ -295,14 +331,23 @@ class StoragePrefetch(TierFlow):
         leaf.set_host_value(operation.publish(begin, landed))
         leaf.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
         leaf.storage_epoch = operation.epoch
+        self._publish_state(operation, leaf)
         self._host.offer([leaf])
         return end - known
+
+    def _publish_state(self, operation: PrefetchOperation, node: TreeNode) -> None:
+        """Hand the state that a read has brought, if any, to `node`, which ends where it stands."""
+        if (slot := operation.take_state()) is not None:
+            assert self._host.states is not None
+            self._host.states.put(node, slot, is_stored=True)
 
     def _settle_known(self, read: Read) -> None:
         """Mark what the tree has of a read for those who wait for it, and end what it need not
         bring any more."""
         operation = read.operation
-        known = sum(len(node.key) for node in self._tree.walk(operation.key))
+        path = self._tree.walk(operation.key)
+        # A state behind the whole of what is read is one that its requests can use.
+        known = sum(len(node.key) for node in self._tree.usable(path, len(operation.key) + 1))
         if known <= operation.start:
             return
         for pages in set(read.needs.values()):
@@ -365,6 +410,9 @@ class StoragePrefetch(TierFlow):
         self._choice.rates = agreed.rates
         for slots in self.board.agree(agreed.prefetches):
             self._host.pool.free(slots)
+        for slot in self.board.take_freed_states():
+            assert self._host.states is not None
+            self._host.states.pool.free(slot)
         self._settle_used()
         self._cut_overtaken()
         if not self._link.available and (stuck := self.board.stuck_tokens()):
@@ -380,6 +428,10 @@ class StoragePrefetch(TierFlow):
                 "an L3 read of %d tokens is cut: computing them is going to be sooner",
                 len(operation.host_indices),
             )
+
+
+def _state_transfer(slot: torch.Tensor) -> PoolTransfer:
+    return PoolTransfer(PoolName.MAMBA, slot, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
 def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:

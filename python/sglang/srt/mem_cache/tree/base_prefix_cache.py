@@ -63,10 +63,25 @@ class CacheableRequest(Protocol):
         """These tokens in order: prompt, then output. Made anew each time."""
 
 
+class StatefulRequest(CacheableRequest, Protocol):
+    """What a cache of recurrent states reads and writes of a request besides."""
+
+    mamba_pool_idx: torch.Tensor | None
+    """int64 `[1]` on the device: the slot that the request runs on, which never is the tree's."""
+    mamba_track_slot: torch.Tensor | None
+    """int64 `[1]` on the CPU: the slot of its newest snapshot, or of its next. The request's, until
+    the tree takes it and leaves None."""
+    mamba_last_track_seqlen: int | None
+    """Tokens that the snapshot in `mamba_track_slot` stands for, at most `kv_committed_len`; None:
+    it holds none that the tree has not been offered."""
+
+
 @dataclasses.dataclass(slots=True)
 class MatchPrefixParams:
     key: RadixKey
     cow_mamba: bool = False
+    """Copy the state at the end of the match to `mamba_pool_idx` of `req`, unless it has to be
+    loaded first (`mamba_host_hit_length`). The copy is queued on the current stream."""
     req: CacheableRequest | None = None
 
 
@@ -75,6 +90,7 @@ class InsertParams:
     key: RadixKey | None = None
     value: torch.Tensor | None = None
     mamba_value: torch.Tensor | None = None
+    """int64 `[1]` on the CPU: the slot of the state behind `key`."""
     prev_prefix_len: int = 0
     swa_evicted_seqlen: int = 0
     chunked: bool = False
@@ -87,6 +103,7 @@ class InsertResult:
     """Tokens of the key that the tree already had on the device (whole pages)."""
     total_len: int = 0
     mamba_exist: bool = False
+    """The tree had a state there on the device: `mamba_value` stays the caller's."""
     inserted_host_node: TreeNode | None = None
 
 
@@ -95,6 +112,7 @@ class EvictParams:
     num_tokens: int = 0
     swa_num_tokens: int = 0
     mamba_num: int = 0
+    """States on the device."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,7 +155,10 @@ class MatchResult(NamedTuple):
     """Tokens after `device_indices` that are on the host only."""
     swa_host_hit_length: int = 0
     mamba_host_hit_length: int = 0
+    """States to load: 1 where the one at the end is on the host alone, or is being loaded."""
     mamba_branching_seqlen: int | None = None
+    """Where the pages reach further than the match: the last position among them at which a
+    snapshot would have made the match longer."""
     cache_protected_len: int | None = None
 
 
@@ -187,7 +208,8 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `num_tokens` device slots if unlocked pages allow it."""
+        """Free at least `num_tokens` device slots if unlocked pages allow it, and `mamba_num`
+        states. A page that nobody can use without its state goes with it."""
 
     @abstractmethod
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
@@ -210,16 +232,29 @@ class BasePrefixCache(ABC):
         """Device tokens in the tree."""
 
     @abstractmethod
-    def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
+    def check_integrity(
+        self,
+        request_slots: Iterable[torch.Tensor] = (),
+        request_states: Iterable[torch.Tensor] = (),
+    ) -> None:
         """Assert every invariant of the books.
 
         Args:
             request_slots: For each request that holds slots, the int64 slots it owns itself
                 (those after its `cache_protected_len`).
+            request_states: For each request the int64 slots of states that it owns.
 
         Raises:
             AssertionError: Says which page of which tier has no owner, or two.
         """
+
+    def supports_mamba(self) -> bool:
+        """Whether the cache keeps recurrent states."""
+        return False
+
+    def mamba_evictable_size(self) -> int:
+        """States on the device that can be evicted."""
+        return 0
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         """Reserve device slots for the host part of a match and queue its copy.

@@ -35,3 +35,6 @@ class CacheInitParams:
     """Where the cache registers its metrics; None: it keeps none."""
     model_pools: ModelPools | None = None
     """Every kind of state that the model keeps; None: what the allocator hands out, alone."""
+    mamba_snapshot_alignment: int | None = None
+    """Tokens: snapshots of recurrent states are taken at multiples of it, which end with a page and
+    with a chunk of the kernel; None: at the end of any page."""

@@ -6,7 +6,7 @@ no two ranks need have in common.
 
 P(x) is a hash of the prefix that ends at x. A node from a to b that is in a tier of weight w adds
 w * (P(b) - P(a)). Cut at m, its parts add w * (P(m) - P(a)) + w * (P(b) - P(m)), which is the same:
-a split changes nothing.
+a split changes nothing. A state that stands behind x adds w * P(x): a split leaves it where it was.
 
 Prefix hashes are polynomials, so that each follows from that of the node above (Karp and Rabin,
 "Efficient randomized pattern-matching algorithms", 1987). Their bits are mixed, since sums of plain
@@ -37,6 +37,8 @@ MODULUS: Final = (1 << 61) - 1
 """A prime, so that no weight makes anything vanish."""
 DEVICE_WEIGHT: Final = 0x15B0A1C8F3D27E49
 HOST_WEIGHT: Final = 0x0D6E8FEB86659FD9
+STATE_WEIGHT: Final = 0x11C3D05B0E6A97C5
+HOST_STATE_WEIGHT: Final = 0x1A8E52F90B4D6E37
 _STORAGE_WEIGHT: Final = 0x1C3A5C85C97CB312
 _COUNT_WEIGHT: Final = 0x02F1BBCDCBFA53E0
 
@@ -157,6 +159,8 @@ class CacheBooks:
 def _state_of(node: TreeNode, begin: int, end: int) -> str:
     tiers = [name for name, has in (("L1", not node.evicted), ("L2", node.backuped)) if has]
     tiers += [f"L3 in epoch {node.storage_epoch}"] * (node.storage_epoch >= 0)
+    tiers += ["a state in L1"] * (node.mamba_value is not None)
+    tiers += ["a state in L2"] * (node.mamba_host_value is not None)
     first = ", ".join(map(str, node.key.ids[:4]))
     return f"tokens {begin} to {end} ({first}, ...): {' and '.join(tiers)}"
 
@@ -177,6 +181,9 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
         assert (node.prefix_hash, node.span) == (end, span_of(begin, end)), f"{node}: other tokens"
         weight = DEVICE_WEIGHT * (not node.evicted) + HOST_WEIGHT * node.backuped
         anew.change(node.span, weight + storage_weight(node.storage_epoch))
+        states = STATE_WEIGHT * (node.mamba_value is not None)
+        states += HOST_STATE_WEIGHT * (node.mamba_host_value is not None)
+        anew.change(mixed(end), states)
     kept = root.tree_digest.value
     assert kept == anew.value, f"the digest of the tree is {kept:x}, its nodes make {anew.value:x}"
 

@@ -3,14 +3,14 @@
 A node holds whole pages. Sources: SGLang's RadixAttention (Zheng et al., "SGLang: Efficient
 Execution of Structured Language Model Programs", 2024) for the idea; radix trees are Morrison's
 (1968). The tree also walks and splits nodes that are on the host alone, so that tiers below L1
-need no second copy of any of it.
+need no second copy of any of it. What else a node owns is the business of components.
 
 Threads: the scheduler's only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.tree.component import TreeComponent
 
 
 class PrefixTree:
@@ -33,10 +34,18 @@ class PrefixTree:
         allocator: Takes device slots back.
         page_size: Tokens.
         eviction_policy: Name of the order in which nodes leave a tier.
+        components: What nodes own beside pages.
+
+    Raises:
+        ValueError: The policy is unknown, or a component does not fit the tree.
     """
 
     def __init__(
-        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, eviction_policy: str
+        self,
+        allocator: BaseTokenToKVPoolAllocator,
+        page_size: int,
+        eviction_policy: str,
+        components: Sequence[TreeComponent] = (),
     ) -> None:
         self.page_size = page_size
         self.allocator = allocator
@@ -44,6 +53,10 @@ class PrefixTree:
         self._strategy = get_eviction_strategy(eviction_policy)
         self._heaps: list[EvictionHeap] = []
         self.device_heap = self.add_heap(_may_leave_device)
+        self._forget_below: Callable[[TreeNode], None] | None = None
+        self.components = tuple(components)
+        for component in self.components:
+            component.bind(self)
         self.reset()
 
     def reset(self) -> None:
@@ -56,12 +69,18 @@ class PrefixTree:
         self.look_ahead.clear()
         for heap in self._heaps:
             heap.clear()
+        for component in self.components:
+            component.reset()
 
     def add_heap(self, is_candidate: Callable[[TreeNode], bool]) -> EvictionHeap:
         """An eviction order over the nodes for which `is_candidate` holds, kept up to date."""
         heap = EvictionHeap(self._strategy, is_candidate)
         self._heaps.append(heap)
         return heap
+
+    def watch_leaving(self, forget: Callable[[TreeNode], None]) -> None:
+        """`forget` frees what lower tiers have of a node that is about to leave the tree."""
+        self._forget_below = forget
 
     # ---- structure -------------------------------------------------------------------------
 
@@ -86,6 +105,12 @@ class PrefixTree:
             path.append(child)
             done += common
             node = child
+        return path
+
+    def usable(self, path: list[TreeNode], key_len: int) -> list[TreeNode]:
+        """The front of `path` that a request with a key of `key_len` tokens can use."""
+        for component in self.components:
+            path = path[: component.usable(path, key_len)]
         return path
 
     def path_to(self, node: TreeNode) -> list[TreeNode]:
@@ -137,6 +162,28 @@ class PrefixTree:
         self.look_ahead.on_delete(node)
         node.detach(self.page_size)
 
+    def prune(self, node: TreeNode) -> int:
+        """Delete `node` if it serves nobody, and then what it leaves useless above; the device
+        tokens that this frees. Call it when `node` may have become useless."""
+        freed = 0
+        while self._is_useless(node):
+            parent = node.parent
+            assert parent is not None
+            if node.value is not None:
+                value = self.take_off_device(node)
+                self.free_slots(value)
+                freed += len(value)
+            if self._forget_below is not None:
+                self._forget_below(node)
+            self.delete(node)
+            node = parent
+        return freed
+
+    def _is_useless(self, node: TreeNode) -> bool:
+        if node.parent is None or node.children or node.lock_ref or node.host_ref_counter:
+            return False
+        return any(not component.needs(node) for component in self.components)
+
     def nodes(self) -> Iterable[TreeNode]:
         """Every node but the root, parents before children."""
         stack = list(self.root.children.values())
@@ -171,6 +218,8 @@ class PrefixTree:
         """`node`, which nothing locks, loses its device slots; they are the caller's to free."""
         value = node.value
         assert value is not None and node.lock_ref == 0 and node.parent is not None
+        for component in self.components:
+            component.on_leave_device(node)
         node.set_value(None)
         self.evictable -= len(value)
         self.device_heap.offer(node.parent)
@@ -186,10 +235,12 @@ class PrefixTree:
         tokens freed. For a tree without lower tiers."""
         freed = 0
         while freed < num_tokens and (node := self.device_heap.pop()) is not None:
+            above = node.parent
+            assert above is not None
             value = self.take_off_device(node)
             self.free_slots(value)
             self.delete(node)
-            freed += len(value)
+            freed += len(value) + self.prune(above)
         return freed
 
     def values_of(self, nodes: list[TreeNode]) -> torch.Tensor:
@@ -227,15 +278,22 @@ class PrefixTree:
             at = at.parent
         self.evictable += delta
         self.protected -= delta
+        if self.components:
+            self.prune(node)
         return delta
 
     # ---- books -----------------------------------------------------------------------------
 
-    def check(self, request_slots: Iterable[torch.Tensor]) -> None:
+    def check(
+        self,
+        request_slots: Iterable[torch.Tensor],
+        request_states: Iterable[torch.Tensor] = (),
+    ) -> None:
         """Assert structure, locks, marks, and that each device page has one owner.
 
         Args:
             request_slots: For each request the int64 slots that it owns itself.
+            request_states: For each request the int64 slots of states that it owns.
         """
         nodes = list(self.nodes())
         check_nodes(self.root, nodes, self.page_size)
@@ -258,6 +316,8 @@ class PrefixTree:
         for index, slots in enumerate(request_slots):
             books.own(f"request {index}", slots)
         books.check()
+        for component in self.components:
+            component.check(nodes, request_states)
 
 
 def _may_leave_device(node: TreeNode) -> bool:

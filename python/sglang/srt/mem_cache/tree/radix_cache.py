@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     BasePrefixCache,
     CacheableRequest,
@@ -27,6 +28,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ class RadixCache(BasePrefixCache):
         flows: To and from lower tiers, in the order in which they act; none with one tier.
         evict: Frees device slots, at least as many tokens as asked for if it can, and returns how
             many; None: pages that leave L1 are forgotten.
+        evict_states: The same for recurrent states.
+
+    Attributes:
+        states: The recurrent states of the tree's nodes; None: the model has none.
     """
 
     def __init__(
@@ -55,13 +61,18 @@ class RadixCache(BasePrefixCache):
         tree: PrefixTree | None = None,
         flows: Sequence[TierFlow] = (),
         evict: Callable[[int], int] | None = None,
+        evict_states: Callable[[int], int] | None = None,
     ) -> None:
         self.disable = params.disable
         self.page_size = params.page_size
         self.req_to_token_pool = params.req_to_token_pool
         self.tree = make_tree(params) if tree is None else tree
         self._flows = tuple(flows)
+        self.states = states_of(self.tree)
         self._evict = self.tree.evict_from_device if evict is None else evict
+        if evict_states is None and self.states is not None:
+            evict_states = self.states.evict
+        self._evict_states = evict_states
 
     @property
     def root_node(self) -> TreeNode:
@@ -73,42 +84,54 @@ class RadixCache(BasePrefixCache):
     # ---- matching and inserting ------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        if params.cow_mamba:
+        if params.cow_mamba and self.states is None:
             raise not_supported(params, "cow_mamba")
-        path = [] if self.disable else self.tree.walk(params.key)
+        components = self.tree.components
+        known = path = [] if self.disable else self.tree.walk(params.key)
+        if components:
+            path = self.tree.usable(known, len(params.key))
         on_device = [node for node in path if node.value is not None]
         last_device = on_device[-1] if on_device else self.root_node
         last = path[-1] if path else self.root_node
-        return MatchResult(
+        match = MatchResult(
             device_indices=self.tree.values_of(on_device),
             last_device_node=last_device,
             last_host_node=last,
             best_match_node=last,
             host_hit_length=sum(len(node.key) for node in path[len(on_device) :]),
         )
+        for component in components:
+            match = component.complete_match(match, known, params)
+        return match
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Insert whole pages of `key` with their device slots; what is over is ignored.
 
         The tree takes the slots of pages that it does not have on the device; the caller keeps
-        (and frees) those of the first `prefix_len` tokens.
+        (and frees) those of the first `prefix_len` tokens. It takes `mamba_value` too, unless
+        `mamba_exist`.
 
         Raises:
             ValueError: `key` or `value` is missing, or they differ in length; or a field is set
-                that belongs to a kind of state that this cache does not keep.
+                that belongs to a kind of state that this cache does not keep, or one is missing
+                that it needs.
         """
-        if params.mamba_value is not None or params.prev_prefix_len or params.swa_evicted_seqlen:
+        is_foreign = params.mamba_value is not None and self.states is None
+        if is_foreign or params.prev_prefix_len or params.swa_evicted_seqlen:
             raise not_supported(params, "mamba_value", "prev_prefix_len", "swa_evicted_seqlen")
         if params.key is None or params.value is None or len(params.key) != len(params.value):
             raise ValueError("insert needs `key` and a `value` of the same length")
+        for component in self.tree.components:
+            component.check_insert(params)
         if self.disable:
-            return InsertResult(prefix_len=0)
+            return InsertResult(prefix_len=0, mamba_exist=self.states is not None)
         key = params.key.page_aligned(self.page_size)
         prefix_len, path = self.tree.insert(key, params.value, params.priority)
+        had_state = self.states is not None and self.states.on_insert(path[-1], params)
         if not params.chunked:
             _count_hit(path)
         self._on_insert(path)
-        return InsertResult(prefix_len=prefix_len, total_len=len(key))
+        return InsertResult(prefix_len=prefix_len, total_len=len(key), mamba_exist=had_state)
 
     def _on_insert(self, path: list[TreeNode]) -> None:
         for flow in self._flows:
@@ -119,20 +142,21 @@ class RadixCache(BasePrefixCache):
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
         kept = req.cache_protected_len
         if is_insert and not self.disable:
-            whole = req.kv_committed_len // self.page_size * self.page_size
+            whole = self._insertable(req)
             if whole > kept:
                 key, slots = self._committed(req)
-                known, path = self.tree.insert(
-                    key.page_aligned(self.page_size), slots, req.priority
-                )
+                known, path = self.tree.insert(key[:whole], slots, req.priority)
                 # Pages that another request inserted meanwhile: these are doubles.
                 self.tree.free_slots(slots[kept:known])
                 kept = whole
+                self._hand_over(req, path[-1])
             else:
                 path = self.tree.path_to(req.last_node)
             _count_hit(path)
             self._on_insert(path)
         self.tree.free_slots(self._slots_of(req, kept))
+        for component in self.tree.components:
+            component.release(req)
         self.dec_lock_ref(req.last_node)
         req.last_node = self.root_node
         req.cache_protected_len = 0
@@ -141,17 +165,21 @@ class RadixCache(BasePrefixCache):
         if self.disable:
             req.prefix_indices = self._slots_of(req, 0)
             return
-        begin = req.cache_protected_len
-        if req.kv_committed_len // self.page_size * self.page_size == begin:
-            # It has no page that the tree lacks: what it locked is what it used.
+        begin, whole = req.cache_protected_len, self._insertable(req)
+        if whole <= begin:
+            # It has no page that the tree would take: what it locked is what it used.
             path = self.tree.path_to(req.last_node)
             for node in path:
                 node.priority = max(node.priority, req.priority)
+            if self.tree.components:
+                req.prefix_indices = self._slots_of(req, 0)
+                if 0 < whole == begin:
+                    self._hand_over(req, req.last_node)
             self._on_insert(path)
             return
         key, slots = self._committed(req)
-        aligned = key.page_aligned(self.page_size)
-        known, path = self.tree.insert(aligned, slots, req.priority)
+        known, path = self.tree.insert(key[:whole], slots, req.priority)
+        self._hand_over(req, path[-1])
         self._on_insert(path)
         if known > begin:
             # Pages that another request inserted meanwhile: these are doubles.
@@ -159,12 +187,23 @@ class RadixCache(BasePrefixCache):
             theirs = self.tree.values_of(path)[begin:known]
             self.req_to_token_pool.write((req.req_pool_idx, slice(begin, known)), theirs)
             slots = torch.cat([slots[:begin], theirs, slots[known:]])
-        last = path[-1] if path else self.root_node
+        last = path[-1]
         self.inc_lock_ref(last)
         self.dec_lock_ref(req.last_node)
         req.last_node = last
-        req.cache_protected_len = len(aligned)
+        req.cache_protected_len = whole
         req.prefix_indices = slots
+
+    def _insertable(self, req: CacheableRequest) -> int:
+        """How many of the tokens of `req` the tree can use."""
+        length = req.kv_committed_len // self.page_size * self.page_size
+        for component in self.tree.components:
+            length = component.insertable(req, length)
+        return length
+
+    def _hand_over(self, req: CacheableRequest, end: TreeNode) -> None:
+        for component in self.tree.components:
+            component.take_from(req, end)
 
     def _committed(self, req: CacheableRequest) -> tuple[RadixKey, torch.Tensor]:
         return RadixKey(req.kv_committed_ids, req.extra_key), self._slots_of(req, 0)
@@ -199,9 +238,28 @@ class RadixCache(BasePrefixCache):
         return DecLockRefResult(delta=self.tree.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
-        if params.swa_num_tokens or params.mamba_num:
+        if params.swa_num_tokens or (params.mamba_num and self.states is None):
             raise not_supported(params, "swa_num_tokens", "mamba_num")
-        return EvictResult(num_tokens_evicted=self._evict(params.num_tokens))
+        if self.states is None or self._evict_states is None:
+            return EvictResult(num_tokens_evicted=self._evict(params.num_tokens))
+        pool, tokens = self.states.pool, self.total_size()
+        free_states = pool.available_size()
+        if params.mamba_num:
+            self._evict_states(params.mamba_num)
+        # Pages go with states, and states with pages.
+        missing = params.num_tokens - (tokens - self.total_size())
+        if missing > 0:
+            self._evict(missing)
+        return EvictResult(
+            num_tokens_evicted=tokens - self.total_size(),
+            mamba_num_evicted=pool.available_size() - free_states,
+        )
+
+    def supports_mamba(self) -> bool:
+        return self.states is not None
+
+    def mamba_evictable_size(self) -> int:
+        return 0 if self.states is None else self.states.evictable
 
     def evictable_size(self) -> int:
         return self.tree.evictable
@@ -229,15 +287,38 @@ class RadixCache(BasePrefixCache):
             print("  " * depth[node.id] + repr(node))  # noqa: T201
         print(f"device tokens: {self.total_size()}")  # noqa: T201
 
-    def check_integrity(self, request_slots: Iterable[torch.Tensor] = ()) -> None:
-        self.tree.check(request_slots)
+    def check_integrity(
+        self,
+        request_slots: Iterable[torch.Tensor] = (),
+        request_states: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self.tree.check(request_slots, request_states)
         for flow in self._flows:
             flow.check()
 
 
 def make_tree(params: CacheInitParams) -> PrefixTree:
     """The empty tree of a cache built from `params`."""
-    return PrefixTree(params.token_to_kv_pool_allocator, params.page_size, params.eviction_policy)
+    components = []
+    if (pool := mamba_pool_of(params)) is not None:
+        alignment = params.mamba_snapshot_alignment or params.page_size
+        components.append(StateComponent(pool, alignment))
+    return PrefixTree(
+        params.token_to_kv_pool_allocator, params.page_size, params.eviction_policy, components
+    )
+
+
+def mamba_pool_of(params: CacheInitParams) -> MambaPool | None:
+    """The recurrent states of the model on the device; None: it has none."""
+    pools = () if params.model_pools is None else params.model_pools.pools
+    found = (pool for pool in pools if isinstance(pool, MambaPool))
+    return next(found, None)
+
+
+def states_of(tree: PrefixTree) -> StateComponent | None:
+    """The component of `tree` that has the recurrent states; None: the model has none."""
+    found = (one for one in tree.components if isinstance(one, StateComponent))
+    return next(found, None)
 
 
 def _count_hit(path: list[TreeNode]) -> None:

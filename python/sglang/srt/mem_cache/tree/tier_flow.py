@@ -58,5 +58,9 @@ class TierFlow:
         """Host slots that operations own, which no node shows: owner and int64 slots."""
         return iter(())
 
+    def owned_host_states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same of recurrent states."""
+        return iter(())
+
     def check(self) -> None:
         """Assert the flow's own invariants."""

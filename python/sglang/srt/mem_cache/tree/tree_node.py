@@ -9,8 +9,11 @@ import torch
 
 from sglang.srt.mem_cache.tree.digest import (
     DEVICE_WEIGHT,
+    HOST_STATE_WEIGHT,
     HOST_WEIGHT,
+    STATE_WEIGHT,
     TreeDigest,
+    mixed,
     span_of,
     start_of,
     storage_weight,
@@ -38,8 +41,13 @@ class TreeNode:
     """A run of whole pages, reached through its parent.
 
     On the device where `value` is set, on the host where `host_value` is. Every node but the root
-    is on one of them at least, and the nodes on the device are closed under `parent`. What changes
-    here while the node is in a tree changes the tree's digest (`digest.py`).
+    is on one of them at least, and the nodes on the device are closed under `parent`.
+
+    A model with recurrent states has them at the *end* of nodes: one stands for the whole prefix.
+    It is on the device where `mamba_value` is set, on the host where `mamba_host_value` is; the
+    pages are there too. A split leaves it with the lower part.
+
+    What changes here while the node is in a tree changes the tree's digest (`digest.py`).
 
     Threads: the scheduler's only.
     """
@@ -59,6 +67,9 @@ class TreeNode:
         "key",
         "last_access_time",
         "lock_ref",
+        "mamba_host_value",
+        "mamba_lock_ref",
+        "mamba_value",
         "parent",
         "prefix_hash",
         "priority",
@@ -85,7 +96,14 @@ class TreeNode:
         self.lock_ref = 0
         """Requests and copies that need `value`, here or below."""
         self.host_ref_counter = 0
-        """Copies and transfers that read or write `host_value`; also keeps the node in the tree."""
+        """Copies and transfers that read or write `host_value` or `mamba_host_value`; they also
+        keep the node in the tree."""
+        self.mamba_value: torch.Tensor | None = None
+        """int64 `[1]` on the device: the slot of the state."""
+        self.mamba_host_value: torch.Tensor | None = None
+        """int64 `[1]` on the CPU: its slot in the host pool, the bytes landed."""
+        self.mamba_lock_ref = 0
+        """Copies that read or write `mamba_value`. They lock the pages too."""
         self.write_id: int | None = None
         """The device-to-host copy under way for these pages, if any."""
         self.backup_op: StorageOperation | None = None
@@ -157,6 +175,23 @@ class TreeNode:
             self.tree_digest.change(self.span, change * HOST_WEIGHT)
         self.host_value = host_value
 
+    def set_mamba_value(self, slot: torch.Tensor | None) -> None:
+        """Put the state on the device, or take it off."""
+        change = (slot is not None) - (self.mamba_value is not None)
+        self._count_state(change * STATE_WEIGHT)
+        self.mamba_value = slot
+
+    def set_mamba_host_value(self, slot: torch.Tensor | None) -> None:
+        """Put the state on the host, or take it off."""
+        change = (slot is not None) - (self.mamba_host_value is not None)
+        self._count_state(change * HOST_STATE_WEIGHT)
+        self.mamba_host_value = slot
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the state at the end of this node is on some tier."""
+        return self.mamba_value is not None or self.mamba_host_value is not None
+
     def attach(self, parent: TreeNode, page_size: int) -> None:
         """Hang this node below `parent`, where it was before if it was in a tree."""
         self.parent = parent
@@ -171,6 +206,8 @@ class TreeNode:
             self.prefix_hash = self.tree_digest.prefix_hash(begin, self.key.ids)
         self.span = span_of(begin, self.prefix_hash)
         self.tree_digest.change(self.span, self._weight())
+        if self.has_state:
+            self._count_state(self._state_weight())
 
     def detach(self, page_size: int) -> None:
         """Take this node off its parent. `parent` is None from now on."""
@@ -179,6 +216,8 @@ class TreeNode:
         self.parent.device_children -= self.value is not None
         self.parent.host_children -= self.host_value is not None
         self.tree_digest.change(self.span, -self._weight())
+        if self.has_state:
+            self._count_state(-self._state_weight())
         self.parent = None
 
     def split_off_front(self, length: int, new_id: int, page_size: int) -> TreeNode:
@@ -217,6 +256,16 @@ class TreeNode:
             weight += HOST_WEIGHT
         return weight
 
+    def _state_weight(self) -> int:
+        """Of the tiers that the state is in, for the digest."""
+        on_device = STATE_WEIGHT * (self.mamba_value is not None)
+        return on_device + HOST_STATE_WEIGHT * (self.mamba_host_value is not None)
+
+    def _count_state(self, weight: int) -> None:
+        if self.parent is not None and weight:
+            assert self.prefix_hash is not None, "it is in the tree"
+            self.tree_digest.change(mixed(self.prefix_hash), weight)
+
     def protect_host(self) -> None:
         """Keep the host pages (and the node) until the matching `release_host`."""
         self.host_ref_counter += 1
@@ -254,6 +303,10 @@ class TreeNode:
 
     def __repr__(self) -> str:
         tiers = ("device " if self.value is not None else "") + ("host" if self.backuped else "")
+        if self.has_state:
+            state = ("device ",) * (self.mamba_value is not None)
+            state += ("host ",) * (self.mamba_host_value is not None)
+            tiers = f"{tiers.strip()}, state {''.join(state)}"
         return (
             f"TreeNode({self.id}: {len(self.key)} tokens, {tiers.strip() or 'nowhere'}, "
             f"locks {self.lock_ref}/{self.host_ref_counter})"

@@ -8,22 +8,26 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
+    build_mamba_hybrid_stack,
     register_host_pool,
 )
 from sglang.srt.mem_cache.memory_pool_host import (
     HostPoolGroup,
+    MambaPoolHost,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
@@ -256,6 +260,57 @@ def test_specs_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ModelPools.of(pools, 4)
+
+
+# -- recurrent states ----------------------------------------------------------------------------
+
+STATE_SPEC = MambaSpec.of_shapes(
+    (1, 3), (1, 2, 2), (3, 2), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
+)
+STATE_BYTES = 2 * (4 * 4 + 6 * 2)
+
+
+def with_states(size: int = 8) -> ModelPools:
+    return ModelPools.of([make_device_pool(), MambaPool(STATE_SPEC, size, "cpu")], 4)
+
+
+def build_with_states(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
+    asked: dict[str, Any] = {
+        "ratio": 2.0, "size_gb": 0.0, "io_backend": "auto", "layout": "auto", "has_storage": True
+    }  # fmt: skip
+    return build_mamba_hybrid_stack(pools, **(asked | arguments))[1]
+
+
+def test_host_sizes_of_pages_and_states_are_in_the_ratio_of_the_device() -> None:
+    group = build_with_states(with_states())
+    assert page_nums(group) == {"kv": 32, "mamba": 16}
+    assert isinstance(group.get_pool("mamba"), MambaPoolHost)
+    device_bytes = 16 * KV_PAGE + 8 * STATE_BYTES
+    in_gb = build_with_states(with_states(), size_gb=3 * device_bytes / 1e9)
+    assert page_nums(in_gb) == {"kv": 48, "mamba": 24}, "each pool's part is taken once"
+
+
+def test_a_stack_with_states_that_cannot_be_built_names_the_pool_and_leaves_nothing() -> None:
+    with pytest.raises(ValueError, match="keeps kv, and no recurrent states"):
+        build_with_states(ModelPools.of([make_device_pool()]))
+    with pytest.raises(ValueError, match=f"pool mamba gets 44 .*takes {STATE_BYTES}"):
+        build_with_states(with_states(), ratio=0.1)
+    made: list[weakref.ref[torch.Tensor]] = []
+    allocate = HostTensorAllocator.allocate
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    with (
+        patch.object(HostTensorAllocator, "allocate", watched),
+        pytest.raises(ValueError, match="host pool mamba: layout page_first_kv_split"),
+    ):
+        build_with_states(with_states(), layout="page_first_kv_split")
+    gc.collect()
+    assert made
+    assert all(one() is None for one in made)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""The prefix cache of up to three tiers of a model with recurrent states: its assembly.
+
+Its flows are those of every model; states go along. See `docs/hicache.md`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_mamba_hybrid_stack
+from sglang.srt.mem_cache.mamba_radix_cache import check_has_states
+from sglang.srt.mem_cache.tiers.hiradix_cache import BuildHostStack, HiCacheArgs, HiRadixCache
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+
+
+class HiMambaRadixCache(HiRadixCache):
+    """Prefix cache of pages and recurrent states in device memory, host memory and a store.
+
+    Raises:
+        ValueError: As `HiRadixCache`, or `params.model_pools` has no recurrent states.
+        StorageUnreachable: As `HiRadixCache`.
+    """
+
+    build_host_stack: ClassVar[BuildHostStack] = staticmethod(build_mamba_hybrid_stack)
+
+    def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
+        check_has_states(params)
+        super().__init__(params, server_args)

@@ -1,0 +1,97 @@
+"""The books of recurrent states in L2: which nodes have one, and in which order they lose it.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.mem_cache.tree.integrity import PageBooks
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+class HostStates:
+    """Host states of the nodes of one tree. Counts are states.
+
+    What pins a node's host pages pins its host state too.
+
+    Args:
+        tree: Whose nodes.
+        pool: L2, of the states.
+    """
+
+    def __init__(self, tree: PrefixTree, pool: AnyHostPool) -> None:
+        self.pool = pool
+        self._tree = tree
+        self._heap = tree.add_heap(_may_lose_host_state)
+
+    def offer(self, node: TreeNode) -> None:
+        """The state of `node` may have become one that can leave the host."""
+        self._heap.offer(node)
+
+    def put(self, node: TreeNode, slot: torch.Tensor, *, is_stored: bool = False) -> None:
+        """Hand a host slot, int64 `[1]`, to `node`, whose pages are on the host.
+
+        Args:
+            is_stored: L3 has it. Otherwise L3 is taken to lack the node, so that it gets the state.
+        """
+        if node.mamba_host_value is not None:
+            # Another way was sooner.
+            self.pool.free(slot)
+            return
+        assert node.backuped, f"{node} gets a host state without host pages"
+        node.set_mamba_host_value(slot)
+        if not is_stored:
+            node.storage_epoch = -1
+        self._heap.offer(node)
+
+    def forget(self, node: TreeNode) -> None:
+        """`node` loses its host state, if it has one."""
+        if node.mamba_host_value is not None:
+            self.pool.free(node.mamba_host_value)
+            node.set_mamba_host_value(None)
+
+    def alloc(self) -> torch.Tensor | None:
+        """A host slot, int64 `[1]`; evicts for it. None where all are in use."""
+        if not self.pool.available_size():
+            self.evict(1)
+        return self.pool.alloc(1)
+
+    def evict(self, num: int) -> int:
+        """Free `num` host states that nothing pins, if there are so many; states freed. What serves
+        nobody without its state goes too."""
+        freed = 0
+        while freed < num and (node := self._heap.pop()) is not None:
+            self.forget(node)
+            self._tree.prune(node)
+            freed += 1
+        return freed
+
+    def check(self, nodes: Iterable[TreeNode], owned: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Assert that each host state has one owner.
+
+        Args:
+            nodes: Of the tree.
+            owned: States of operations: owner and int64 slots.
+        """
+        books = PageBooks("states on the host", self.pool.size, 1)
+        books.own_pages("the free list", self.pool.free_page_ids())
+        for node in nodes:
+            books.own(repr(node), node.mamba_host_value)
+            is_offered = node in self._heap
+            assert is_offered or not _may_lose_host_state(node), f"{node}: its state is not offered"
+        for owner, slots in owned:
+            books.own(owner, slots)
+        books.check()
+
+
+def _may_lose_host_state(node: TreeNode) -> bool:
+    return node.mamba_host_value is not None and node.host_ref_counter == 0

@@ -1,0 +1,234 @@
+"""Recurrent states in the prefix tree: one slot stands for the whole prefix up to a node's end.
+
+A prefix of a model with such states is usable where the tree has both its pages and the state at
+its end. Slots are evicted apart from pages, in the same order. A node that has neither a state on
+any tier nor children serves nobody, and goes.
+
+A request never runs on a slot of the tree: it copies the state, on the device, before its first
+step. So a state that a request has copied may be evicted at once; only copies between tiers lock
+it. One that is being loaded can be copied when the load has been started, which orders the device.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    CacheableRequest,
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+    StatefulRequest,
+)
+from sglang.srt.mem_cache.tree.component import TreeComponent
+from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap
+from sglang.srt.mem_cache.tree.integrity import PageBooks
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+
+
+class StateComponent(TreeComponent):
+    """The states of one tree's nodes. Counts are slots unless a name says otherwise.
+
+    Slots in the tree are int64 `[1]` on the CPU, so that freeing one does not wait for the device.
+
+    Args:
+        pool: Where the states are.
+        alignment: Tokens: positions at which a forward can take a snapshot are multiples of it.
+
+    Attributes:
+        evictable: States on the device that no copy locks.
+    """
+
+    heap: EvictionHeap
+
+    def __init__(self, pool: MambaPool, alignment: int) -> None:
+        self.pool = pool
+        self.alignment = alignment
+        self.evictable = 0
+        self._tree: PrefixTree
+
+    def bind(self, tree: PrefixTree) -> None:
+        if self.alignment < 1 or self.alignment % tree.page_size:
+            raise ValueError(
+                f"snapshots every {self.alignment} tokens do not end with a page of "
+                f"{tree.page_size}: give a common multiple of the page size and the kernel's chunk"
+            )
+        self._tree = tree
+        self.heap = tree.add_heap(_may_lose_state)
+
+    def reset(self) -> None:
+        self.evictable = 0
+
+    # ---- matching and inserting ------------------------------------------------------------
+
+    def usable(self, path: Sequence[TreeNode], key_len: int) -> int:
+        # The last token is always computed, and the state of the whole key has it already.
+        ends = itertools.accumulate(len(node.key) for node in path)
+        fits = sum(1 for _ in itertools.takewhile(lambda end: end < key_len, ends))
+        return next((count for count in range(fits, 0, -1) if path[count - 1].has_state), 0)
+
+    def complete_match(
+        self, match: MatchResult, path: Sequence[TreeNode], params: MatchPrefixParams
+    ) -> MatchResult:
+        end = match.best_match_node
+        if params.cow_mamba:
+            self._copy(end, params.req)
+        matched = len(match.device_indices) + match.host_hit_length
+        known = min(sum(len(node.key) for node in path), len(params.key) - 1)
+        branching = known // self.alignment * self.alignment
+        return match._replace(
+            mamba_host_hit_length=int(end.parent is not None and not _is_ready(end)),
+            mamba_branching_seqlen=branching if branching > matched else None,
+        )
+
+    def _copy(self, node: TreeNode, req: CacheableRequest | None) -> None:
+        """Queue a copy of the state of `node`, if it can be read now, to where `req` runs."""
+        slot = None if req is None else cast(StatefulRequest, req).mamba_pool_idx
+        if slot is None:
+            raise ValueError("cow_mamba needs a `req` with a `mamba_pool_idx` to copy the state to")
+        if node.mamba_value is not None and _is_ready(node):
+            self.pool.copy_from(self.on_device(node.mamba_value), slot)
+
+    def on_device(self, slot: torch.Tensor) -> torch.Tensor:
+        """`slot`, which the device itself has to know."""
+        return on_device(slot.tolist(), self.pool.device, torch.int64)
+
+    def check_insert(self, params: InsertParams) -> None:
+        if params.mamba_value is None or len(params.mamba_value) != 1:
+            raise ValueError("insert needs a `mamba_value`: the slot of the state behind `key`")
+        if params.key is None or not len(params.key) or len(params.key) % self._tree.page_size:
+            raise ValueError("a state stands behind whole pages: give a `key` of such alone")
+
+    def on_insert(self, end: TreeNode, params: InsertParams) -> bool:
+        """Take over the state of an insertion for its last node, `end`; whether the tree had one
+        there, so that the slot stays the caller's."""
+        assert params.mamba_value is not None
+        return not self.put_on_device(end, params.mamba_value)
+
+    def put_on_device(self, node: TreeNode, slot: torch.Tensor) -> bool:
+        """Hand `slot` to `node`, whose pages are on the device; False where it has a state there,
+        so that `slot` stays the caller's."""
+        if node.mamba_value is not None:
+            return False
+        assert node.value is not None, f"{node} gets a state without its pages"
+        node.set_mamba_value(slot)
+        self.evictable += 1
+        self.heap.offer(node)
+        return True
+
+    def insertable(self, req: CacheableRequest, length: int) -> int:
+        holder = cast(StatefulRequest, req)
+        behind = holder.mamba_last_track_seqlen
+        if holder.mamba_track_slot is None or behind is None:
+            return 0
+        assert behind <= length and behind % self._tree.page_size == 0, (
+            f"request {req.rid}: a snapshot behind {behind} tokens, of which {length} are computed "
+            f"in whole pages of {self._tree.page_size}"
+        )
+        return behind
+
+    def take_from(self, req: CacheableRequest, end: TreeNode) -> None:
+        holder = cast(StatefulRequest, req)
+        if holder.mamba_track_slot is not None and self.put_on_device(end, holder.mamba_track_slot):
+            holder.mamba_track_slot = None
+        holder.mamba_last_track_seqlen = None
+
+    def release(self, req: CacheableRequest) -> None:
+        holder = cast(StatefulRequest, req)
+        if holder.mamba_track_slot is not None:
+            self.pool.free(holder.mamba_track_slot)
+        holder.mamba_track_slot = holder.mamba_last_track_seqlen = None
+
+    # ---- leaving ---------------------------------------------------------------------------
+
+    def on_leave_device(self, node: TreeNode) -> None:
+        if node.mamba_value is not None:
+            self.pool.free(self.take_off_device(node))
+
+    def take_off_device(self, node: TreeNode) -> torch.Tensor:
+        """`node` loses its state on the device, which nothing locks; its slot, to be freed."""
+        slot = node.mamba_value
+        assert slot is not None and node.mamba_lock_ref == 0, f"{node}: its state is in use"
+        node.set_mamba_value(None)
+        self.evictable -= 1
+        return slot
+
+    def needs(self, node: TreeNode) -> bool:
+        return node.has_state
+
+    def evict(self, num: int) -> int:
+        """Free `num` slots if there are candidates; slots freed. What serves nobody without its
+        state goes too. For a tree without lower tiers."""
+        freed = 0
+        while freed < num and (node := self.heap.pop()) is not None:
+            self.pool.free(self.take_off_device(node))
+            self._tree.prune(node)
+            freed += 1
+        return freed
+
+    # ---- locks -----------------------------------------------------------------------------
+
+    def lock(self, node: TreeNode) -> None:
+        """Keep the state of `node`, whose pages are locked, until the matching `unlock`."""
+        assert node.mamba_value is not None and node.lock_ref > 0
+        self.evictable -= node.mamba_lock_ref == 0
+        node.mamba_lock_ref += 1
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one `lock`. Call it before the pages are unlocked."""
+        assert node.mamba_lock_ref > 0, f"the state of {node} is unlocked twice"
+        node.mamba_lock_ref -= 1
+        self.evictable += node.mamba_lock_ref == 0
+        self.heap.offer(node)
+
+    # ---- books -----------------------------------------------------------------------------
+
+    def check(self, nodes: Sequence[TreeNode], request_states: Iterable[torch.Tensor]) -> None:
+        books = PageBooks("states on the device", self.pool.size, 1, first_page=1)
+        free = torch.tensor(self.pool.free_slot_ids(), dtype=torch.int64)
+        books.own_pages("the free list", free)
+        for index, slots in enumerate(request_states):
+            books.own_pages(f"request {index}", slots)
+        evictable = 0
+        for node in nodes:
+            _check_node(node)
+            if node.mamba_value is not None:
+                books.own_pages(repr(node), node.mamba_value)
+                evictable += node.mamba_lock_ref == 0
+            is_offered = node in self.heap
+            assert is_offered or not _may_lose_state(node), f"{node}: its state is not offered"
+        books.check()
+        assert self.evictable == evictable, (
+            f"the tree counts {self.evictable} states that can be evicted, and holds {evictable}"
+        )
+
+
+def _check_node(node: TreeNode) -> None:
+    is_in_use = node.lock_ref or node.host_ref_counter
+    assert node.children or node.has_state or is_in_use, f"{node} serves nobody"
+    assert node.mamba_value is None or node.value is not None, f"{node}: a state without pages"
+    assert node.mamba_host_value is None or node.backuped, f"{node}: a host state without pages"
+    assert not node.mamba_lock_ref or (node.lock_ref and node.mamba_value is not None), (
+        f"{node}: a lock on a state without one on its pages"
+    )
+
+
+def _is_ready(node: TreeNode) -> bool:
+    """Whether the state of `node` is on the device, and not on its way there."""
+    is_loading = node.mamba_lock_ref > 0 and node.mamba_host_value is not None
+    return node.mamba_value is not None and not is_loading
+
+
+def _may_lose_state(node: TreeNode) -> bool:
+    return node.mamba_value is not None and node.mamba_lock_ref == 0

@@ -1,0 +1,99 @@
+"""MambaPoolHost: a page is one state; copies, flat pages, and what a store registers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+SPEC = MambaSpec.of_shapes(
+    (0, 2), (2, 3, 4), (5, 3), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
+)
+TEMPORAL, CONV = 2 * 2 * 3 * 4 * 4, 2 * 5 * 3 * 2
+"""Bytes of a state: of both layers."""
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+def filled(size: int = 4) -> MambaPool:
+    pool = MambaPool(SPEC, size, "cpu")
+    pool.temporal.copy_(torch.randn(pool.temporal.shape))
+    pool.conv.copy_(torch.randn(pool.conv.shape))
+    return pool
+
+
+def host_of(pool: MambaPool, layout: str) -> MambaPoolHost:
+    return MambaPoolHost.make(pool, page_num=5, layout=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_go_to_the_host_and_come_back(layout: str) -> None:
+    pool = filled()
+    host = host_of(pool, layout)
+    kept = pool.temporal.clone(), pool.conv.clone()
+    host.backup_from_device_all_layer(pool, torch.tensor([3, 0]), torch.tensor([1, 4]), "direct")
+    pool.temporal.zero_()
+    pool.conv.zero_()
+    for layer in range(2):
+        to = torch.tensor([4, 2])
+        host.load_to_device_per_layer(pool, torch.tensor([3, 0]), to, layer, "direct")
+    for buffer, wanted in zip((pool.temporal, pool.conv), kept, strict=True):
+        assert torch.equal(buffer[:, [4, 2]], wanted[:, [1, 4]])
+        assert not buffer[:, [1, 3]].any()
+
+
+def test_a_state_has_the_same_bytes_in_every_layout() -> None:
+    pool = filled()
+    pages = []
+    for layout in LAYOUTS:
+        host = host_of(pool, layout)
+        host.backup_from_device_all_layer(pool, torch.tensor([2]), torch.tensor([3]), "direct")
+        pages.append(host.get_data_page(2))
+        host.set_from_flat_data_page(4, pages[-1])
+        assert torch.equal(host.get_data_page(4), pages[-1])
+    assert all(torch.equal(page, pages[0]) for page in pages)
+    raw = torch.cat([pool.temporal[:, 3].reshape(-1).view(torch.uint8),
+                     pool.conv[:, 3].reshape(-1).view(torch.uint8)])  # fmt: skip
+    assert torch.equal(pages[0].view(-1), raw), "temporal of all layers, then conv"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_store_gets_both_buffers_temporal_first(layout: str) -> None:
+    host = host_of(filled(), layout)
+    temporal, conv = host.get_hybrid_pool_buffer()
+    assert (temporal.shape, conv.shape) == ((5, 2, 2, 3, 4), (5, 2, 5, 3))
+    assert (host.page_size, host.page_bytes, host.size) == (1, TEMPORAL + CONV, 5)
+    assert host.get_ksize_per_token() == TEMPORAL
+    ptrs, sizes = host.get_page_buffer_meta(torch.tensor([3, 1]))
+    assert sizes == [TEMPORAL, CONV] * 2
+    assert ptrs == [
+        buffer.data_ptr() + page * size
+        for page in (3, 1)
+        for buffer, size in ((temporal, TEMPORAL), (conv, CONV))
+    ]
+    with pytest.raises(ValueError, match="leave the pool"):
+        host.get_page_buffer_meta(torch.tensor([5]))
+
+
+def test_layouts_that_make_no_sense_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"page_first_kv_split: recurrent states .*layer_first"):
+        host_of(filled(), "page_first_kv_split")
+    with pytest.raises(ValueError, match="scatters"):
+        host_of(filled(), "layer_first").get_page_buffer_meta(torch.tensor([0]))
+
+
+def test_its_size_is_of_itself_alone() -> None:
+    pool = filled(4)
+    assert MambaPoolHost(pool, 2.5, 0.0).size == 10
+    in_gb = 7 * (TEMPORAL + CONV) / 1e9
+    assert MambaPoolHost(pool, 2.5, in_gb).size == 7
+    with pytest.raises(ValueError, match=f"one page takes {TEMPORAL + CONV}"):
+        MambaPoolHost(pool, 0.1, 0.0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,372 @@
+"""Recurrent states in L3: each hangs on the page that it stands behind, and comes with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    HiCacheFile,
+    HiCacheStorageExtraInfo,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
+from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
+from sglang.srt.mem_cache.tiers import storage_check
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.test.cache_rig import CacheRig, HeldReads, Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fake_mooncake import FakeMooncakes
+from sglang.test.state_rig import StateRig
+from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+
+SHARED = list(range(12))
+PROMPT = [*range(40), 7]
+"""Ten pages and a token."""
+
+
+@pytest.fixture(autouse=True)
+def storage_dir(tmp_path: Path) -> Iterator[Path]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
+        yield tmp_path
+
+
+@pytest.fixture(name="rigs")
+def make_rigs() -> Iterator[StorageRigs]:
+    with StorageRigs() as made:
+        yield made
+
+
+def object_file(root: Path, ids: list[int], pool: str) -> Path:
+    """Where the state behind `ids`, or their last page, is."""
+    page_hash = RadixKey(ids).page_hashes(PAGE)[-1]
+    (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
+    return found
+
+
+def state_files(root: Path) -> int:
+    return len(list(root.glob("*/??/*mamba*")))
+
+
+def forget_l1_and_l2(rig: CacheRig) -> None:
+    rig.settle()
+    rig.flush()
+
+
+def host_states_in_use(rig: CacheRig) -> int:
+    books = rig.hi.host_states
+    assert books is not None
+    return books.pool.size - books.pool.available_size()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_a_state_goes_to_a_file_with_its_pages_and_comes_back(
+    rigs: StorageRigs, storage_dir: Path, layout: str
+) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig, hicache_mem_layout=layout) for _ in range(2))
+    writer.run(PROMPT)
+    writer.settle()
+    assert object_file(storage_dir, PROMPT[:40], "mamba").is_file()
+    names = [path.name for path in storage_dir.glob("*/??/*")]
+    assert sorted(name.partition("%2F")[2] for name in names) == ["kv"] * 10 + ["mamba"], (
+        "each key has one pool part"
+    )
+    assert reader.run(PROMPT) == Reused(storage=40)
+    reader.settle()
+
+
+@pytest.mark.parametrize(
+    ("lost", "reused"), [((40, "mamba"), 12), ((28, "kv"), 12), ((8, "kv"), 0), ((12, "mamba"), 40)]
+)
+def test_a_read_ends_at_the_last_state_whose_pages_are_all_there(
+    rigs: StorageRigs, storage_dir: Path, lost: tuple[int, str], reused: int
+) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    writer.run(PROMPT[:13])
+    writer.run(PROMPT)
+    writer.settle()
+    assert state_files(storage_dir) == 2
+    object_file(storage_dir, PROMPT[: lost[0]], lost[1]).unlink()
+    assert reader.run(PROMPT) == Reused(storage=reused)
+    reader.settle()
+
+
+def test_the_prompts_of_a_tick_share_one_question_for_pages_and_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fakes = FakeMooncakes(monkeypatch)
+    monkeypatch.setattr(mooncake_store, "is_reachable", lambda config: True)
+    with StorageRigs(master_server_address="127.0.0.1:1", protocol="tcp") as rigs:
+        writer, reader = (rigs.make(kind=StateRig) for _ in range(2))
+        other = [*range(500, 520), 7]
+        for prompt in (PROMPT, other):
+            writer.run(prompt)
+        writer.settle()
+        assert sum(key.endswith("/mamba") for key in fakes[0].objects) == 2
+        reader.arrive("a", PROMPT)
+        reader.arrive("b", other)
+        reader.until(lambda: all(reader.tree.check_prefetch_progress(rid) for rid in "ab"))
+        assert fakes[1].calls.count("batch_is_exist") == 1
+        for rid, prompt, tokens in (("a", PROMPT, 40), ("b", other, 20)):
+            request, reused = reader.admit(rid, prompt)
+            assert reused == Reused(storage=tokens)
+            reader.finish(request)
+        reader.settle()
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "truncated"])
+def test_a_damaged_state_makes_its_read_worthless_and_is_healed(
+    rigs: StorageRigs, storage_dir: Path, trouble: str
+) -> None:
+    writer, reader, third = (rigs.make("file", kind=StateRig) for _ in range(3))
+    writer.run(PROMPT)
+    writer.settle()
+    file = object_file(storage_dir, PROMPT[:40], "mamba")
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1] if trouble == "truncated" else bytes([raw[0] ^ 1]) + raw[1:])
+    assert reader.run(PROMPT) == Reused()
+    reader.settle()
+    assert file.read_bytes() == raw
+    assert third.run(PROMPT) == Reused(storage=40)
+    third.settle()
+
+
+def test_a_state_that_comes_after_its_pages_were_stored_is_stored_too(
+    rigs: StorageRigs, storage_dir: Path
+) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    writer.run([*SHARED, *range(100, 109)])
+    writer.settle()
+    assert state_files(storage_dir) == 1
+    writer.run([*SHARED, *range(200, 209)])
+    writer.settle()
+    assert state_files(storage_dir) == 3
+    assert reader.run([*SHARED, 300]) == Reused(storage=12)
+    reader.settle()
+
+
+def test_a_state_that_comes_while_its_pages_are_written_is_stored_after_them(
+    rigs: StorageRigs, storage_dir: Path
+) -> None:
+    writer = rigs.make("file", kind=StateRig)
+    writer.run([*SHARED, *range(100, 109)])
+    writer.until(lambda: writer.tree.is_busy().get("backups") == 1)
+    writer.run([*SHARED, *range(200, 209)])
+    writer.settle()
+    assert state_files(storage_dir) == 3
+
+
+def test_pages_that_the_tree_has_without_a_state_get_one_from_l3(rigs: StorageRigs) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    reader.run([*SHARED, *range(100, 109)])
+    reader.match([*SHARED, 90, 91, 92, 93])  # type: ignore[attr-defined]
+    reader.settle()
+    writer.run([*SHARED, 300])
+    writer.settle()
+    request, reused = reader.start([*SHARED, 400])
+    assert reused == Reused(device=12), "the pages stay where they are, and get the state"
+    reader.finish(request)
+    reader.settle()
+
+
+class Picky(HiCacheFile):
+    """A file store that refuses states."""
+
+    refuses: ClassVar[bool] = False
+
+    def __init__(self, storage_config: Any, **_: Any) -> None:
+        super().__init__(storage_config, envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get())
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[CacheOutcome]]:
+        if not self.refuses or len(transfers) == 1:
+            return super().batch_set_v2(transfers, extra_info)
+        keys = transfers[1].keys
+        assert keys is not None
+        refused = {"mamba": [CacheOutcome.FAILED] * len(keys)}
+        return super().batch_set_v2(transfers[:1], extra_info) | refused
+
+
+def test_a_node_whose_state_is_refused_counts_as_not_written_and_so_does_what_follows(
+    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = rigs.make(Picky, kind=StateRig), rigs.make("file", kind=StateRig)
+    monkeypatch.setattr(Picky, "refuses", True)
+    writer.run(PROMPT[:13])
+    writer.run(PROMPT)
+    writer.settle()
+    assert {node.storage_epoch for node in writer.hi.nodes()} == {-1}
+    assert set(counts(writer.hi.metrics.backup_outcomes)) == {"failed", "short"}
+    assert reader.run(PROMPT) == Reused()
+    reader.settle()
+    monkeypatch.setattr(Picky, "refuses", False)
+    writer.run(PROMPT)
+    writer.settle()
+    forget_l1_and_l2(reader)
+    assert reader.run(PROMPT) == Reused(storage=40)
+    reader.settle()
+
+
+# -- reads under way -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_read_that_is_cut_gives_everything_back(rigs: StorageRigs, calls: int) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    writer.run(PROMPT)
+    writer.settle()
+    with HeldReads(reader.hi, pages_per_call=2, calls=calls) as held:
+        reader.arrive("gone", PROMPT)
+        reader.tick()
+        assert host_states_in_use(reader) == 1
+        reader.tree.check_integrity()
+        reader.tree.release_aborted_request("gone")
+        held.open()
+        reader.settle()
+    assert host_states_in_use(reader) == 0
+    assert list(reader.hi.nodes()) == []
+
+
+def test_nothing_of_a_read_is_visible_before_its_state_is_there(rigs: StorageRigs) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    writer.run(PROMPT)
+    writer.settle()
+    with HeldReads(reader.hi, pages_per_call=2, calls=4) as held:
+        reader.arrive("slow", PROMPT)
+        reader.until(lambda: held.pages == 8)
+        assert not reader.tree.check_prefetch_progress("slow")
+        assert list(reader.hi.nodes()) == []
+        held.open()
+        reader.until(lambda: reader.tree.check_prefetch_progress("slow"))
+    request, reused = reader.admit("slow", PROMPT)
+    assert reused == Reused(storage=40)
+    reader.finish(request)
+    reader.settle()
+
+
+def test_a_request_waits_for_a_read_only_if_its_state_is_one_that_it_can_use(
+    rigs: StorageRigs,
+) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    writer.run([*SHARED, 300])
+    writer.run(PROMPT)
+    writer.settle()
+    with HeldReads(reader.hi, pages_per_call=2, calls=0) as held:
+        for rid, prompt in (("a", PROMPT), ("same", PROMPT), ("short", [*SHARED, 300])):
+            reader.arrive(rid, prompt)
+        reads = reader.hi.storage_prefetch.board.reads()
+        assert [sorted(read.needs) for read in reads] == [["a", "same"], ["short"]]
+        held.open()
+        for rid in ("a", "same", "short"):
+            reader.until(lambda rid=rid: reader.tree.check_prefetch_progress(rid))  # type: ignore[misc]
+    wanted = {"a": (PROMPT, 40), "same": (PROMPT, 40), "short": ([*SHARED, 300], 12)}
+    for rid, (prompt, tokens) in wanted.items():
+        request, reused = reader.admit(rid, prompt)
+        assert reused.total == tokens
+        reader.finish(request)
+    reader.settle()
+
+
+def test_nothing_is_read_where_the_host_has_no_room_for_the_state(rigs: StorageRigs) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    writer.run(PROMPT)
+    writer.settle()
+    books = reader.hi.host_states
+    assert books is not None
+    taken = books.pool.alloc(books.pool.available_size())
+    assert taken is not None
+    reader.arrive("r", PROMPT)
+    assert counts(reader.hi.metrics.prefetch_outcomes) == {"no_host_memory": 1}
+    assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
+    books.pool.free(taken)
+    reader.settle()
+
+
+def one_read() -> tuple[PrefetchBoard, PrefetchOperation]:
+    """A read of three pages and a state, under way."""
+    slot = torch.tensor([5])
+    operation = PrefetchOperation(
+        request_id="r",
+        key=RadixKey(range(12)),
+        start=0,
+        host_indices=torch.arange(12),
+        hashes=[PageHash(f"{page:064x}") for page in range(3)],
+        prefix_hashes=[],
+        deadline=time.monotonic() + 60,
+        epoch=0,
+        extra_transfers=[PoolTransfer("mamba", slot)],  # type: ignore[arg-type]
+        host_state=slot,
+    )
+    board = PrefetchBoard(PAGE)
+    board.start(operation)
+    return board, operation
+
+
+@pytest.mark.parametrize(("agreed_hit", "landed"), [(3, 3), (2, 0)])
+def test_a_read_counts_as_landed_where_the_ranks_agree_on_the_page_of_its_state(
+    agreed_hit: int, landed: int
+) -> None:
+    """On a rank whose store has more, the state that was read stands behind another page."""
+    board, operation = one_read()
+    operation.hit_pages = operation.landed_pages = operation.handed_pages = 3
+    operation.finish(CacheOutcome.LANDED)
+    (first,) = board.progress()
+    assert (first.hit, first.landed, first.ended) == (3, 0, False)
+    board.agree([first._replace(hit=agreed_hit)])
+    (second,) = board.progress()
+    assert (second.landed, second.ended) == (landed, True)
+    freed = board.agree([second])
+    states = board.take_freed_states()
+    assert (sum(map(len, freed)), len(states)) == ((0, 0) if landed else (12, 1))
+
+
+def test_a_miss_ends_at_once() -> None:
+    board, operation = one_read()
+    operation.hit_pages = 0
+    operation.finish(CacheOutcome.MISS)
+    (progress,) = board.progress()
+    assert (progress.hit, progress.landed, progress.ended) == (0, 0, True)
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
+    rigs: StorageRigs, storage_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_check, "_CHECK_EVERY", 1)
+    rig = rigs.make("file", kind=StateRig)
+    rig.run(PROMPT[:13])
+    rig.run(PROMPT)
+    rig.settle()
+    epoch = rig.hi.storage_link.epoch
+    books = rig.hi.host_states
+    assert books is not None
+    rig.tree.evict(EvictParams(mamba_num=1))
+    rig.run(PROMPT)
+    rig.settle()
+    assert rig.hi.storage_link.epoch == epoch
+    object_file(storage_dir, PROMPT[:40], "mamba").unlink()
+    storage_io_of(rig).reads._check_at = 0.0
+    rig.run(PROMPT)
+    rig.settle()
+    assert rig.hi.storage_link.epoch == epoch + 1, "it was lost"
+    rig.run(PROMPT)
+    rig.settle()
+    assert object_file(storage_dir, PROMPT[:40], "mamba").is_file()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,474 @@
+"""Recurrent states in the tree of one tier: where a match ends, who owns a slot, what leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.state_component import StateComponent
+from sglang.test.cache_rig import CacheRig, Reused, RigRequest
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.state_rig import SPEC, StateRequest, StateRig, depth
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+EVICTION = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
+
+
+def slots(rig: StateRig, count: int = 1) -> torch.Tensor:
+    taken = rig.mamba.take(count)
+    assert taken is not None
+    return torch.tensor(taken)
+
+
+def insert(rig: StateRig, ids: range | list[int]) -> tuple[bool, torch.Tensor]:
+    """Insert pages with a fresh state; whether the tree had one, and the slot."""
+    value, slot = rig.allocator.alloc(len(ids)), slots(rig)
+    assert value is not None
+    result = rig.tree.insert(InsertParams(RadixKey(list(ids)), value, mamba_value=slot))
+    rig.allocator.free(value[: result.prefix_len])
+    return result.mamba_exist, slot
+
+
+def matched(rig: StateRig, ids: range | list[int]) -> int:
+    return len(rig.match(ids).device_indices)
+
+
+# -- matching ------------------------------------------------------------------------------------
+
+
+def test_a_match_ends_where_a_state_is() -> None:
+    rig = StateRig(page_size=4)
+    insert(rig, range(8))
+    insert(rig, range(20))
+    assert matched(rig, [*range(8), 90, 91, 92, 93, 94]) == 8
+    assert matched(rig, [*range(16), 90, 91, 92, 93, 94]) == 8, "four pages are there, two of use"
+    assert matched(rig, range(21)) == 20
+    assert matched(rig, [*range(4), 90]) == 0
+    rig.check()
+
+
+def test_the_last_token_is_never_part_of_a_match() -> None:
+    """It is computed for its logits, and the state of the whole prompt has seen it already."""
+    rig = StateRig(page_size=4)
+    insert(rig, range(8))
+    insert(rig, range(12))
+    assert [matched(rig, range(length)) for length in (8, 9, 12, 13)] == [0, 8, 8, 12]
+    rig.check()
+
+
+@pytest.mark.parametrize(("alignment", "branching"), [(4, 12), (8, 8), (16, None)])
+def test_a_match_says_where_a_snapshot_would_have_helped(
+    alignment: int, branching: int | None
+) -> None:
+    rig = StateRig(page_size=4, alignment=alignment)
+    insert(rig, range(16))
+    match = rig.match([*range(12), 90, 91, 92, 93, 94])
+    assert (len(match.device_indices), match.mamba_branching_seqlen) == (0, branching)
+    assert rig.match(range(17)).mamba_branching_seqlen is None, "the state is at the end"
+    assert rig.match(range(16)).mamba_branching_seqlen == branching, "before the last token"
+    rig.check()
+
+
+def test_a_branching_point_gets_a_state_when_a_second_request_passes() -> None:
+    rig = StateRig(page_size=4, l1_pages=32)
+    shared = list(range(12))
+    assert rig.run([*shared, *range(100, 109)]) == Reused()
+    assert rig.run([*shared, *range(200, 209)]) == Reused()
+    assert rig.run([*shared, *range(300, 309)]) == Reused(device=12)
+    rig.settle()
+
+
+def test_a_snapshot_is_copied_at_once_and_may_go_right_after() -> None:
+    rig = StateRig(page_size=4, num_states=3)
+    rig.run(range(9))
+    first, second = StateRequest("a", None, [], torch.empty(0), rig.tree.root_node), slots(rig)
+    first.mamba_pool_idx = second
+    params = MatchPrefixParams(RadixKey(range(9)), cow_mamba=True, req=first)
+    assert len(rig.tree.match_prefix(params).device_indices) == 8
+    assert rig.tree.evict(EvictParams(mamba_num=1)).mamba_num_evicted == 1
+    first.kv_committed_ids = list(range(9))
+    rig._check_state(first, 8)
+
+
+def test_ten_requests_continue_from_one_snapshot() -> None:
+    rig = StateRig(page_size=4, l1_pages=64, num_states=24)
+    rig.run(range(9))
+    running = [rig.start([*range(8), 100 + n, *range(50, 57)])[0] for n in range(10)]
+    rig.check(running)
+    assert len({int(slot) for one in running for slot in one.states()}) == 20  # type: ignore[attr-defined]
+    for one in running:
+        rig.finish(one)
+    rig.settle()
+
+
+def test_a_copy_needs_a_slot_to_go_to() -> None:
+    rig = StateRig()
+    with pytest.raises(ValueError, match="mamba_pool_idx"):
+        rig.tree.match_prefix(MatchPrefixParams(RadixKey([1]), cow_mamba=True))
+    with pytest.raises(ValueError, match="keeps no state"):
+        CacheRig().tree.match_prefix(MatchPrefixParams(RadixKey([1]), cow_mamba=True))
+
+
+# -- inserting -----------------------------------------------------------------------------------
+
+
+def test_the_tree_takes_a_slot_where_it_has_no_state() -> None:
+    rig = StateRig(page_size=4)
+    assert insert(rig, range(8))[0] is False
+    again, slot = insert(rig, range(8))
+    assert again is True
+    rig.tree.check_integrity((), [slot])
+    rig.mamba.free(slot)
+    rig.check()
+
+
+def test_a_split_leaves_the_state_with_the_lower_part() -> None:
+    rig = StateRig(page_size=4)
+    _, slot = insert(rig, range(12))
+    digest = rig.tree.root_node.tree_digest.value
+    rig.match([*range(4), 90, 91, 92, 93])
+    assert rig.tree.root_node.tree_digest.value == digest
+    upper, lower = rig.tree.nodes()
+    assert (depth(upper), depth(lower)) == (4, 12)
+    assert upper.mamba_value is None
+    assert lower.mamba_value is slot
+    rig.check()
+
+
+def test_an_insert_without_a_state_or_with_parts_of_pages_is_refused() -> None:
+    rig = StateRig(page_size=4)
+    value = torch.arange(4, 12)
+    with pytest.raises(ValueError, match="mamba_value"):
+        rig.tree.insert(InsertParams(RadixKey(range(8)), value))
+    with pytest.raises(ValueError, match="whole pages"):
+        rig.tree.insert(InsertParams(RadixKey(range(7)), value[:7], mamba_value=torch.tensor([1])))
+
+
+def test_snapshots_that_do_not_end_with_a_page_are_refused() -> None:
+    with pytest.raises(ValueError, match="every 6 tokens do not end with a page of 4"):
+        StateRig(page_size=4, alignment=6)
+
+
+def test_only_pages_up_to_the_last_snapshot_go_into_the_tree() -> None:
+    rig = StateRig(page_size=4, alignment=8, l1_pages=16)
+    request, _ = rig.start(range(23))
+    assert isinstance(request, StateRequest)
+    rig.tree.cache_unfinished_req(request)
+    assert (request.cache_protected_len, len(request.prefix_indices)) == (16, 23)
+    assert request.mamba_track_slot is None
+    assert rig.tree.total_size() == 16
+    rig.check([request])
+    rig.tree.cache_unfinished_req(request)
+    assert request.cache_protected_len == 16, "no snapshot since"
+    rig.finish(request)
+    assert rig.tree.total_size() == 16
+    rig.settle()
+    assert rig.mamba.available_size() == rig.num_states - 1
+
+
+def test_a_request_keeps_the_slot_of_a_snapshot_that_the_tree_has() -> None:
+    rig = StateRig(page_size=4)
+    requests = [rig.start(range(8))[0] for _ in range(2)]
+    for request in requests:
+        rig.tree.cache_unfinished_req(request)
+    first, second = requests
+    assert isinstance(first, StateRequest)
+    assert isinstance(second, StateRequest)
+    assert first.mamba_track_slot is None
+    assert second.mamba_track_slot is not None
+    assert second.mamba_last_track_seqlen is None
+    rig.check(requests)
+    for request in requests:
+        rig.finish(request)
+    rig.settle()
+
+
+def test_a_running_state_that_is_a_step_too_far_never_reaches_the_tree() -> None:
+    """Steps overlap: the snapshot is at the position that it was taken at, not at the end."""
+    rig = StateRig(page_size=4)
+    request, _ = rig.start(range(8))
+    assert isinstance(request, StateRequest)
+    running = request.states()[0]
+    rig.finish(request)
+    (node,) = rig.tree.nodes()
+    assert node.mamba_value is not None
+    assert int(node.mamba_value) != int(running)
+    assert rig.run(range(9)) == Reused(device=8), "which checks the state"
+    request, _ = rig.start([*range(50, 58)])
+    assert isinstance(request, StateRequest)
+    request.mamba_last_track_seqlen = 12
+    with pytest.raises(AssertionError, match="behind 12 tokens, of which 8 are computed"):
+        rig.tree.cache_unfinished_req(request)
+
+
+def test_a_request_that_ends_without_an_insert_leaves_nothing() -> None:
+    rig = StateRig(page_size=4)
+    request, _ = rig.start(range(8))
+    rig.finish(request, is_insert=False)
+    assert rig.tree.total_size() == 0
+    assert rig.mamba.available_size() == rig.num_states
+    rig.settle()
+
+
+# -- leaving -------------------------------------------------------------------------------------
+
+
+def test_an_inner_node_loses_its_state_alone() -> None:
+    rig = StateRig(page_size=4)
+    insert(rig, range(8))
+    insert(rig, range(16))
+    result = rig.tree.evict(EvictParams(mamba_num=1))
+    assert (result.mamba_num_evicted, result.num_tokens_evicted) == (1, 0)
+    assert matched(rig, [*range(8), 90]) == 0
+    assert matched(rig, range(17)) == 16
+    rig.check()
+
+
+def test_a_leaf_goes_with_its_state_and_so_does_what_it_leaves_useless() -> None:
+    rig = StateRig(page_size=4)
+    insert(rig, range(8))
+    insert(rig, range(16))
+    assert rig.tree.evict(EvictParams(mamba_num=1)).num_tokens_evicted == 0
+    rig.match([*range(4), 90, 91, 92, 93])
+    assert len(list(rig.tree.nodes())) == 3, "two of them have no state"
+    result = rig.tree.evict(EvictParams(mamba_num=1))
+    assert (result.mamba_num_evicted, result.num_tokens_evicted) == (1, 16)
+    assert list(rig.tree.nodes()) == []
+    rig.check()
+
+
+def test_evicting_pages_frees_the_state_behind_them() -> None:
+    rig = StateRig(page_size=4)
+    insert(rig, range(8))
+    insert(rig, range(16))
+    result = rig.tree.evict(EvictParams(num_tokens=4))
+    assert (result.mamba_num_evicted, result.num_tokens_evicted) == (1, 8)
+    assert matched(rig, range(17)) == 8
+    rig.check()
+
+
+def test_what_a_request_uses_stays_without_its_state_until_it_ends() -> None:
+    rig = StateRig(page_size=4)
+    rig.run(range(9))
+    request, reused = rig.start(range(9))
+    assert reused == Reused(device=8)
+    result = rig.tree.evict(EvictParams(mamba_num=5))
+    assert (result.mamba_num_evicted, result.num_tokens_evicted) == (1, 0)
+    assert rig.tree.protected_size() == 8
+    rig.check([request])
+    rig.finish(request, is_insert=False)
+    assert rig.tree.total_size() == 0
+    rig.settle()
+
+
+@pytest.mark.parametrize(
+    ("policy", "survivor"),
+    [("lru", 0), ("lfu", 0), ("fifo", 2), ("mru", 1), ("filo", 0), ("slru", 0)],
+)
+def test_policies_choose_which_states_go(policy: str, survivor: int) -> None:
+    """Prompts 0, 1, 2 in this order, then 0 again twice: who is left when two must go?"""
+    rig = StateRig(l1_pages=16, page_size=4, eviction_policy=policy)
+    prompts = [range(100 * i, 100 * i + 9) for i in range(3)]
+    for index in (0, 1, 2, 0, 0):
+        rig.run(prompts[index])
+    assert rig.tree.evict(EvictParams(mamba_num=2)).mamba_num_evicted == 2
+    assert [i for i in range(3) if matched(rig, prompts[i])] == [survivor]
+    rig.check()
+
+
+def test_what_waiting_requests_will_use_goes_last() -> None:
+    rig = StateRig(l1_pages=16, page_size=4)
+    for base in (0, 100):
+        rig.run(range(base, base + 9))
+    rig.arrive("waits", list(range(9)))
+    rig.run(range(100, 109))
+    rig.tree.evict(EvictParams(mamba_num=1))
+    assert [matched(rig, range(base, base + 9)) for base in (0, 100)] == [8, 0]
+    rig.tree.release_aborted_request("waits")
+    rig.check()
+
+
+def test_integrity_names_a_lost_state_and_one_with_two_owners() -> None:
+    rig = StateRig(page_size=4)
+    lost = slots(rig)
+    with pytest.raises(AssertionError, match="1 of 12 pages have no owner"):
+        rig.check()
+    rig.mamba.free(lost)
+    _, slot = insert(rig, range(8))
+    with pytest.raises(AssertionError, match="is owned by"):
+        rig.tree.check_integrity((), [slot])
+
+
+def test_a_component_needs_an_alignment() -> None:
+    component = StateComponent(MambaPool(SPEC, 1, "cpu"), 0)
+    with pytest.raises(ValueError, match="every 0 tokens"):
+        PrefixTree(StateRig().allocator, 4, "lru", [component])
+
+
+# -- any order -----------------------------------------------------------------------------------
+
+
+def prefixes_with_states(request: RigRequest) -> list[tuple[int, ...]]:
+    """Of what the tree has taken over of a request."""
+    found, node = [], request.last_node
+    while node.parent is not None:
+        if node.mamba_value is not None:
+            found.append(tuple(request.kv_committed_ids[: depth(node)]))
+        node = node.parent
+    return found
+
+
+class States(RuleBasedStateMachine):
+    """The tree of one tier against a dictionary of prefixes, with tiny pools."""
+
+    shapes = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig: StateRig
+        self.running: list[RigRequest] = []
+        self.states: dict[tuple[int, ...], None] = {}
+        """The model: prefixes whose state the tree was given."""
+        self.has_evicted = False
+        self._count = 0
+
+    @initialize(
+        page_size=st.sampled_from((1, 2, 4)),
+        pages=st.integers(20, 40),
+        num_states=st.integers(6, 16),
+        factor=st.sampled_from((1, 2)),
+        eviction=st.sampled_from(EVICTION),
+    )
+    def build(
+        self, page_size: int, pages: int, num_states: int, factor: int, eviction: str
+    ) -> None:
+        self.rig = StateRig(
+            l1_pages=pages, page_size=page_size, num_states=num_states, eviction_policy=eviction,
+            alignment=factor * page_size,
+        )  # fmt: skip
+
+    def tokens(self, shape: list[int], tail: int) -> list[int]:
+        page = self.rig.page_size
+        starts = [(2 * at + which) * 10 for at, which in enumerate(shape)]
+        ids = [start + n for start in starts for n in range(page)]
+        return [*ids, *range(900, 900 + tail % page)]
+
+    def longest(self, ids: list[int]) -> int:
+        """What a match can reuse by the model."""
+        known = (len(one) for one in self.states if tuple(ids[: len(one)]) == one)
+        return max((length for length in known if length < len(ids)), default=0)
+
+    @precondition(lambda self: len(self.running) < 2)
+    @rule(shape=shapes, tail=st.integers(0, 3), finish=st.sampled_from((None, True, False)))
+    def start(self, shape: list[int], tail: int, finish: bool | None) -> None:
+        rig, ids = self.rig, self.tokens(shape, tail)
+        has_room = rig.allocator.available_size() >= 7 * rig.page_size
+        if not has_room or rig.mamba.available_size() < 3:
+            self.has_evicted = True
+        longest = self.longest(ids)
+        request, reused = rig.start(ids)
+        if self.has_evicted:
+            assert reused.total == 0 or tuple(ids[: reused.total]) in self.states
+        else:
+            assert reused.total == longest
+        self.states.update(dict.fromkeys(prefixes_with_states(request)))
+        self.running.append(request)
+        if finish is not None:
+            self.finish(inserted=finish)
+
+    @precondition(lambda self: self.running)
+    @rule(inserted=st.booleans())
+    def finish(self, inserted: bool) -> None:
+        request = self.running.pop()
+        assert isinstance(request, StateRequest)
+        behind = request.mamba_last_track_seqlen
+        if inserted and behind:
+            self.states[tuple(request.kv_committed_ids[:behind])] = None
+        self.rig.finish(request, is_insert=inserted)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 1))
+    def go_on(self, which: int) -> None:
+        request = self.running[which % len(self.running)]
+        assert isinstance(request, StateRequest)
+        if behind := request.mamba_last_track_seqlen:
+            self.states[tuple(request.kv_committed_ids[:behind])] = None
+        self.rig.tree.cache_unfinished_req(request)
+
+    @rule(tokens=st.integers(0, 30), states=st.integers(0, 4))
+    def evict(self, tokens: int, states: int) -> None:
+        self.has_evicted |= bool(tokens or states)
+        tree, mamba = self.rig.tree, self.rig.mamba
+        can = min(states, tree.mamba_evictable_size())
+        before = mamba.available_size(), self.rig.allocator.available_size()
+        result = tree.evict(EvictParams(num_tokens=tokens, mamba_num=states))
+        assert result.mamba_num_evicted >= can
+        assert mamba.available_size() - before[0] == result.mamba_num_evicted
+        assert self.rig.allocator.available_size() - before[1] == result.num_tokens_evicted
+
+    @rule(shape=shapes, tail=st.integers(0, 3))
+    def match(self, shape: list[int], tail: int) -> None:
+        ids = self.tokens(shape, tail)
+        match = self.rig.match(ids)
+        found, branching = len(match.device_indices), match.mamba_branching_seqlen
+        if not self.has_evicted:
+            assert found == self.longest(ids)
+        if branching is not None:
+            assert found < branching < len(ids)
+            assert branching % self.rig.alignment == 0
+
+    @rule(shape=shapes)
+    def wait(self, shape: list[int]) -> None:
+        self.rig.arrive(f"w{self._count}", self.tokens(shape, 0))
+        self._count += 1
+
+    @precondition(lambda self: self._count)
+    @rule(which=st.integers(0, 9))
+    def leave(self, which: int) -> None:
+        self.rig.tree.release_aborted_request(f"w{which % self._count}")
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.check(self.running)
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            for request in self.running:
+                self.rig.finish(request)
+            self.rig.settle()
+            everything = EvictParams(num_tokens=self.rig.allocator.size)
+            self.rig.tree.evict(everything)
+            assert self.rig.mamba.available_size() == self.rig.num_states
+
+
+def test_any_order_of_requests_splits_and_evictions() -> None:
+    run_state_machine_as_test(
+        States,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
