@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -101,6 +102,7 @@ class CacheRig:
     eviction_policy: str = "lru"
     weights_identity: str = "weights"
     dtype: torch.dtype = torch.float32
+    group: RankGroup = field(default_factory=SingleRank)
     tree: RadixCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +126,7 @@ class CacheRig:
             weights_identity=self.weights_identity,
             model_pools=self.model_pools(),
             mamba_snapshot_alignment=self.snapshot_alignment(),
+            tp_cache_group=self.group,
         )
         self.tree = create_tree_cache(
             TreeCacheBuildContext(

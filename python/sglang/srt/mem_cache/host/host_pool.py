@@ -185,6 +185,11 @@ class HostKVCache(ABC, Generic[PoolT]):
     def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
         """The inverse of `gather_pages`."""
 
+    @property
+    def page_format(self) -> str:
+        """What decides the meaning of a page's bytes, beside their order: part of the namespace."""
+        return f"{self.dtype} {self.layer_num} {self.page_size} {self.page_bytes}"
+
     # -- bytes, for L3 -----------------------------------------------------------------------------
 
     @property

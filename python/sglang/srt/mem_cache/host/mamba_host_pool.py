@@ -164,6 +164,11 @@ class MambaPoolHost(HostKVCache[MambaPool]):
             )
         return pairs
 
+    @property
+    def page_format(self) -> str:
+        buffers = [f"{one.name} {one.dtype} {one.shape}" for one in self.device_pool.spec.buffers]
+        return f"{super().page_format} {buffers}"
+
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """A zeroed flat state, uint8: its buffers have dtypes of their own."""
         return torch.zeros(self.page_bytes, dtype=torch.uint8)

@@ -184,8 +184,7 @@ class StorageAttachment:
             page_size=self._controller.page_size,
             page_byte_order=page_byte_order(group.anchor.layout),
             extra_pools=tuple(
-                f"{name} {pool.dtype} {pool.layer_num} {pool.page_size} {pool.page_bytes}"
-                for name, pool in group.extra_pools.items()
+                f"{name} {pool.page_format}" for name, pool in group.extra_pools.items()
             )
             or msgspec.UNSET,
         ).digest()

@@ -327,8 +327,9 @@ class HiRadixCache(RadixCache):
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and why that size."""
         pool, nbytes = self.host_pool, self.cache_controller.mem_pool_host.nbytes
+        states = "" if self.host_states is None else f" and {self.host_states.pool.size} states"
         host = (
-            f"L2: {pool.size} tokens, {nbytes / 1e9:.2f} GB of host "
+            f"L2: {pool.size} tokens{states}, {nbytes / 1e9:.2f} GB of host "
             f"memory in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
         )
         return [host, self._attachment.describe()]

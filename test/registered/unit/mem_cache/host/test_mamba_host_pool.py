@@ -95,5 +95,14 @@ def test_its_size_is_of_itself_alone() -> None:
         MambaPoolHost(pool, 0.1, 0.0)
 
 
+def test_engines_with_other_dtypes_in_as_many_bytes_share_nothing() -> None:
+    swapped = MambaSpec.of_shapes(
+        (0, 2), (2, 3, 2), (5, 3), ssm_dtype=torch.float64, conv_dtype=torch.float16
+    )
+    pools = [host_of(MambaPool(spec, 1, "cpu"), "page_first") for spec in (SPEC, swapped)]
+    assert pools[0].page_bytes == pools[1].page_bytes
+    assert pools[0].page_format != pools[1].page_format
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

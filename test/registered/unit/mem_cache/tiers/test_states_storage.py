@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.tiers import storage_check
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.cache_rig import CacheRig, HeldReads, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -99,6 +98,15 @@ def test_a_read_ends_at_the_last_state_whose_pages_are_all_there(
     assert state_files(storage_dir) == 2
     object_file(storage_dir, PROMPT[: lost[0]], lost[1]).unlink()
     assert reader.run(PROMPT) == Reused(storage=reused)
+    reader.settle()
+
+
+def test_a_state_that_has_seen_the_last_token_is_not_read(rigs: StorageRigs) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    writer.run(PROMPT[:37])
+    writer.run(PROMPT)
+    writer.settle()
+    assert reader.run(PROMPT[:40]) == Reused(storage=36)
     reader.settle()
 
 
@@ -229,10 +237,13 @@ def test_a_read_that_is_cut_gives_everything_back(rigs: StorageRigs, calls: int)
     writer.settle()
     with HeldReads(reader.hi, pages_per_call=2, calls=calls) as held:
         reader.arrive("gone", PROMPT)
-        reader.tick()
-        assert host_states_in_use(reader) == 1
-        reader.tree.check_integrity()
+        (operation,) = reader.hi.storage_prefetch.board.operations()
+        reader.until(lambda: operation.handed_pages == 2 * (calls + 1))
         reader.tree.release_aborted_request("gone")
+        for _ in range(3):
+            reader.tick()
+            reader.tree.check_integrity()
+        assert host_states_in_use(reader) == 1, "the call under way may write to it"
         held.open()
         reader.settle()
     assert host_states_in_use(reader) == 0
@@ -348,16 +359,25 @@ def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
 ) -> None:
     monkeypatch.setattr(storage_check, "_CHECK_EVERY", 1)
     rig = rigs.make("file", kind=StateRig)
-    rig.run(PROMPT[:13])
-    rig.run(PROMPT)
+    rig.run([*SHARED, *range(100, 109)])
     rig.settle()
     epoch = rig.hi.storage_link.epoch
     books = rig.hi.host_states
     assert books is not None
-    rig.tree.evict(EvictParams(mamba_num=1))
+    taken = books.pool.alloc(books.pool.available_size())
+    assert taken is not None
+    with_state = [node for node in rig.hi.nodes() if node.has_state]
+    for node in with_state:
+        node.protect_host()
+    storage_io_of(rig).reads._check_at = 0.0
+    rig.run([*SHARED, 300])
+    books.pool.free(taken)
+    for node in with_state:
+        rig.hi.host_pages.unpin(node)
+    rig.settle()
+    assert rig.hi.storage_link.epoch == epoch, "its pages are stored, its state was not"
     rig.run(PROMPT)
     rig.settle()
-    assert rig.hi.storage_link.epoch == epoch
     object_file(storage_dir, PROMPT[:40], "mamba").unlink()
     storage_io_of(rig).reads._check_at = 0.0
     rig.run(PROMPT)

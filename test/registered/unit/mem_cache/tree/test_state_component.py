@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
@@ -318,6 +319,21 @@ def test_a_component_needs_an_alignment() -> None:
     component = StateComponent(MambaPool(SPEC, 1, "cpu"), 0)
     with pytest.raises(ValueError, match="every 0 tokens"):
         PrefixTree(StateRig().allocator, 4, "lru", [component])
+
+
+def test_the_digest_counts_states() -> None:
+    """Ranks that differ in a state alone have different books, and can say in which."""
+    rigs = [StateRig(page_size=4) for _ in range(2)]
+    for rig in rigs:
+        insert(rig, range(8))
+        insert(rig, range(16))
+    first, second = (CacheBooks(lambda rig=rig: rig.tree.root_node, {}) for rig in rigs)  # type: ignore[misc]
+    assert first.digest == second.digest
+    rigs[0].tree.evict(EvictParams(mamba_num=1))
+    assert first.digest != second.digest
+    texts = zip(first.describe().values(), second.describe().values(), strict=True)
+    (difference,) = [pair for pair in texts if pair[0] != pair[1]]
+    assert [text.endswith("a state in L1") for text in difference] == [False, True]
 
 
 # -- any order -----------------------------------------------------------------------------------

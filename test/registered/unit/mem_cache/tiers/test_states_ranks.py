@@ -1,0 +1,94 @@
+"""Recurrent states on two ranks: slow copies and stores that differ, and equal books at each tick."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.test.cache_rig import HiCacheSettings
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import MemoryExchange
+from sglang.test.state_rig import StateRig
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+
+RANKS = 2
+
+
+@pytest.fixture(autouse=True)
+def storage_dir(tmp_path: Path) -> Iterator[Path]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
+        yield tmp_path
+
+
+def lose_a_state(root: Path, rank: int, which: int) -> None:
+    """One rank's store loses an object."""
+    files = sorted(root.glob(f"*/??/*%2Fmamba%2F{rank}_{RANKS}"))
+    if files:
+        files[which % len(files)].unlink()
+
+
+def work(rig: StateRig, rank: int, root: Path, seed: int) -> list[int]:
+    """Random work, the same on all ranks but for what their stores lose; the tokens reused."""
+    rng = random.Random(seed)
+    reused = []
+    for step in range(60):
+        pages = rng.randrange(1, 7)
+        parts_at = rng.randrange(12)
+        ids = [10 * at + (5 if at >= parts_at else 0) + n for at in range(pages) for n in range(4)]
+        reused.append(rig.run([*ids, 900]).total)
+        match rng.randrange(6):
+            case 0:
+                rig.tree.evict(EvictParams(num_tokens=4 * rng.randrange(1, 20)))
+            case 1:
+                rig.tree.evict(EvictParams(mamba_num=rng.randrange(1, 4)))
+            case 2:
+                rig.settle()
+                rig.tree.evict(EvictParams(num_tokens=1000))
+                rig.hi.evict_host(1000)
+            case 3 | 4 if rank == step % RANKS:
+                lose_a_state(root, rank, rng.randrange(100))
+            case _:
+                rng.randrange(100)
+    rig.settle()
+    return reused
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_ranks_agree_on_pages_and_states(storage_dir: Path, policy: str) -> None:
+    exchange = MemoryExchange(RANKS)
+
+    def run(rank: int) -> list[int]:
+        rig = StateRig(
+            l1_pages=24,
+            num_states=6,
+            group=exchange.group(rank, seed=3, most_delay_s=0.001),
+            settings=HiCacheSettings(
+                hicache_ratio=2.0,
+                hicache_write_policy=policy,
+                hicache_storage_backend="file",
+                hicache_storage_backend_extra_config='{"prefetch_threshold": 4}',
+            ),
+        )
+        try:
+            return work(rig, rank, storage_dir, seed=5)
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        finally:
+            rig.close()
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        results = list(pool.map(run, range(RANKS)))
+    assert results[0] == results[1]
+    assert sum(results[0]) > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
