@@ -175,6 +175,15 @@ class ServerArgs:
     mamba_ssm_dtype: str = flag(
         "float32", "Dtype of recurrent states.", choices=("float32", "bfloat16")
     )
+    mamba_scheduler_strategy: str = flag(
+        "auto",
+        "Snapshots of recurrent states: extra_buffer (auto): also while decoding; no_buffer: of "
+        "prompts alone.",
+        choices=("auto", "no_buffer", "extra_buffer"),
+    )
+    mamba_track_interval: int = flag(
+        256, "Tokens between snapshots of a request's recurrent state while it decodes."
+    )
     disable_radix_cache: bool = flag(False, "Do not reuse prefixes.")
     radix_eviction_policy: str = flag(
         "lru",
@@ -375,6 +384,7 @@ def _check_numbers(args: ServerArgs) -> None:
         check(field, value is None or value >= 2, "at least 2: one token of prompt, one of output")
     for field in (
         "max_mamba_cache_size",
+        "mamba_track_interval",
         "max_running_requests",
         "max_queued_requests",
         "max_prefill_tokens",

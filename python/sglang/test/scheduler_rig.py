@@ -76,6 +76,7 @@ class SchedulerRig:
         model_path: The directory of another rig, or an empty one, which gets a tiny random model.
         pool_tokens: Slots of L1; None: slots and rows of a server with `args`.
         max_requests: Rows of the request table.
+        num_states: Slots of recurrent states, if the model has some; None: one for each row.
         tokenizer: Tokenizer for stop strings and patterns.
         grammar_backend: Factory of the backend for constraints.
         overlap: Whether to prepare a step while the last one runs; None: the class attribute.
@@ -93,6 +94,7 @@ class SchedulerRig:
         *,
         pool_tokens: int | None = 512,
         max_requests: int = 8,
+        num_states: int | None = None,
         tokenizer: DecodingTokenizer | None = None,
         grammar_backend: Callable[[], GrammarBackend] | None = None,
         overlap: bool | None = None,
@@ -100,6 +102,7 @@ class SchedulerRig:
         **args: Any,
     ) -> None:
         self.group = group or SingleRank()
+        self._num_states = num_states
         self.server_args = (
             ServerArgs(model_path=str(model_path), **args).resolve().on_device(self.device)
         )
@@ -161,7 +164,7 @@ class SchedulerRig:
         if pool_tokens is None:
             init_pools(runner, self.server_args, self.group)
         else:
-            runner.init_memory_pool(pool_tokens, max_requests)
+            runner.init_memory_pool(pool_tokens, max_requests, num_states=self._num_states)
         layers = runner.model_config.num_hidden_layers
         self.model_pools = ModelPools.of(runner.pools.values(), layers)
         return TpModelWorker(runner)

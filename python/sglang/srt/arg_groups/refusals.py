@@ -75,8 +75,7 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         ("prefill_attention_backend",
         "decode_attention_backend", "sampling_backend", "mm_attention_backend", "nsa_*", "dsa_*",
         "flashinfer_*", "triton_attention_*", "disable_flashinfer_*", "enable_flashinfer_*")),
-    (NOT_YET, "recurrent states of prefixes in the cache",
-        ("mamba_scheduler_*", "mamba_track_*", "mamba_backend")),
+    (NEVER, "a choice of kernels for linear attention", ("mamba_backend",)),
     (NOT_YET, "tool servers", ("tool_server",)),
     (NOT_YET, "a whitespace pattern for constrained JSON (there is "
         "--constrained-json-disable-any-whitespace)", ("constrained_json_whitespace_pattern",)),

@@ -43,14 +43,22 @@ class StateBatch:
     """Slots of recurrent states that a step uses. Tensors are on the model's device."""
 
     slots: torch.Tensor
-    """int64 `[bs]`: each request's running state, which the step reads and overwrites. That of a
-    request without a prefix is zeroed."""
+    """int64 `[bs]`: each request's running state, which the step overwrites. That of a request
+    without a prefix is zeroed."""
+    first_slots: torch.Tensor | None = None
+    """int64 `[bs]`: the states that the step continues from, where they are not all `slots`: that
+    of a cached prefix belongs to the tree, and is only read."""
     track_slots: torch.Tensor | None = None
     """int64 `[bs]`: where the step leaves a snapshot of the request's state; 0, padding: none.
     None: no request has any. Decode: the state after the step's token."""
     track_lens_cpu: list[int] | None = None
     """Extend only, with `track_slots`: after how many of each request's new tokens the snapshot is
     taken; 0: none. What follows it is computed from it."""
+
+    @property
+    def read_slots(self) -> torch.Tensor:
+        """int64 `[bs]`: the states that the step continues from."""
+        return self.slots if self.first_slots is None else self.first_slots
 
     @classmethod
     def running(cls, pool: ReqToTokenPool, rows: torch.Tensor) -> StateBatch | None:

@@ -198,10 +198,10 @@ class GatedDeltaNet(torch.nn.Module):
 
     def _decode(self, projected: _Projected, forward_batch: ForwardBatch) -> torch.Tensor:
         temporal, conv, states = self._states_of(forward_batch)
-        slots, weight = states.slots, self.gates.conv.squeeze(1)
-        qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, slots), weight)
+        slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
+        qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, first), weight)
         out, after = self._rule.decode(
-            self._inputs(qkv, projected), temporal.index_select(0, slots).float()
+            self._inputs(qkv, projected), temporal.index_select(0, first).float()
         )
         after = after.to(temporal.dtype)
         conv.index_copy_(0, slots, conv_after)
@@ -216,13 +216,13 @@ class GatedDeltaNet(torch.nn.Module):
         self, projected: _Projected, forward_batch: ForwardBatch, plan: ExtendPlan
     ) -> torch.Tensor:
         temporal, conv, states = self._states_of(forward_batch)
-        slots, weight = states.slots, self.gates.conv.squeeze(1)
+        slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
         qkv, conv_after, conv_tracked = convolve_extend(
-            projected.qkv, conv.index_select(0, slots), weight, plan
+            projected.qkv, conv.index_select(0, first), weight, plan
         )
         out, after, tracked = self._rule.extend(
             self._inputs(qkv, projected),
-            temporal.index_select(0, slots).float(),
+            temporal.index_select(0, first).float(),
             plan,
             temporal.dtype,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.managers.scheduler.batch_pools import BatchPools
     from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+    from sglang.srt.managers.scheduler.snapshots import Snapshots
 
 
 @dataclass(slots=True)
@@ -34,6 +36,13 @@ class PrefillWork:
     out_slots: torch.Tensor
     """int64 `[extend_len]` on the device: where their keys and values are stored. Slot 0, padding,
     for a token whose keys and values are cached."""
+    first_state: int = 0
+    """The slot of the recurrent state at the end of its cached prefix, pinned until the step is
+    launched; 0: it continues from its own."""
+    track_slot: int = 0
+    """The slot that takes a snapshot; 0: none is taken."""
+    track_len: int = 0
+    """After how many of the new tokens it is taken."""
     is_last_chunk: bool = field(init=False)
     """Whether the step samples this request's next token."""
 
@@ -128,7 +137,7 @@ def make_prefill_batch(
             out_cache_loc=out_slots[0] if len(works) == 1 else torch.cat(out_slots),
             req_to_token_pool=pools.req_to_token_pool,
             token_to_kv_pool=pools.token_to_kv_pool,
-            states=StateBatch.running(pools.req_to_token_pool, rows_on_device),
+            states=_states_of(works, pools, rows_on_device),
             extend_prefix_lens_cpu=prefix_lens,
             extend_seq_lens_cpu=extend_lens,
             return_logprob=return_logprob,
@@ -141,6 +150,22 @@ def make_prefill_batch(
         steps=steps,
         hicache_consumer_index=hicache_consumer_index,
     )
+
+
+def _states_of(
+    works: Sequence[PrefillWork], pools: BatchPools, rows: torch.Tensor
+) -> StateBatch | None:
+    """The recurrent states of a prefill; `rows` is int64 `[bs]` on the device."""
+    states = StateBatch.running(pools.req_to_token_pool, rows)
+    if states is None:
+        return None
+    if any(work.first_state for work in works):
+        first = pools.int64([work.first_state for work in works])
+        states.first_slots = first.where(first > 0, states.slots)
+    if any(work.track_slot for work in works):
+        states.track_slots = pools.int64([work.track_slot for work in works])
+        states.track_lens_cpu = [work.track_len for work in works]
+    return states
 
 
 class DecodeBatch:
@@ -208,8 +233,18 @@ class DecodeBatch:
         self._seq_lens, self._seq_lens_cpu, self._last_loc = seq_lens, seq_lens_cpu, slots
         return True
 
-    def worker_batch(self, sampling_info: SamplingBatchInfo) -> ModelWorkerBatch:
-        """The prepared step."""
+    def worker_batch(
+        self, sampling_info: SamplingBatchInfo, snapshots: Snapshots | None = None
+    ) -> ModelWorkerBatch:
+        """The prepared step, which is going to be launched.
+
+        Args:
+            snapshots: Says which requests leave one; None: none does.
+        """
+        states = self._states
+        if states is not None and snapshots is not None:
+            tracks = snapshots.in_decoding(self.reqs, self._seq_lens_cpu)
+            states = dataclasses.replace(states, track_slots=tracks)
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.DECODE,
@@ -221,7 +256,7 @@ class DecodeBatch:
                 out_cache_loc=self._last_loc,
                 req_to_token_pool=self._pools.req_to_token_pool,
                 token_to_kv_pool=self._pools.token_to_kv_pool,
-                states=self._states,
+                states=states,
                 return_logprob=self._return_logprob,
                 top_logprobs_nums=self._top_logprobs_nums,
             ),

@@ -25,8 +25,10 @@ from sglang.srt.managers.scheduler.policy import (
 )
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.results import ResultProcessor
+from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import SchedulerState
 from sglang.srt.managers.scheduler.stop import StopChecker
+from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarBackend
@@ -165,4 +167,12 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
         vocab_size=worker.vocab_size,
         eos_token_ids=worker.eos_token_ids,
         metrics=resources.metrics,
+        snapshots=_make_snapshots(server_args, resources),
     )
+
+
+def _make_snapshots(server_args: ServerArgs, resources: SchedulerResources) -> Snapshots:
+    rows = resources.worker.req_to_token_pool
+    pool = rows.mamba_pool if isinstance(rows, HybridReqToTokenPool) else None
+    in_decoding = server_args.mamba_scheduler_strategy != "no_buffer"
+    return Snapshots(resources.tree, pool, server_args.mamba_track_interval * in_decoding)

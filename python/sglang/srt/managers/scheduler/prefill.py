@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch_pools import BatchPools
     from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate, SchedulePolicy
     from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+    from sglang.srt.managers.scheduler.snapshots import Snapshots
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
@@ -41,6 +42,9 @@ class _Prefix:
     """Carries the lock."""
     from_device: int
     from_host: int
+    branching: int | None
+    """Tokens before the place where others turn off from what is known of the prompt, if a
+    recurrent state is missing there."""
 
 
 class PrefillView(Protocol):
@@ -60,6 +64,8 @@ class PrefillView(Protocol):
     def estimate(self) -> NewTokenEstimate: ...
     @property
     def metrics(self) -> SchedulerMetrics: ...
+    @property
+    def snapshots(self) -> Snapshots: ...
     @property
     def now(self) -> float: ...
     def make_room(self, tokens: int) -> None: ...
@@ -105,11 +111,16 @@ class PrefillScheduler:
     def on_launched(self, works: list[PrefillWork]) -> None:
         """The device was given the step. The tree may have its keys and values now, and copies of
         them may be queued: whatever reads them is queued behind the step."""
+        tree = self._state.tree
         for work in works:
             req = work.req
+            if work.first_state:
+                tree.unpin_state(req.slots.last_node)
+            if work.track_slot:
+                req.slots.mamba_last_track_seqlen = req.progress.kv_committed_len + work.track_len
             req.progress.kv_committed_len += work.extend_len
             if not req.spec.is_probe:
-                self._state.tree.cache_unfinished_req(req.slots, chunked=not work.is_last_chunk)
+                tree.cache_unfinished_req(req.slots, chunked=not work.is_last_chunk)
 
     def _is_blocked(self) -> bool:
         """Whether admission would fail again: nothing has changed since slots were short."""
@@ -132,7 +143,14 @@ class PrefillScheduler:
         rest = req.progress.uncommitted_tokens - plan.extend_tokens
         adder.commit(plan, rest + self._state.reserve_for(req))
         self._start(req, plan.outcome)
-        return PrefillWork(req, plan.extend_tokens, slots)
+        return self._work(req, plan.extend_tokens, slots)
+
+    def _work(
+        self, req: Req, extend_tokens: int, slots: torch.Tensor, first_state: int = 0
+    ) -> PrefillWork:
+        """What `req` computes next, and the snapshot that it leaves."""
+        track_slot, track_len = self._state.snapshots.in_prefill(req, extend_tokens)
+        return PrefillWork(req, extend_tokens, slots, first_state, track_slot, track_len)
 
     def _start(self, req: Req, outcome: AddOutcome) -> None:
         """`req` is in the batch, with all that is left of its prompt or with a part."""
@@ -185,20 +203,30 @@ class PrefillScheduler:
 
     def _try_add(self, req: Req, adder: PrefillAdder) -> tuple[AddOutcome, PrefillWork | None]:
         """Lock what is cached of the prompt, load it, and allocate the rest; or do none of it."""
+        state, tree = self._state, self._state.tree
         prefix, plan = self._reuse(req, adder)
         progress = req.progress
         if plan.is_admitted:
             progress.kv_committed_len = min(len(prefix.slots), progress.num_tokens - 1)
+            plan = self._up_to_branching(plan, progress.kv_committed_len, prefix.branching)
+            first_state = tree.pin_state(prefix.node)
             slots = self._alloc(req, plan.extend_tokens, prefix.slots)
             if slots is not None:
                 self._commit(req, prefix)
                 rest = progress.uncommitted_tokens - plan.extend_tokens
-                adder.commit(plan, rest + self._state.reserve_for(req))
-                return plan.outcome, PrefillWork(req, plan.extend_tokens, slots)
+                adder.commit(plan, rest + state.reserve_for(req))
+                return plan.outcome, self._work(req, plan.extend_tokens, slots, first_state)
+            if first_state:
+                tree.unpin_state(prefix.node)
             progress.kv_committed_len = 0
             plan = AddPlan(AddOutcome.NO_MEMORY)
-        self._state.tree.dec_lock_ref(prefix.node)
+        tree.dec_lock_ref(prefix.node)
         return plan.outcome, None
+
+    def _up_to_branching(self, plan: AddPlan, begin: int, branching: int | None) -> AddPlan:
+        """`plan`, with the prompt cut where it should leave a snapshot on its way."""
+        tokens = self._state.snapshots.shorten(plan.extend_tokens, begin, branching)
+        return plan if tokens == plan.extend_tokens else AddPlan(AddOutcome.CHUNKED, tokens)
 
     def _reuse(self, req: Req, adder: PrefillAdder) -> tuple[_Prefix, AddPlan]:
         """Match and lock the prompt, plan, and if admitted queue the load of its host part."""
@@ -209,6 +237,7 @@ class PrefillScheduler:
             node=match.last_device_node,
             from_device=len(match.device_indices),
             from_host=0,
+            branching=match.mamba_branching_seqlen,
         )
         state.tree.inc_lock_ref(prefix.node)
         new_tokens = state.estimate.reserve(req.rest_new_tokens)
@@ -216,18 +245,20 @@ class PrefillScheduler:
         rest = req.progress.num_tokens - prefix.from_device - host
         free = state.free_tokens()
         plan = adder.plan(rest, host, new_tokens, free)
-        if not host or not plan.is_admitted:
+        if not (host or match.mamba_host_hit_length) or not plan.is_admitted:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
         loaded, node = state.tree.init_load_back(
             InitLoadBackParams(match.best_match_node, host, quota, req.slots)
         )
-        if len(loaded):
+        if node is not prefix.node:
+            # Deeper by what was loaded, or higher up: where a state that was to come has no room.
             state.tree.inc_lock_ref(node)
             state.tree.dec_lock_ref(prefix.node)
             prefix.node = node
-            prefix.from_host = len(loaded)
-            prefix.slots = torch.cat([prefix.slots, loaded])
+            prefix.slots = torch.cat([prefix.slots, loaded])[: node.depth]
+            prefix.from_device = min(prefix.from_device, node.depth)
+            prefix.from_host = node.depth - prefix.from_device
         rest = req.progress.num_tokens - len(prefix.slots)
         return prefix, adder.plan(rest, 0, new_tokens, state.free_tokens())
 
@@ -249,8 +280,10 @@ class PrefillScheduler:
         begin = committed if prefix is None else len(prefix)
         page_size = state.limits.page_size
         assert begin % page_size == 0, "what is cached or was computed before is whole pages"
-        if req.slots.req_pool_idx is None and not pools.req_to_token_pool.available_size():
-            return None
+        if req.slots.req_pool_idx is None:
+            state.snapshots.make_room()
+            if not pools.req_to_token_pool.available_size():
+                return None
         slots = self._padding_slot
         if begin < end:
             state.make_room(end - begin)

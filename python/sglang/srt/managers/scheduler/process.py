@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import threading
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
+from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.channel import ZmqChannel
@@ -134,7 +136,7 @@ def build_scheduler(
         context_length=server_args.context_length,
         ssm_dtype=server_args.mamba_ssm_dtype,
     )
-    server_args = on_this_model(server_args, model_config)
+    check_model_flags(server_args, model_config)
     assert server_args.page_size is not None, "resolved"
     tokenizer = _load_tokenizer(server_args)
     runner = ModelRunner(
@@ -203,34 +205,21 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
     return server_args.on_device(device)
 
 
-def on_this_model(server_args: ServerArgs, model_config: ModelConfig) -> ServerArgs:
-    """Settle what depends on whether the model keeps recurrent states, which no prefix cache keeps
-    yet.
+def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> None:
+    """Refuse flags of recurrent states with a model that keeps none.
 
     Raises:
-        ValueError: A flag needs what the model, or the engine with such a model, does not have.
+        ValueError: Names the flag and the model.
     """
-    if not model_config.linear_attention_layers:
-        for field in dataclasses.fields(server_args):
-            is_set = getattr(server_args, field.name) != field.default
-            if is_set and "mamba" in field.name:
-                raise ValueError(
-                    f"{flag_name(field.name)} has no effect on {model_config.architecture}, which "
-                    "keeps no recurrent states: leave it out"
-                )
-        return server_args
-    if server_args.enable_hierarchical_cache:
-        raise ValueError(
-            f"--enable-hierarchical-cache does not work with {model_config.architecture} yet: the "
-            "recurrent states of its prefixes are not cached; leave it out"
-        )
-    if server_args.disable_radix_cache:
-        return server_args
-    logger.info(
-        "the radix cache is off: the recurrent states of %s are not cached",
-        model_config.architecture,
-    )
-    return dataclasses.replace(server_args, disable_radix_cache=True)
+    if model_config.linear_attention_layers:
+        return
+    for field in dataclasses.fields(server_args):
+        is_set = getattr(server_args, field.name) != field.default
+        if is_set and "mamba" in field.name:
+            raise ValueError(
+                f"{flag_name(field.name)} has no effect on {model_config.architecture}, which "
+                "keeps no recurrent states: leave it out"
+            )
 
 
 def run_scheduler_process(
@@ -386,6 +375,7 @@ def _make_tree(
         tp_cache_group=group,
         metrics_registry=metrics.registry,
         model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_hidden_layers),
+        mamba_snapshot_alignment=math.lcm(runner.config.page_size, CHUNK),
     )
     return create_tree_cache(
         TreeCacheBuildContext(

@@ -64,6 +64,7 @@ class ResultProcessor:
             if progress.finish_reason is not None:
                 continue  # It ended while this step was in flight.
             progress.kv_committed_len += 1
+            self._state.snapshots.on_decoded(req)
             self._append(req, row, result)
             alive.append(req)
         self._end_finished(alive)

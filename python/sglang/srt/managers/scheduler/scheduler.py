@@ -247,7 +247,7 @@ class Scheduler:
         if not self._prepare_decode():
             return None
         info = self._parts.decode.sampling_info
-        batch = decoding.worker_batch(info)
+        batch = decoding.worker_batch(info, self._state.snapshots)
         started = time.monotonic()
         result, token_ids = self._forward(batch)
         self._parts.turns.on_decode()

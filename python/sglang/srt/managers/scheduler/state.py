@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang.srt.layers.grammar_mask import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.scheduler.batch_pools import release_slots
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep
     from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate, SchedulePolicy
     from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.managers.scheduler.snapshots import Snapshots
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 
@@ -56,6 +59,7 @@ class SchedulerState:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     metrics: SchedulerMetrics
+    snapshots: Snapshots
     queues: RequestQueues = field(default_factory=RequestQueues)
     in_flight: LaunchedStep | None = None
     """The step that was launched and whose results have not been processed."""
@@ -113,10 +117,13 @@ class SchedulerState:
             AssertionError: Slots were lost or have two owners.
         """
         rows = self.pools.req_to_token_pool
-        self.tree.check_integrity([req.slots.own_slots(rows) for req in self.queues.holders()])
+        holders = [req.slots for req in self.queues.holders()]
+        states = [one.mamba_track_slot for one in holders if one.mamba_track_slot is not None]
         if isinstance(rows, HybridReqToTokenPool):
-            rows.check_integrity()
-            assert len(rows.running_states()) == self.queues.num_holders, "states of no request"
+            running = rows.running_states()
+            assert len(running) == len(holders), "states of no request"
+            states.append(torch.tensor(running, dtype=torch.int64))
+        self.tree.check_integrity([one.own_slots(rows) for one in holders], states)
 
     def sampling_info(
         self, reqs: Sequence[Req], samples: Sequence[bool] | None = None

@@ -78,21 +78,6 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Every slot that a request has."""
         return [state for state in self._state_of if state]
 
-    def check_integrity(self, kept: Iterable[int] = ()) -> None:
-        """Check that every slot of a state has one owner.
-
-        Args:
-            kept: Slots that neither are free nor belong to a request.
-
-        Raises:
-            AssertionError: Slots were lost or have two owners.
-        """
-        owned = [*self.mamba_pool.free_slot_ids(), *self.running_states(), *kept]
-        every = set(range(1, self.mamba_pool.size + 1))
-        twice = {slot for slot, count in Counter(owned).items() if count > 1}
-        assert not twice, f"state slots with two owners: {sorted(twice)}"
-        assert set(owned) == every, f"state slots without owner: {sorted(every - set(owned))}"
-
     def clear(self) -> None:
         """Take back every row and its state."""
         super().clear()

@@ -252,6 +252,23 @@ class BasePrefixCache(ABC):
         """Whether the cache keeps recurrent states."""
         return False
 
+    @property
+    def mamba_snapshot_alignment(self) -> int | None:
+        """Tokens: snapshots of recurrent states are taken at multiples of it; None: the cache keeps
+        none."""
+        return None
+
+    def pin_state(self, node: TreeNode) -> int:
+        """Keep the recurrent state at the end of `node`, whose pages are locked, on the device.
+
+        Returns:
+            Its slot, maybe still being loaded; 0, and nothing is pinned: there is none.
+        """
+        return 0
+
+    def unpin_state(self, node: TreeNode) -> None:
+        """Undo one `pin_state` that gave a slot."""
+
     def mamba_evictable_size(self) -> int:
         """States on the device that can be evicted."""
         return 0

@@ -258,6 +258,20 @@ class RadixCache(BasePrefixCache):
     def supports_mamba(self) -> bool:
         return self.states is not None
 
+    @property
+    def mamba_snapshot_alignment(self) -> int | None:
+        return None if self.states is None or self.disable else self.states.alignment
+
+    def pin_state(self, node: TreeNode) -> int:
+        if self.states is None or node.mamba_value is None:
+            return 0
+        self.states.lock(node)
+        return int(node.mamba_value)
+
+    def unpin_state(self, node: TreeNode) -> None:
+        assert self.states is not None, "nothing was pinned"
+        self.states.unlock(node)
+
     def mamba_evictable_size(self) -> int:
         return 0 if self.states is None else self.states.evictable
 

@@ -275,6 +275,16 @@ class TreeNode:
         assert self.host_ref_counter > 0, f"node {self.id}: host pages released twice"
         self.host_ref_counter -= 1
 
+    @property
+    def depth(self) -> int:
+        """Tokens from the root to the end of this node."""
+        node: TreeNode | None = self
+        tokens = 0
+        while node is not None:
+            tokens += len(node.key)
+            node = node.parent
+        return tokens
+
     def get_last_hash_value(self) -> PageHash | None:
         """Hash of the last page; None where it has not been computed, or for the root."""
         return self.hash_value[-1] if self.hash_value else None

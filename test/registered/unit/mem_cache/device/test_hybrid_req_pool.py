@@ -71,18 +71,6 @@ def test_nothing_is_given_where_states_are_too_few() -> None:
     assert pool.alloc(requests[2:]) is None
 
 
-def test_every_state_has_one_owner() -> None:
-    pool = pool_of(2, 5)
-    pool.alloc([Request()])
-    kept = pool.mamba_pool.take(2)
-    assert kept == [2, 3]
-    pool.check_integrity(kept)
-    with pytest.raises(AssertionError, match=r"without owner: \[2, 3\]"):
-        pool.check_integrity()
-    with pytest.raises(AssertionError, match=r"two owners: \[1, 4\]"):
-        pool.check_integrity([1, 2, 3, 4])
-
-
 def test_a_batch_has_states_where_the_model_keeps_some() -> None:
     pool = pool_of(3, 3)
     pool.alloc([Request(), Request()])

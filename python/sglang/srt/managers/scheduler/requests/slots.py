@@ -35,6 +35,11 @@ class RequestSlots:
     prefix_indices: torch.Tensor = NO_SLOTS
     cache_protected_len: int = 0
     last_node: TreeNode = field(init=False)
+    mamba_track_slot: torch.Tensor | None = None
+    mamba_last_track_seqlen: int | None = None
+    snapshot_in_flight: int | None = None
+    """Tokens that the snapshot stands for which a decode step in flight leaves in
+    `mamba_track_slot`."""
     history: TokenHistory = field(init=False)
     """Counted by penalties, on the device while the request runs."""
 

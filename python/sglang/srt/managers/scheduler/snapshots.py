@@ -1,0 +1,124 @@
+"""Recurrent states around a step: where a request starts, and where it leaves a snapshot.
+
+A request never runs on a state of the tree. Its first step reads the state at the end of its
+cached prefix and writes a slot of its own. Steps leave snapshots in spare slots, at positions that
+are known before they are launched, since steps overlap: a running state may be a token too far by
+the time the CPU knows that its request has ended. The tree takes a snapshot over together with the
+pages before it.
+
+For a model without recurrent states nothing here does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+
+
+class Snapshots:
+    """Snapshots of the requests of one scheduler. Scheduler thread only.
+
+    Args:
+        tree: Takes snapshots over, and gives its oldest up where slots are short.
+        pool: Where recurrent states are; None: the model has none.
+        interval: Tokens between the snapshots of a request that decodes; 0: none then.
+
+    Raises:
+        ValueError: The interval is no multiple of the distance between possible snapshots.
+    """
+
+    def __init__(self, tree: BasePrefixCache, pool: MambaPool | None, interval: int) -> None:
+        self._tree = tree
+        self._pool = pool
+        self._alignment = tree.mamba_snapshot_alignment
+        self._interval = interval
+        if self._alignment is not None and interval % self._alignment:
+            raise ValueError(
+                f"--mamba-track-interval {interval} must be a multiple of {self._alignment} "
+                "tokens: snapshots end with a page and with a chunk of the kernel"
+            )
+
+    def make_room(self) -> None:
+        """A request is about to need a state to run on: if none is free, the tree gives one up."""
+        if self._pool is not None and not self._pool.available_size():
+            self._tree.evict(EvictParams(mamba_num=1))
+
+    def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
+        """How many tokens the first step of a prompt computes.
+
+        It ends where others have turned off from what is known of the prompt, so that it leaves a
+        snapshot there for those who come next.
+
+        Args:
+            extend_len: How many it would compute.
+            begin: Tokens before them.
+            branching: Tokens before that place; None: there is none.
+        """
+        if branching is None or not begin < branching < begin + extend_len:
+            return extend_len
+        return branching - begin
+
+    def in_prefill(self, req: Req, extend_len: int) -> tuple[int, int]:
+        """The slot that takes a snapshot of a prefill, and after how many of its tokens; (0, 0):
+        it leaves none."""
+        if self._alignment is None or req.spec.is_probe:
+            return 0, 0
+        begin = req.progress.kv_committed_len
+        end = (begin + extend_len) // self._alignment * self._alignment
+        slot = self._spare_slot(req) if end > begin else 0
+        return (slot, end - begin) if slot else (0, 0)
+
+    def in_decoding(self, reqs: Sequence[Req], seq_lens: Sequence[int]) -> torch.Tensor | None:
+        """The slots that take snapshots of a decode step, which is going to be launched.
+
+        Args:
+            reqs: Row by row.
+            seq_lens: Their context lengths, the token of this step included.
+
+        Returns:
+            int64 `[bs]` on the device, 0 for no snapshot; None: no request leaves one.
+        """
+        if self._alignment is None or not self._interval:
+            return None
+        slots = [
+            0 if length % self._interval else self._track(req, length)
+            for req, length in zip(reqs, seq_lens, strict=True)
+        ]
+        assert self._pool is not None
+        return on_device(slots, self._pool.device, torch.int64) if any(slots) else None
+
+    def on_decoded(self, req: Req) -> None:
+        """A decode step of `req` has ended, its token counted: if it left a snapshot, the tree
+        takes it over."""
+        slots = req.slots
+        if slots.snapshot_in_flight == req.progress.kv_committed_len:
+            slots.mamba_last_track_seqlen = slots.snapshot_in_flight
+            slots.snapshot_in_flight = None
+            self._tree.cache_unfinished_req(slots)
+
+    def _track(self, req: Req, length: int) -> int:
+        slot = 0 if req.spec.is_probe else self._spare_slot(req)
+        if slot:
+            req.slots.snapshot_in_flight = length
+        return slot
+
+    def _spare_slot(self, req: Req) -> int:
+        """The slot of the next snapshot of `req`; 0: there is no room."""
+        assert self._pool is not None, "the tree keeps states of this pool"
+        if req.slots.mamba_track_slot is None:
+            self.make_room()
+            taken = self._pool.take(1)
+            if taken is None:
+                return 0
+            req.slots.mamba_track_slot = torch.tensor(taken)
+        return int(req.slots.mamba_track_slot)
