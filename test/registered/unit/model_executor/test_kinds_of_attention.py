@@ -254,6 +254,24 @@ def test_what_cannot_run_is_refused_by_name(checkpoint: Path) -> None:
         register_attention_backend(UNIFORM, "by_definition", "cpu", UniformBackend)
 
 
+def test_a_name_that_only_another_kind_has_leaves_a_kind_its_best(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a GPU's default is named, and the model is one of latent attention."""
+    runner = StepDriver(checkpoint).runner
+    config = AttentionConfig(
+        num_heads=6,
+        specs={spec.name: spec for spec in runner.state_specs},
+        page_size=1,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    with caplog.at_level("INFO"):
+        (made,) = create_attention_backends("torch_native", {UNIFORM: config}).values()
+    assert isinstance(made, UniformBackend)
+    assert "'uniform' run on 'by_definition': 'torch_native' does not have them" in caplog.text
+
+
 class Capturable(UniformBackend):
     can_be_captured = True
 

@@ -126,9 +126,7 @@ def test_256_greedy_tokens_equal_transformers(tmp_path: Path, family: str) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_follows_transformers_rounding(tmp_path: Path, family: str) -> None:
-    # With experts or few chosen tokens, rounding chooses others where two are nearly equal.
-    few: dict[str, Any] = {"index_topk": 500} if family == "deepseek_v32" else {}
-    hf = save_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16, **DENSE, **few)
+    hf = save_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     driver = StepDriver(tmp_path, page_size=16)
     tokens = prompt(80, 3)
     want = reference(hf, tokens)[[39, 78, 79]]
@@ -136,7 +134,9 @@ def test_bf16_follows_transformers_rounding(tmp_path: Path, family: str) -> None
     chunked = driver.extend([(0, tokens[40:79])]).next_token_logits
     decoded = driver.decode([(0, tokens[79])]).next_token_logits
     logits = torch.cat([got, chunked, decoded])
-    assert (logits - want).abs().max() < 0.03 * want.abs().max()
+    # Rounding may choose another expert or another token where two are nearly equal.
+    assert (logits - want).abs().max() < 0.1 * want.abs().max()
+    assert torch.equal(logits.argmax(dim=-1), want.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 33, 90])

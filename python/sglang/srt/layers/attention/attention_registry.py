@@ -6,6 +6,7 @@ The backend that is registered first for a kind and a device is the best one the
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -23,6 +24,8 @@ from sglang.srt.layers.attention.base_attn_backend import (
 from sglang.srt.layers.attention.dsa_backend import DSATorchNativeBackend
 from sglang.srt.layers.attention.mla_backend import MLATorchNativeBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+logger = logging.getLogger(__name__)
 
 MakeBackend = Callable[[AttentionConfig], AttentionBackend]
 
@@ -91,20 +94,26 @@ def create_attention_backends(
     """The backends of a model, one for each kind of its layers.
 
     Args:
-        name: Taken by every kind that has a backend of that name, the others take their best; None:
-            all take their best.
+        name: Taken by every kind that has a backend of that name; the others take their best, and
+            the log says so. None: all take their best.
         configs: By the kinds of the model's layers.
 
     Raises:
-        ValueError: As `create_attention_backend`, where no kind has a backend of that name, or
-            where a kind has none on the device.
+        ValueError: As `create_attention_backend`, where no kind at all, of this model or another,
+            has a backend of that name on the device, or where a kind has none.
     """
-    having = [kind for kind, config in configs.items() if name in _names(kind, config.device)]
     made: dict[AttentionKind, AttentionBackend] = {}
     for kind, config in configs.items():
-        # A name that no kind has goes to the first, which is refused with the reason.
         best = default_attention_backend(config.device, kind)
-        chosen = name if name is not None and (kind in having or not having) else best
+        device_type = device_kind(config.device).name
+        is_there = any((n, d) == (name, device_type) for _, n, d in _BACKENDS)
+        if name is None or (is_there and name not in _names(kind, config.device)):
+            chosen = best
+        else:
+            # A name that is nowhere is refused with the reason.
+            chosen = name
+        if name not in (None, chosen):
+            logger.info("Layers of kind %r run on %r: %r does not have them", kind, chosen, name)
         made[kind] = create_attention_backend(chosen, config, kind)
     return made
 

@@ -40,7 +40,7 @@ class IndexQuery(NamedTuple):
     topk: int
     """Tokens to choose; contexts that are not longer are read as a whole."""
 
-    def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
+    def of(self, tokens: slice) -> IndexQuery:
         """The same for some of the tokens."""
         return IndexQuery(self.q[tokens], self.weights[tokens], self.topk)
 

@@ -4,6 +4,10 @@ indexer chooses.
 A token at position `topk` or behind chooses `topk` tokens of its context by their indexer keys,
 which share the slots of the rows, and attends to the rows of those. Tokens before see all that
 comes before them and are computed as without an indexer.
+
+Beyond the memory of its base a layer takes at most `GATHER_BYTES` of rows, `SCORE_BYTES` of
+products, for each of the queries of a block a few numbers per token of the context, and, where that
+does not lie in one piece, a copy of its indexer keys.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""DeepSeek models on a GPU, where latent attention is plain torch: the logits of a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.scheduler_rig import SchedulerRig, prompt
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
+
+FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+
+
+def logits(path: Path, device: str) -> torch.Tensor:
+    """Of two chunks of a prompt, of decode steps, and of a short prompt beside them."""
+    driver = StepDriver(path, page_size=16, device=device)
+    long, short = prompt(1, 90), prompt(2, 21)
+    steps = [
+        driver.extend([(0, short[:17]), (1, long[:37])]),
+        driver.extend([(1, long[37:86])]),
+        *(driver.decode([(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)),
+    ]
+    return torch.cat([step.next_token_logits.cpu().clone() for step in steps])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_a_cpu(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family)
+    torch.testing.assert_close(
+        logits(tmp_path, "cuda"), logits(tmp_path, "cpu"), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_words_cold_and_warm(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family, eos_token_id=None)
+    prompts = [prompt(seed, 60) for seed in range(3)]
+    cold = SchedulerRig(tmp_path, disable_radix_cache=True).generate(prompts)
+    rig = SchedulerRig(tmp_path, page_size=16, overlap=True)
+    assert [rig.generate([ids])[0] for ids in prompts] == cold
+    assert rig.generate(prompts) == cold
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
