@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process import init_pools
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
+from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.state_pool import ModelPools
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
@@ -77,6 +79,7 @@ class SchedulerRig:
         pool_tokens: Slots of L1; None: slots and rows of a server with `args`.
         max_requests: Rows of the request table.
         num_states: Slots of recurrent states, if the model has some; None: one for each row.
+        snapshot_alignment: Tokens between positions for snapshots; None: a page.
         tokenizer: Tokenizer for stop strings and patterns.
         grammar_backend: Factory of the backend for constraints.
         overlap: Whether to prepare a step while the last one runs; None: the class attribute.
@@ -95,6 +98,7 @@ class SchedulerRig:
         pool_tokens: int | None = 512,
         max_requests: int = 8,
         num_states: int | None = None,
+        snapshot_alignment: int | None = None,
         tokenizer: DecodingTokenizer | None = None,
         grammar_backend: Callable[[], GrammarBackend] | None = None,
         overlap: bool | None = None,
@@ -126,6 +130,7 @@ class SchedulerRig:
                     tp_cache_group=self.group,
                     metrics_registry=metrics.registry,
                     model_pools=self.model_pools,
+                    mamba_snapshot_alignment=snapshot_alignment,
                 ),
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )
@@ -214,11 +219,22 @@ class SchedulerRig:
         self.run(*messages)
         return [self.results[rid].output_ids for rid in rids]
 
+    def settle(self, seconds: float = 20.0) -> None:
+        """Step until all has ended that threads of L3 do as well, at most so long."""
+        deadline = time.monotonic() + seconds
+        while not self.scheduler.is_idle():
+            assert time.monotonic() < deadline, self.tree.is_busy()
+            self.step()
+            time.sleep(0.001)
+        self.assert_clean()
+
     def assert_clean(self) -> None:
         """Assert that the scheduler holds no slot and no row, and that the books agree."""
         state = self.scheduler.state
         pools = state.pools
-        assert pools.req_to_token_pool.available_size() == pools.req_to_token_pool.size
+        rows = pools.req_to_token_pool
+        # Without states, of which the tree may have all.
+        assert ReqToTokenPool.available_size(rows) == rows.size
         assert self.tree.protected_size() == 0
         assert state.free_tokens() == state.limits.pool_tokens
         self.tree.check_integrity()

@@ -74,7 +74,9 @@ class Snapshots:
         if self._alignment is None or req.spec.is_probe:
             return 0, 0
         begin = req.progress.kv_committed_len
-        end = (begin + extend_len) // self._alignment * self._alignment
+        # Behind the last token of a prompt, a state is of no use to the same prompt.
+        is_last = extend_len == req.progress.uncommitted_tokens
+        end = (begin + extend_len - is_last) // self._alignment * self._alignment
         slot = self._spare_slot(req) if end > begin else 0
         return (slot, end - begin) if slot else (0, 0)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -79,7 +78,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return [state for state in self._state_of if state]
 
     def clear(self) -> None:
-        """Take back every row and its state."""
+        """Take back every row, and every state, whoever has it."""
         super().clear()
-        self.mamba_pool.free(self.running_states())
+        self.mamba_pool.clear()
         self._state_of = [0] * self.size

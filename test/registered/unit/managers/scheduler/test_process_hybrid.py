@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.rank_group import SingleRank
-from sglang.srt.managers.scheduler.process import build_scheduler, init_pools, on_this_model
+from sglang.srt.managers.scheduler.process import build_scheduler, check_model_flags, init_pools
+from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -50,29 +49,33 @@ def test_states_are_sized_and_said(hybrid: Path) -> None:
     assert runner.req_to_token_pool.available_size() == 3
 
 
-def test_the_radix_cache_is_off(hybrid: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
+    args = ServerArgs(
+        model_path=str(hybrid),
+        tokenizer_path=str(BUILTIN_MODEL_DIR),
+        max_total_tokens=256,
+        page_size=16,
+        device="cpu",
+        enable_hierarchical_cache=True,
+    ).resolve()
+    built = build_scheduler(args)
+    tree = built.scheduler.state.tree
+    assert tree.mamba_snapshot_alignment == 64, "a page of 16, a chunk of 64"
+    assert isinstance(tree, HiMambaRadixCache)
+    assert set(tree.cache_controller.mem_pool_host.entries) == {"kv", "mamba"}
+    assert [line[:3] for line in built.tiers[:3]] == ["L1:", "L1:", "L2:"]
+    built.scheduler.close()
+
+
+def test_snapshots_while_decoding_are_where_snapshots_can_be(hybrid: Path) -> None:
     args = ServerArgs(
         model_path=str(hybrid),
         tokenizer_path=str(BUILTIN_MODEL_DIR),
         max_total_tokens=256,
         device="cpu",
+        mamba_track_interval=100,
     ).resolve()
-    with caplog.at_level(logging.INFO):
-        built = build_scheduler(args)
-    assert built.scheduler.state.tree.disable
-    assert built.server_args.disable_radix_cache
-    said = [record.message for record in caplog.records if "radix cache is off" in record.message]
-    assert len(said) == 1
-    assert len(built.tiers) == 2
-    built.scheduler.close()
-
-
-def test_what_needs_cached_states_is_refused_before_weights_are_loaded(
-    hybrid: Path, tmp_path: Path
-) -> None:
-    shutil.copy(hybrid / "config.json", tmp_path)
-    args = ServerArgs(model_path=str(tmp_path), enable_hierarchical_cache=True).resolve()
-    with pytest.raises(ValueError, match=r"--enable-hierarchical-cache .* Qwen3_5ForCausalLM yet"):
+    with pytest.raises(ValueError, match="--mamba-track-interval 100 must be a multiple of 64"):
         build_scheduler(args)
 
 
@@ -82,6 +85,8 @@ def test_what_needs_cached_states_is_refused_before_weights_are_loaded(
         {"max_mamba_cache_size": 4},
         {"mamba_ssm_dtype": "bfloat16"},
         {"mamba_full_memory_ratio": 2.0},
+        {"mamba_track_interval": 128},
+        {"mamba_scheduler_strategy": "no_buffer"},
     ],
 )
 def test_flags_of_states_are_refused_where_there_are_none(
@@ -91,7 +96,7 @@ def test_flags_of_states_are_refused_where_there_are_none(
     config = ModelConfig.from_path(str(tmp_path))
     args = ServerArgs(model_path=str(tmp_path), **fields).resolve()
     with pytest.raises(ValueError, match=r"mamba.* has no effect on Qwen3ForCausalLM"):
-        on_this_model(args, config)
+        check_model_flags(args, config)
 
 
 if __name__ == "__main__":

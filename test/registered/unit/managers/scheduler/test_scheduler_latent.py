@@ -6,7 +6,6 @@ Contexts are longer than what a token attends to, so that a wrong indexer key gi
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,18 +68,9 @@ def test_prompt_logprobs_do_not_depend_on_what_is_cached(model: Path) -> None:
     assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
 
 
-def settle(rig: SchedulerRig) -> None:
-    deadline = time.monotonic() + 20
-    while not rig.scheduler.is_idle():
-        assert time.monotonic() < deadline, rig.tree.is_busy()
-        rig.step()
-        time.sleep(0.001)
-    rig.assert_clean()
-
-
 def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> CachedTokensDetails:
     rig.step(rig.request(rid, ids))
-    settle(rig)
+    rig.settle()
     last = rig.results[rid].last
     assert last is not None
     return last.cached_tokens_details
