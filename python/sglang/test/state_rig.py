@@ -131,8 +131,7 @@ class StateRig(CacheRig):
             self.mamba.zero(running)
         elif node is not match.last_device_node or match.mamba_host_hit_length:
             self._wait_for_load()
-            assert node.mamba_value is not None
-            self.mamba.copy_from(self.states.on_device(node.mamba_value), running)
+            self.states.copy_to(node, running)
         request.last_node, request.prefix_indices = node, prefix
         request.cache_protected_len = total
         self._check_state(request, total)

@@ -52,7 +52,8 @@ class RadixCache(BasePrefixCache):
         evict_states: The same for recurrent states.
 
     Attributes:
-        states: The recurrent states of the tree's nodes; None: the model has none.
+        states: The recurrent states of the tree's nodes; None: the model has none, or nothing is
+            kept.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class RadixCache(BasePrefixCache):
         for component in self.tree.components:
             component.check_insert(params)
         if self.disable:
-            return InsertResult(prefix_len=0, mamba_exist=self.states is not None)
+            return InsertResult(prefix_len=0)
         key = params.key.page_aligned(self.page_size)
         prefix_len, path = self.tree.insert(key, params.value, params.priority)
         had_state = self.states is not None and self.states.on_insert(path[-1], params)
@@ -314,7 +315,8 @@ class RadixCache(BasePrefixCache):
 def make_tree(params: CacheInitParams) -> PrefixTree:
     """The empty tree of a cache built from `params`."""
     components = []
-    if (pool := mamba_pool_of(params)) is not None:
+    pool = mamba_pool_of(params)
+    if pool is not None and not params.disable:
         alignment = params.mamba_snapshot_alignment or params.page_size
         components.append(StateComponent(pool, alignment))
     return PrefixTree(

@@ -83,7 +83,9 @@ class StateComponent(TreeComponent):
     ) -> MatchResult:
         end = match.best_match_node
         if params.cow_mamba:
-            self._copy(end, params.req)
+            slot = _running_slot(params.req)
+            if _is_ready(end):
+                self.copy_to(end, slot)
         matched = len(match.device_indices) + match.host_hit_length
         known = min(sum(len(node.key) for node in path), len(params.key) - 1)
         branching = known // self.alignment * self.alignment
@@ -92,13 +94,18 @@ class StateComponent(TreeComponent):
             mamba_branching_seqlen=branching if branching > matched else None,
         )
 
-    def _copy(self, node: TreeNode, req: CacheableRequest | None) -> None:
-        """Queue a copy of the state of `node`, if it can be read now, to where `req` runs."""
-        slot = None if req is None else cast(StatefulRequest, req).mamba_pool_idx
-        if slot is None:
-            raise ValueError("cow_mamba needs a `req` with a `mamba_pool_idx` to copy the state to")
-        if node.mamba_value is not None and _is_ready(node):
-            self.pool.copy_from(self.on_device(node.mamba_value), slot)
+    def copy_to(self, node: TreeNode, slot: torch.Tensor) -> None:
+        """Queue a copy of the state of `node`, which is on the device, on the current stream.
+
+        Where the state is being loaded, call it when the load has been started, and the current
+        stream waits for it.
+
+        Args:
+            node: Whose state.
+            slot: int64 `[1]` on the device: where to; not one of the tree's.
+        """
+        assert node.mamba_value is not None, f"{node} has no state on the device"
+        self.pool.copy_from(self.on_device(node.mamba_value), slot)
 
     def on_device(self, slot: torch.Tensor) -> torch.Tensor:
         """`slot`, which the device itself has to know."""
@@ -222,6 +229,14 @@ def _check_node(node: TreeNode) -> None:
     assert not node.mamba_lock_ref or (node.lock_ref and node.mamba_value is not None), (
         f"{node}: a lock on a state without one on its pages"
     )
+
+
+def _running_slot(req: CacheableRequest | None) -> torch.Tensor:
+    """Where `req` runs."""
+    slot = None if req is None else cast(StatefulRequest, req).mamba_pool_idx
+    if slot is None:
+        raise ValueError("cow_mamba needs a `req` with a `mamba_pool_idx` to copy the state to")
+    return slot
 
 
 def _is_ready(node: TreeNode) -> bool:

@@ -16,12 +16,15 @@ from hypothesis.stateful import (
 )
 
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
+from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
-from sglang.test.cache_rig import CacheRig, Reused, RigRequest
+from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.state_rig import SPEC, StateRequest, StateRig, depth
 
@@ -334,6 +337,42 @@ def test_the_digest_counts_states() -> None:
     texts = zip(first.describe().values(), second.describe().values(), strict=True)
     (difference,) = [pair for pair in texts if pair[0] != pair[1]]
     assert [text.endswith("a state in L1") for text in difference] == [False, True]
+
+
+def test_a_cache_that_keeps_nothing_asks_nothing_of_its_requests() -> None:
+    rig = StateRig(page_size=4)
+    params = CacheInitParams(
+        disable=True,
+        req_to_token_pool=rig.rows,
+        token_to_kv_pool_allocator=rig.allocator,
+        page_size=4,
+        model_pools=rig.model_pools(),
+    )
+    tree = MambaRadixCache(params)
+    assert not tree.supports_mamba()
+    running = slots(rig)
+    none = torch.empty(0, dtype=torch.int64)
+    request = RigRequest("r", None, list(range(9)), none, tree.root_node)
+    rig._compute(request)
+    tree.cache_unfinished_req(request)
+    tree.cache_finished_req(request)
+    assert len(tree.match_prefix(MatchPrefixParams(RadixKey(range(9)))).device_indices) == 0
+    tree.check_integrity()
+    rig.mamba.free(running)
+
+
+def test_a_cache_for_states_needs_a_model_with_states() -> None:
+    rig = CacheRig()
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=rig.rows,
+        token_to_kv_pool_allocator=rig.allocator,
+        page_size=4,
+    )
+    with pytest.raises(ValueError, match="models with recurrent states"):
+        MambaRadixCache(params)
+    with pytest.raises(ValueError, match="models with recurrent states"):
+        HiMambaRadixCache(params, HiCacheSettings())
 
 
 # -- any order -----------------------------------------------------------------------------------
