@@ -30,7 +30,7 @@ class Snapshots:
 
     Args:
         tree: Takes snapshots over, and gives its oldest up where slots are short.
-        pool: Where recurrent states are; None: the model has none.
+        pool: Where recurrent states are, if the tree keeps some; None: the model has none.
         interval: Tokens between the snapshots of a request that decodes; 0: none then.
 
     Raises:
@@ -39,8 +39,8 @@ class Snapshots:
 
     def __init__(self, tree: BasePrefixCache, pool: MambaPool | None, interval: int) -> None:
         self._tree = tree
-        self._pool = pool
         self._alignment = tree.mamba_snapshot_alignment
+        self._pool = None if self._alignment is None else pool
         self._interval = interval
         if self._alignment is not None and interval % self._alignment:
             raise ValueError(

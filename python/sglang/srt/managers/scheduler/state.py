@@ -122,6 +122,9 @@ class SchedulerState:
         if isinstance(rows, HybridReqToTokenPool):
             running = rows.running_states()
             assert len(running) == len(holders), "states of no request"
+            if self.tree.mamba_snapshot_alignment is None:
+                owned = len(running) + rows.mamba_pool.available_size()
+                assert owned == rows.mamba_pool.size, "states without owner"
             states.append(torch.tensor(running, dtype=torch.int64))
         self.tree.check_integrity([one.own_slots(rows) for one in holders], states)
 
