@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, EvictResult
 from sglang.test.cache_rig import CacheRig, HeldStream, RigRequest
 from sglang.test.state_rig import StateRig
 
@@ -24,17 +23,19 @@ class SteppedRig(CacheRig):
             stream.close()
         self.writes, self.loads = HeldStream(), HeldStream()
         controller._write_stream, controller._load_stream = self.writes, self.loads  # type: ignore[assignment]
-        self._evict = self.hi.evict
-        self.hi.evict = self._evict_with_copies  # type: ignore[method-assign]
+        backup = self.hi.host_backup
+        self._finish = backup._finish_write_back
+        backup._finish_write_back = self._finish_with_copies  # type: ignore[method-assign]
         if controller.storage_io is not None:
             _stop_threads(controller.storage_io)
 
-    def _evict_with_copies(self, params: EvictParams) -> EvictResult:
-        # Under write_back an eviction waits for its copies.
-        self.writes.run()
+    def _finish_with_copies(self, leaving: Any) -> None:
+        # Under write_back an eviction waits for its copies, whoever needs the room.
+        if leaving.nodes:
+            self.writes.run()
         self.writes.at_once = True
         try:
-            return self._evict(params)
+            self._finish(leaving)
         finally:
             self.writes.at_once = False
 
