@@ -59,6 +59,5 @@ def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
     tree.cache_finished_req(slots, is_insert=not req.spec.is_probe)
     rows.free(slots)
     slots.history.forget()
-    slots.snapshot_in_flight = None
     progress.kv_committed_len = 0
     slots.prefix_indices = NO_SLOTS

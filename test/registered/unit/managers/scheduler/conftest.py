@@ -7,18 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang.srt.mem_cache.l3 import fetch_worth
 from sglang.test.scheduler_rig import PROMPTS, SchedulerRig
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if hasattr(metafunc.module, "SchedulerRig"):
-        metafunc.fixturenames.append("overlap")
-        metafunc.parametrize("overlap", [False, True], ids=["settled", "overlap"], indirect=True)
+    if not hasattr(metafunc.module, "SchedulerRig"):
+        return
+    modes = [False, True]
+    if next(metafunc.definition.iter_markers("settled"), None) is not None:
+        modes.remove(True)
+    ids = ["overlap" if mode else "settled" for mode in modes]
+    metafunc.parametrize("overlap", modes, ids=ids, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not name it: were it not automatic, it would not run."""
+    monkeypatch.setattr(SchedulerRig, "overlap", getattr(request, "param", False))
 
 
 @pytest.fixture
-def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SchedulerRig, "overlap", request.param)
+def reads_are_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What L3 has is read, however soon a tiny model would have computed it."""
+    monkeypatch.setattr(fetch_worth, "_CUT_SLACK_S", 60.0)
 
 
 @pytest.fixture(scope="module")

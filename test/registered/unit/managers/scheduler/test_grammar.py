@@ -132,7 +132,7 @@ def test_a_vocabulary_that_cannot_say_it_ends_the_request(model: Path) -> None:
     assert got.finish_reason is not None
     assert got.finish_reason.status_code == 400
     assert "vocabulary" in str(got.finish_reason.message)
-    assert len(got.output_ids) <= 3
+    assert len(got.output_ids) <= 3 + rig.overlap, "or as many as one step more gives"
 
 
 def test_a_retracted_request_keeps_its_place_in_the_grammar(model: Path) -> None:

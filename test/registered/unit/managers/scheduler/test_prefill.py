@@ -18,6 +18,7 @@ register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")
 
 
+@pytest.mark.settled
 def test_lpm_serves_a_cold_request_while_hot_ones_keep_coming(model: Path) -> None:
     rig = SchedulerRig(model, schedule_policy="lpm", max_requests=2)
     hot, cold = prompt(1, 40), prompt(2, 40)

@@ -63,6 +63,7 @@ def test_prompts_alternate_with_decode_steps_or_go_in_a_row_where_there_is_a_tar
     assert kinds in seen
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("target", "ticks"), [(None, 0), (3.0, 0), (1.5, 1), (1.25, 3)])
 def test_a_prompt_waits_until_the_mean_time_between_tokens_is_the_target(
     model: Path, target: float | None, ticks: int
@@ -82,6 +83,7 @@ def test_a_prompt_waits_until_the_mean_time_between_tokens_is_the_target(
     assert waited == ticks
 
 
+@pytest.mark.settled
 def test_decode_goes_on_beside_a_chunked_prefill(model: Path) -> None:
     rig = SchedulerRig(model, chunked_prefill_size=8)
     rig.step(rig.request("short", PROMPTS[0], greedy(20), stream=True))

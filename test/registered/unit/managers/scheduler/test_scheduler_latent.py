@@ -20,6 +20,8 @@ from sglang.test.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
+pytestmark = pytest.mark.usefixtures("reads_are_never_late")
+
 PAGE = 16
 TOPK = 12
 

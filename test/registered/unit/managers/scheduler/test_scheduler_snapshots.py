@@ -159,12 +159,19 @@ def test_a_request_that_runs_takes_the_slot_of_the_oldest_snapshot(oracle: Oracl
 
 
 def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: Oracle) -> None:
-    """The only one in the tree: the request that continues from it needs two slots, and gets none
-    of its."""
-    rig = rig_of(oracle, num_states=2, max_requests=1)
+    """Two slots: one runs a request, the other has the snapshot from which the next continues. That
+    one waits, since it would be given the slot of its own snapshot."""
+    rig = rig_of(oracle, num_states=2, max_requests=2, mamba_scheduler_strategy="no_buffer")
     tokens = prompt(43, 30)
     run(rig, oracle, "first", tokens, 2)
-    assert run(rig, oracle, "second", [*tokens, *prompt(44, 10)], 20) == 28
+    runs, continues = prompt(45, 3), [*tokens, *prompt(44, 10)]
+    rig.step(rig.request("runs", runs, greedy(12)))
+    rig.run(rig.request("continues", continues, greedy(6)))
+    assert rig.results["runs"].output_ids == oracle.words(runs, 12)
+    assert rig.results["continues"].output_ids == oracle.words(continues, 6)
+    last = rig.results["continues"].last
+    assert last is not None
+    assert last.cached_tokens_details.device == 28
 
 
 def test_retraction_changes_no_word(oracle: Oracle) -> None:

@@ -27,6 +27,8 @@ from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 
+pytestmark = pytest.mark.usefixtures("reads_are_never_late")
+
 PROMPT = prompt(1, 192, checkable_model.VOCAB_SIZE)
 OTHER = prompt(2, 200, checkable_model.VOCAB_SIZE)
 SEED = 7

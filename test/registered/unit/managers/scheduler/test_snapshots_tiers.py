@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 
 PAGE = 16
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -108,6 +113,28 @@ def test_a_state_alone_comes_back_from_the_host(models: dict[str, Path]) -> None
         assert tiers(ask(rig, "warm", ids)) == (96, 0, 0)
         assert rig.results["warm"].output_ids == rig.results["cold"].output_ids
         rig.assert_clean()
+    finally:
+        rig.close()
+
+
+def test_pages_whose_state_finds_no_room_are_computed_again(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upper part of the prefix is on the device without a state, the lower part on the host."""
+    rig = rig_of(models["qwen3_5"])
+    ids = prompt(5, 100)
+    try:
+        ask(rig, "cold", ids)
+        rig.tree.match_prefix(MatchPrefixParams(RadixKey([*ids[:48], 1])))
+        rig.tree.evict(EvictParams(num_tokens=48))
+        match = rig.tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
+        assert (len(match.device_indices), match.host_hit_length) == (48, 48)
+        load = rig.tree.init_load_back
+        monkeypatch.setattr(
+            rig.tree, "init_load_back", lambda params: load(replace(params, mem_quota=0))
+        )
+        assert tiers(ask(rig, "warm", ids)) == (0, 0, 0)
+        assert rig.results["warm"].output_ids == rig.results["cold"].output_ids
     finally:
         rig.close()
 
