@@ -166,7 +166,12 @@ def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: Oracle)
     run(rig, oracle, "first", tokens, 2)
     runs, continues = prompt(45, 3), [*tokens, *prompt(44, 10)]
     rig.step(rig.request("runs", runs, greedy(12)))
-    rig.run(rig.request("continues", continues, greedy(6)))
+    rig.step(rig.request("continues", continues, greedy(6)))
+    queues = rig.scheduler.state.queues
+    while queues.find("runs") is not None:
+        assert [req.rid for req in queues.waiting] == ["continues"]
+        rig.step()
+    rig.run()
     assert rig.results["runs"].output_ids == oracle.words(runs, 12)
     assert rig.results["continues"].output_ids == oracle.words(continues, 6)
     last = rig.results["continues"].last

@@ -133,7 +133,10 @@ def test_pages_whose_state_finds_no_room_are_computed_again(
         monkeypatch.setattr(
             rig.tree, "init_load_back", lambda params: load(replace(params, mem_quota=0))
         )
+        counters = rig.scheduler.state.counters
+        before = counters.prefill_tokens
         assert tiers(ask(rig, "warm", ids)) == (0, 0, 0)
+        assert counters.prefill_tokens - before == len(ids)
         assert rig.results["warm"].output_ids == rig.results["cold"].output_ids
     finally:
         rig.close()
