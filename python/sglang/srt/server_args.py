@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang.srt.arg_groups.api_keys import resolve_key
+from sglang.srt.arg_groups.checks import (
+    check_device,
+    check_not_empty,
+    check_numbers,
+    check_pages,
+    refuse_ignored,
+)
 from sglang.srt.arg_groups.cli import (
     check_choices,
     explain_unknown,
@@ -39,7 +45,7 @@ from sglang.srt.constants import (
 )
 from sglang.srt.environ import envs
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
-from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, DeviceKind, device_kind
+from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
 from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
 
@@ -282,15 +288,15 @@ class ServerArgs:
         """
         check_choices(self)
         _check_not_yet(self)
-        _check_numbers(self)
-        _check_not_empty(self)
+        check_numbers(self)
+        check_not_empty(self)
         check_remote_weights(self)
         args = _resolve_cache(self)
         model_path = args.model_path or str(BUILTIN_MODEL_DIR)
         name = args.model_path or BUILTIN_MODEL_NAME
-        _check_pages(args)
+        check_pages(args)
         if args.disable_cuda_graph:
-            _refuse_ignored(args, "cuda_graph_max_bs", "with --disable-cuda-graph")
+            refuse_ignored(args, "cuda_graph_max_bs", "with --disable-cuda-graph")
         args = dataclasses.replace(
             args,
             model_path=model_path,
@@ -309,7 +315,7 @@ class ServerArgs:
             ValueError: One line that names the flag and the remedy.
         """
         kind = device_kind(device)
-        _check_device(self, kind)
+        check_device(self, kind)
         page_size = self.page_size
         assert page_size is not None, "resolved arguments have a page size"
         chunk = self.chunked_prefill_size
@@ -352,71 +358,7 @@ def _check_not_yet(args: ServerArgs) -> None:
         raise _not_yet(
             args, "disaggregation_mode", "a server prefills and decodes; leave it at null"
         )
-    _refuse_ignored(args, "disaggregation_ib_device", "with --disaggregation-mode null")
-
-
-def _check_device(args: ServerArgs, kind: DeviceKind) -> None:
-    """Refuse settings that this kind of device does not support, or that have no effect there."""
-    if args.kv_cache_dtype not in kind.kv_cache_dtypes:
-        raise ValueError(
-            f"--kv-cache-dtype {args.kv_cache_dtype} does not work on {kind.title}; "
-            f"use {' or '.join(kind.kv_cache_dtypes)}"
-        )
-    backend = args.attention_backend
-    if backend is not None and backend not in kind.attention_backends:
-        raise ValueError(
-            f"--attention-backend {backend} does not run on {kind.title}; "
-            f"use {' or '.join(kind.attention_backends)}"
-        )
-    if not kind.captures_graphs:
-        _refuse_ignored(args, "cuda_graph_max_bs", f"on {kind.title}")
-
-
-def _check_numbers(args: ServerArgs) -> None:
-    """Refuse numbers outside their range."""
-
-    def check(field: str, ok: bool, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"{flag_name(field)} {getattr(args, field)}: must be {expected}")
-
-    for field in ("context_length", "max_total_tokens"):
-        value = getattr(args, field)
-        check(field, value is None or value >= 2, "at least 2: one token of prompt, one of output")
-    for field in (
-        "max_mamba_cache_size",
-        "mamba_track_interval",
-        "max_running_requests",
-        "max_queued_requests",
-        "max_prefill_tokens",
-        "page_size",
-        "stream_interval",
-        "cuda_graph_max_bs",
-    ):
-        value = getattr(args, field)
-        check(field, value is None or value >= 1, "at least 1")
-    check("port", 1 <= args.port <= 65535, "from 1 to 65535")
-    check("random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1")
-    for field in (
-        "watchdog_timeout",
-        "schedule_conservativeness",
-        "hicache_ratio",
-        "mamba_full_memory_ratio",
-        "target_inter_token_latency",
-    ):
-        value = getattr(args, field)
-        check(field, value is None or (math.isfinite(value) and value > 0), "a number above 0")
-    check("hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more")
-    fraction = args.mem_fraction_static
-    check("mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1")
-    chunk = args.chunked_prefill_size
-    check("chunked_prefill_size", chunk is None or chunk == -1 or chunk >= 1, "-1 or at least 1")
-
-
-def _check_not_empty(args: ServerArgs) -> None:
-    """Refuse empty text, which usually comes from an unset shell variable."""
-    for field in dataclasses.fields(args):
-        if getattr(args, field.name) == "":
-            raise ValueError(f"{flag_name(field.name)} is empty; give it a value or leave it out")
+    refuse_ignored(args, "disaggregation_ib_device", "with --disaggregation-mode null")
 
 
 def _resolve_cache(args: ServerArgs) -> ServerArgs:
@@ -434,52 +376,26 @@ def _resolve_cache(args: ServerArgs) -> ServerArgs:
                 "--disable-radix-cache contradicts the hierarchical cache, whose tiers are "
                 "indexed by the radix tree; drop one of them"
             )
-        for field in ("schedule_policy", "radix_eviction_policy"):
-            _refuse_ignored(args, field, "with --disable-radix-cache")
+        for field in (
+            "schedule_policy",
+            "radix_eviction_policy",
+            "mamba_scheduler_strategy",
+            "mamba_track_interval",
+        ):
+            refuse_ignored(args, field, "with --disable-radix-cache")
+    if args.mamba_scheduler_strategy == "no_buffer":
+        refuse_ignored(args, "mamba_track_interval", "with --mamba-scheduler-strategy no_buffer")
     for field in (f.name for f in dataclasses.fields(args) if f.name.startswith("hicache_")):
         if not hierarchical:
-            _refuse_ignored(args, field, "without --enable-hierarchical-cache")
+            refuse_ignored(args, field, "without --enable-hierarchical-cache")
         elif args.hicache_storage_backend is None and field == _EXTRA_CONFIG:
-            _refuse_ignored(args, field, "without --hicache-storage-backend")
+            refuse_ignored(args, field, "without --hicache-storage-backend")
     if args.hicache_storage_backend is not None:
         check_extra_config_keys(args.hicache_storage_backend, args.extra_config())
     page_size = args.page_size
     if page_size is None:
         page_size = DEFAULT_HIERARCHICAL_PAGE_SIZE if hierarchical else DEFAULT_PAGE_SIZE
     return dataclasses.replace(args, enable_hierarchical_cache=hierarchical, page_size=page_size)
-
-
-def _refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
-    """Raise if `field` was set, because it would have no effect."""
-    default = next(f.default for f in dataclasses.fields(args) if f.name == field)
-    if getattr(args, field) != default:
-        raise ValueError(f"{flag_name(field)} {getattr(args, field)} has no effect {where}")
-
-
-def _check_pages(args: ServerArgs) -> None:
-    """Refuse sizes that do not match the page size. A chunk of -1 means whole prompts.
-
-    Prompts are cut between pages. If a pass could not compute one page, a prompt would wait for
-    ever.
-    """
-    page_size, chunk = args.page_size, args.chunked_prefill_size
-    assert page_size is not None, "the page size is settled before what depends on it"
-    if chunk not in (None, -1) and chunk % page_size:
-        raise ValueError(
-            f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page_size}, "
-            f"e.g. {max(chunk // page_size, 1) * page_size}"
-        )
-    if chunk != -1 and args.max_prefill_tokens < page_size:
-        raise ValueError(
-            f"--max-prefill-tokens {args.max_prefill_tokens} is less than --page-size {page_size}, "
-            f"and prompts are cut at whole pages: make it at least {page_size}, the pages smaller, "
-            "or leave prompts whole with --chunked-prefill-size -1"
-        )
-    if args.max_total_tokens is not None and args.max_total_tokens < page_size:
-        raise ValueError(
-            f"--max-total-tokens {args.max_total_tokens} is less than one page, --page-size "
-            f"{page_size}: raise it, or make the pages smaller"
-        )
 
 
 def _with_keys(args: ServerArgs) -> ServerArgs:

@@ -176,6 +176,12 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--hicache-size", "1"], "no effect without --enable-hierarchical-cache"),
         (["--enable-hierarchical-cache", EXTRA, "{}"], "without --hicache-storage-backend"),
         (["--disable-radix-cache", "--schedule-policy", "lpm"], "with --disable-radix-cache"),
+        (["--disable-radix-cache", "--mamba-track-interval", "64"], "with --disable-radix-cache"),
+        (
+            ["--mamba-scheduler-strategy", "no_buffer", "--mamba-track-interval", "64"],
+            "with --mamba-scheduler-strategy no_buffer",
+        ),
+        (["--mamba-track-interval", "0"], "--mamba-track-interval 0: must be at least 1"),
         (["--disable-radix-cache", "--enable-hierarchical-cache"], "contradicts"),
     ],
 )

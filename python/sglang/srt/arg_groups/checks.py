@@ -1,0 +1,114 @@
+"""Checks of the server's arguments that need neither machine nor model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from sglang.srt.arg_groups.cli import flag_name
+
+if TYPE_CHECKING:
+    from sglang.srt.hardware_backend.device_kinds import DeviceKind
+    from sglang.srt.server_args import ServerArgs
+
+
+def check_device(args: ServerArgs, kind: DeviceKind) -> None:
+    """Refuse settings that this kind of device does not support, or that have no effect there.
+
+    Raises:
+        ValueError: One line that names the flag and the remedy; so do the other checks.
+    """
+    if args.kv_cache_dtype not in kind.kv_cache_dtypes:
+        raise ValueError(
+            f"--kv-cache-dtype {args.kv_cache_dtype} does not work on {kind.title}; "
+            f"use {' or '.join(kind.kv_cache_dtypes)}"
+        )
+    backend = args.attention_backend
+    if backend is not None and backend not in kind.attention_backends:
+        raise ValueError(
+            f"--attention-backend {backend} does not run on {kind.title}; "
+            f"use {' or '.join(kind.attention_backends)}"
+        )
+    if not kind.captures_graphs:
+        refuse_ignored(args, "cuda_graph_max_bs", f"on {kind.title}")
+
+
+def check_numbers(args: ServerArgs) -> None:
+    """Refuse numbers outside their range."""
+
+    def check(field: str, ok: bool, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"{flag_name(field)} {getattr(args, field)}: must be {expected}")
+
+    for field in ("context_length", "max_total_tokens"):
+        value = getattr(args, field)
+        check(field, value is None or value >= 2, "at least 2: one token of prompt, one of output")
+    for field in (
+        "max_mamba_cache_size",
+        "mamba_track_interval",
+        "max_running_requests",
+        "max_queued_requests",
+        "max_prefill_tokens",
+        "page_size",
+        "stream_interval",
+        "cuda_graph_max_bs",
+    ):
+        value = getattr(args, field)
+        check(field, value is None or value >= 1, "at least 1")
+    check("port", 1 <= args.port <= 65535, "from 1 to 65535")
+    check("random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1")
+    for field in (
+        "watchdog_timeout",
+        "schedule_conservativeness",
+        "hicache_ratio",
+        "mamba_full_memory_ratio",
+        "target_inter_token_latency",
+    ):
+        value = getattr(args, field)
+        check(field, value is None or (math.isfinite(value) and value > 0), "a number above 0")
+    check("hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more")
+    fraction = args.mem_fraction_static
+    check("mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1")
+    chunk = args.chunked_prefill_size
+    check("chunked_prefill_size", chunk is None or chunk == -1 or chunk >= 1, "-1 or at least 1")
+
+
+def check_not_empty(args: ServerArgs) -> None:
+    """Refuse empty text, which usually comes from an unset shell variable."""
+    for field in dataclasses.fields(args):
+        if getattr(args, field.name) == "":
+            raise ValueError(f"{flag_name(field.name)} is empty; give it a value or leave it out")
+
+
+def refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
+    """Raise if `field` was set, because it would have no effect."""
+    default = next(f.default for f in dataclasses.fields(args) if f.name == field)
+    if getattr(args, field) != default:
+        raise ValueError(f"{flag_name(field)} {getattr(args, field)} has no effect {where}")
+
+
+def check_pages(args: ServerArgs) -> None:
+    """Refuse sizes that do not match the page size. A chunk of -1 means whole prompts.
+
+    Prompts are cut between pages. If a pass could not compute one page, a prompt would wait for
+    ever.
+    """
+    page_size, chunk = args.page_size, args.chunked_prefill_size
+    assert page_size is not None, "the page size is settled before what depends on it"
+    if chunk not in (None, -1) and chunk % page_size:
+        raise ValueError(
+            f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page_size}, "
+            f"e.g. {max(chunk // page_size, 1) * page_size}"
+        )
+    if chunk != -1 and args.max_prefill_tokens < page_size:
+        raise ValueError(
+            f"--max-prefill-tokens {args.max_prefill_tokens} is less than --page-size {page_size}, "
+            f"and prompts are cut at whole pages: make it at least {page_size}, the pages smaller, "
+            "or leave prompts whole with --chunked-prefill-size -1"
+        )
+    if args.max_total_tokens is not None and args.max_total_tokens < page_size:
+        raise ValueError(
+            f"--max-total-tokens {args.max_total_tokens} is less than one page, --page-size "
+            f"{page_size}: raise it, or make the pages smaller"
+        )
