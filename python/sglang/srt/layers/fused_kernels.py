@@ -45,6 +45,8 @@ class FusedKernels:
     """From so many rows on a product adds the residual itself."""
     has_grouped_mm: bool
     """Whether `torch._grouped_mm` takes bf16 on the device, reading nothing back."""
+    runs_fla: bool
+    """Whether the kernels of flash-linear-attention run on the device, if they are installed."""
 
 
 _MODULES: Final[dict[str, str | None]] = {

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sglang.srt.hardware_backend.device_kinds import device_kind
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
 from sglang.srt.layers.linear_attention.fla_delta_rule import FlaDeltaRule
 from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
@@ -36,7 +36,8 @@ def delta_rule(device: str, dtype: torch.dtype) -> DeltaRule:
 
     The kernels multiply in the dtype of the activations, or in tf32: fp32 is left to torch.
     """
-    is_cuda = device_kind(device).name == "cuda"
-    if is_cuda and dtype != torch.float32 and importlib.util.find_spec("fla") is not None:
+    kernels = fused_kernels(device)
+    may_run = kernels is not None and kernels.runs_fla and dtype != torch.float32
+    if may_run and importlib.util.find_spec("fla") is not None:
         return FlaDeltaRule.load()
     return TorchDeltaRule()

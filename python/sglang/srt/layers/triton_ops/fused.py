@@ -20,4 +20,5 @@ KERNELS: Final = FusedKernels(
     normalise_rotate_store_=qkv.normalise_rotate_store_,
     rows_added_in_product=_ROWS_ADDED_IN_PRODUCT,
     has_grouped_mm=True,
+    runs_fla=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests do not name it: were it not automatic, it would not run."""
-    monkeypatch.setattr(SchedulerRig, "overlap", getattr(request, "param", False))
+def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests do not name it: were it not automatic, it would not run. It has a patch of its own,
+    since what a test patches ends before the fixtures that the test names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SchedulerRig, "overlap", getattr(request, "param", False))
+        yield
 
 
 @pytest.fixture

@@ -48,9 +48,10 @@ def rig_of(oracle: Oracle, **args: Any) -> SchedulerRig:
     settings: dict[str, Any] = {
         "page_size": PAGE,
         "num_states": 32,
-        "mamba_track_interval": 4 * PAGE,
         **args,
     }
+    if "mamba_scheduler_strategy" not in args:
+        settings.setdefault("mamba_track_interval", 4 * PAGE)
     return SchedulerRig(oracle.path, **settings)
 
 
