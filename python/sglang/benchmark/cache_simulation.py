@@ -21,7 +21,10 @@ import torch
 
 from sglang.benchmark.mooncake_trace import TokenMaker, TraceRequest, TraceScale
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
@@ -30,7 +33,6 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray
 
 _VOCABULARY = np.arange(1, 1 << 16, dtype=np.uint32)
@@ -108,10 +110,27 @@ class SimulatedCache:
     """L1 of one engine, and L2 if the arrangement has one.
 
     Call `close` at the end; it also checks the books.
+
+    Args:
+        sizes: Pages of the tiers.
+        page_size: Tokens.
+        policy: Order of eviction.
+        arrangement: Of the tiers.
+        rows: Rows of running requests; None: `serve` needs none.
+        states: Recurrent states of the model in L1; None: it has none.
+        alignment: Tokens between possible snapshots of recurrent states.
     """
 
     def __init__(
-        self, sizes: CacheSizes, *, page_size: int, policy: str, arrangement: Arrangement
+        self,
+        sizes: CacheSizes,
+        *,
+        page_size: int,
+        policy: str,
+        arrangement: Arrangement,
+        rows: ReqToTokenPool | None = None,
+        states: MambaPool | None = None,
+        alignment: int | None = None,
     ) -> None:
         self._page_size = page_size
         pool = MHATokenToKVPool(
@@ -120,21 +139,26 @@ class SimulatedCache:
         self._allocator: BaseTokenToKVPoolAllocator = make_allocator(pool)
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=ReqToTokenPool(1, 1, "cpu"),
+            req_to_token_pool=rows or ReqToTokenPool(1, 1, "cpu"),
             token_to_kv_pool_allocator=self._allocator,
             page_size=page_size,
             eviction_policy=policy,
+            model_pools=None if states is None else ModelPools.of([pool, states]),
+            mamba_snapshot_alignment=alignment,
         )
-        self._tree: RadixCache
-        if arrangement is Arrangement.ONE_TIER:
-            self._tree = RadixCache(params)
-        else:
-            # Half a page more, so that rounding down gives exactly these pages.
-            settings = _HiCacheSettings(
-                hicache_ratio=(sizes.l2_pages + 0.5) / sizes.l1_pages,
-                hicache_write_policy=arrangement.value,
+        # Half a page more, so that rounding down gives exactly these pages.
+        settings = _HiCacheSettings(
+            hicache_ratio=(sizes.l2_pages + 0.5) / sizes.l1_pages,
+            hicache_write_policy=arrangement.value,
+        )
+        self._tree = create_tree_cache(
+            TreeCacheBuildContext(
+                server_args=settings,
+                params=params,
+                enable_hierarchical_cache=arrangement is not Arrangement.ONE_TIER,
             )
-            self._tree = HiRadixCache(params, settings)
+        )
+        if isinstance(self._tree, HiRadixCache):
             assert self._tree.host_pool.size == sizes.l2_pages * page_size
 
     def arrive(self, rid: str, number: int, ids: TokenArray) -> int:

@@ -66,6 +66,43 @@ def test_simulate_turns_uses_the_queue() -> None:
     )
 
 
+def test_simulate_states(tmp_path: Path) -> None:
+    output = tmp_path / "states.jsonl"
+    small = ("--num-prompts", "60", "--fractions", "0.5", "1", "--alignments", "64")
+    memory = ("--state-pages", "16", "--memory-ratios", "0.3", "99")
+    header, unlimited, *records = run(
+        "hicache/simulate_states.py", *small, *memory, "--output-file", str(output)
+    )
+    assert header.keys() >= EVIDENCE and header["requests"] == 60
+    best = unlimited["unlimited"]["hit_rate"]
+    assert 0 < best <= header["dense_unlimited_hit_rate"]
+    sizes, division = records[:4], records[4:]
+    for one in sizes:
+        assert one["part"] == "sizes"
+        assert one["hit_rate"] <= min(best, one["dense_hit_rate"])
+        assert one["fraction"] < 1 or one["hit_rate"] == best
+    assert [one.get("fits", True) for one in division] == [True, False, True, False]
+    assert len(output.read_text().splitlines()) == 10
+
+
+def test_simulate_states_needs_pages_that_hold_the_longest_request() -> None:
+    assert run("hicache/simulate_states.py", "--fractions", "0.01", status=2) == []
+
+
+def test_simulate_snapshots_of_answers() -> None:
+    small = ("--num-clients", "6", "--num-rounds", "4", "--request-length", "200")
+    setting = (*small, "--output-length", "300", "--fractions", "0.5", "--state-pages", "4")
+    header, none, often, *bounded = run(
+        "hicache/simulate_snapshots.py", *setting, "--intervals", "0", "64"
+    )
+    assert header.keys() >= EVIDENCE
+    assert none["unlimited"]["snapshots"] == 6 * 4 < often["unlimited"]["snapshots"]
+    assert none["unlimited"]["hit_rate"] < often["unlimited"]["hit_rate"]
+    assert [one["interval"] for one in bounded] == [0, 64]
+    for one in bounded:
+        assert one["states_evicted"] > 0 and one["hit_rate"] < one["dense_hit_rate"]
+
+
 def test_simulate_store_divides_prompts_between_a_slow_store_and_the_device() -> None:
     _, none, *runs = run("hicache/simulate_store.py", "--read-gb-s", "2")
     seconds = {(one["store"], one["reads"]): one["seconds"] for one in runs}

@@ -1,0 +1,224 @@
+"""Hit rates of the prefix cache of a model with recurrent states, on the real tree, no model.
+
+    python benchmark/hicache/simulate_states.py [--dataset-path mooncake_synthetic_trace.jsonl] \\
+        [--fractions 0.05 0.1 1] [--alignments 64 256 1024] [--state-pages 16 64 256] \\
+        [--memory-ratios 0.1 0.9] [--output-file states.jsonl]
+
+Such a model can use a prefix only where the cache has its pages and a snapshot of the state at its
+end. Prints JSON lines: first the run, then one for each replay, of two parts.
+
+- `sizes`: L1 has a fraction of the pages and a fraction of the snapshots of an unlimited cache.
+  Compared with that, and with a dense model and as many pages. `write_through` adds L2.
+- `division`: L1 has the memory of a fraction of the pages. `state_pages` is the memory of one state
+  in pages, `memory_ratio` the bytes of states for each byte of pages. Compared with a dense model
+  that has all of the memory for pages. A division that cannot hold the longest request is a line
+  with `"fits": false`. Snapshots are the first of `--alignments` apart, or more.
+Hit rates are shares of the whole pages of all prompts. Requests are served one after the other and
+answers are not cached. About 30 s. `simulate_snapshots.py` has snapshots of answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tqdm import tqdm
+
+from sglang.benchmark.cache_simulation import (
+    Arrangement,
+    CacheSizes,
+    ReplayResult,
+    TracePrompts,
+    replay,
+)
+from sglang.benchmark.mooncake_trace import TraceScale, read_trace
+from sglang.benchmark.page_trace import page_trace_of
+from sglang.benchmark.report import emit, provenance, writable_file
+from sglang.benchmark.state_simulation import (
+    MIN_STATES,
+    SimulatedStateCache,
+    StateSettings,
+    divide_memory,
+)
+
+_EXCERPT: Final = Path(__file__).parents[1] / "data" / "mooncake_synthetic_excerpt.jsonl"
+_ARRANGEMENTS: Final = (Arrangement.ONE_TIER, Arrangement.WRITE_THROUGH)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--dataset-path", default=str(_EXCERPT), help="a trace, JSON lines")
+    add("--num-prompts", type=int, help="number of requests, from the first one")
+    add("--scale", type=float, default=1.0, help="divisor of the prompts' lengths")
+    add("--page-size", type=int, default=64)
+    add("--chunked-prefill-size", type=int, default=8192)
+    add("--fractions", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.5, 1.0])
+    add("--alignments", type=int, nargs="+", default=[64, 256, 1024])
+    add("--hicache-ratio", type=float, default=2.0, help="pages of L2 per page of L1")
+    add("--state-pages", type=int, nargs="+", default=[16, 64, 256])
+    add("--memory-ratios", type=float, nargs="+", default=[0.1, 0.3, 0.9, 2.0])
+    add("--output-file", type=writable_file, help="also append the JSON lines here")
+    args = parser.parse_args(argv)
+    if any(one % args.page_size for one in [*args.alignments, args.chunked_prefill_size]):
+        parser.error("--alignments and --chunked-prefill-size: whole pages each")
+    return args
+
+
+class TraceReplays:
+    """Replays of one trace with caches of different sizes."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        scale = TraceScale(length=1 / args.scale)
+        trace = read_trace(args.dataset_path, args.num_prompts)
+        pages = page_trace_of(trace, scale, args.page_size)
+        self._prompts = TracePrompts(trace, scale, args.page_size)
+        self._dense: dict[tuple[int, Arrangement], float] = {}
+        self.num_requests = len(trace)
+        self.num_pages = pages.num_pages
+        self.longest_pages = pages.longest_pages + 1  # Its last page may be a part of one.
+        least = self.longest_pages / self.num_pages
+        if min(args.fractions) < least:
+            raise ValueError(
+                f"--fractions {min(args.fractions):g}: of {self.num_pages} pages that is less than "
+                f"the longest request's {self.longest_pages}; begin at "
+                f"{math.ceil(least * 100) / 100:g}"
+            )
+
+    def pages_of(self, fraction: float) -> int:
+        """A fraction of the working set."""
+        return max(self.longest_pages, round(fraction * self.num_pages))
+
+    def once(
+        self, l1_pages: int, states: StateSettings | None, arrangement: Arrangement
+    ) -> dict[str, Any]:
+        """Hit rates and counts of one replay. `states` is None for a dense model."""
+        l2_pages = round(l1_pages * self._args.hicache_ratio)
+        one_tier = arrangement is Arrangement.ONE_TIER
+        cache = SimulatedStateCache(
+            CacheSizes(l1_pages=l1_pages, l2_pages=0 if one_tier else l2_pages),
+            states,
+            page_size=self._args.page_size,
+            arrangement=arrangement,
+            max_tokens=self.longest_pages * self._args.page_size,
+            chunk_tokens=self._args.chunked_prefill_size,
+        )
+        result = ReplayResult()
+        for result in replay(cache, self._prompts):  # noqa: B007
+            pass
+        cache.close()
+        return {
+            "l1_pages": l1_pages,
+            **rates(result),
+            "snapshots": cache.snapshots_kept,
+            "states_in_l1": cache.states_in_l1,
+        }
+
+    def dense(self, l1_pages: int, arrangement: Arrangement = Arrangement.ONE_TIER) -> float:
+        """The hit rate of a dense model."""
+        key = l1_pages, arrangement
+        if key not in self._dense:
+            self._dense[key] = self.once(l1_pages, None, arrangement)["hit_rate"]
+        return self._dense[key]
+
+    def unlimited(self, alignment: int) -> dict[str, Any]:
+        """A cache that never evicts."""
+        # Requests may end with a part of a page each.
+        pages = self.num_pages + self.longest_pages
+        at_most = pages * self._args.page_size // alignment + self.num_requests + MIN_STATES
+        settings = StateSettings(num_states=at_most, alignment=alignment)
+        return self.once(pages, settings, Arrangement.ONE_TIER)
+
+
+def rates(result: ReplayResult) -> dict[str, float]:
+    """Hit rates by tier, as shares of the whole pages of all prompts."""
+    tokens = result.page_tokens
+    return {
+        "device_hit_rate": round(result.device_tokens / tokens, 4),
+        "host_hit_rate": round(result.host_tokens / tokens, 4),
+        "hit_rate": round(result.hit_tokens / tokens, 4),
+    }
+
+
+def sizes(args: argparse.Namespace, trace: TraceReplays) -> Iterator[dict[str, Any]]:
+    """Fractions of the pages and of the snapshots that an unlimited cache holds."""
+    for alignment in args.alignments:
+        unlimited = trace.unlimited(alignment)
+        yield {"alignment": alignment, "unlimited": unlimited}
+        for arrangement in _ARRANGEMENTS:
+            for fraction in args.fractions:
+                pages = trace.pages_of(fraction)
+                num_states = max(MIN_STATES, round(fraction * unlimited["states_in_l1"]))
+                states = StateSettings(num_states=num_states, alignment=alignment)
+                yield {
+                    "alignment": alignment,
+                    "arrangement": arrangement.value,
+                    "fraction": fraction,
+                    "l1_states": num_states,
+                    **trace.once(pages, states, arrangement),
+                    "unlimited_hit_rate": unlimited["hit_rate"],
+                    "dense_hit_rate": trace.dense(pages, arrangement),
+                }
+
+
+def division(args: argparse.Namespace, trace: TraceReplays) -> Iterator[dict[str, Any]]:
+    """The memory of a fraction of the pages, divided in different ways."""
+    for fraction in args.fractions:
+        total = trace.pages_of(fraction)
+        for cost in args.state_pages:
+            for ratio in args.memory_ratios:
+                record = {"fraction": fraction, "state_pages": cost, "memory_ratio": ratio}
+                found = divide_memory(
+                    total, ratio=ratio, state_pages=cost, longest_pages=trace.longest_pages
+                )
+                if found is None:
+                    yield {**record, "fits": False}
+                    continue
+                states = StateSettings(num_states=found[1], alignment=args.alignments[0])
+                yield {
+                    **record,
+                    "l1_states": found[1],
+                    **trace.once(found[0], states, Arrangement.ONE_TIER),
+                    "dense_hit_rate": trace.dense(total),
+                }
+
+
+def replays(args: argparse.Namespace, trace: TraceReplays) -> Iterator[dict[str, Any]]:
+    """The records of both parts."""
+    for part in (sizes, division):
+        for record in part(args, trace):
+            yield {"part": part.__name__, **record}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(None if argv is None else list(argv))
+    torch.set_num_threads(1)
+    try:
+        trace = TraceReplays(args)
+        header = {
+            "benchmark": "simulate_states", **provenance(), **vars(args),
+            "dataset_path": Path(args.dataset_path).name, "requests": trace.num_requests,
+            "working_set_pages": trace.num_pages, "longest_request_pages": trace.longest_pages,
+            "dense_unlimited_hit_rate": trace.dense(trace.num_pages + trace.longest_pages),
+        }  # fmt: skip
+        emit(header, args.output_file)
+        bar = tqdm(replays(args, trace), unit="replay", disable=None)
+        for record in bar:
+            with bar.external_write_mode(file=sys.stdout):
+                emit(record, args.output_file)
+    except ValueError as error:
+        print(f"simulate_states: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Replays requests on the real prefix cache of a model with recurrent states, without a model.
+
+Pages are those of `cache_simulation.py`. States are slots of the engine's pool, a few bytes each.
+Where a request starts and where it leaves snapshots is decided by the scheduler's `Snapshots`, for
+requests of the scheduler's own class. Requests are served one after the other.
+
+One thread, and the copy threads of the hierarchical cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
+from sglang.srt.managers.scheduler.policy import ceil_to_page
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.spec import RequestSpec
+from sglang.srt.managers.scheduler.snapshots import Snapshots
+from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+MIN_STATES: Final = 3
+"""One that a request runs on, one that it starts from, and one for its snapshot."""
+_NO_ANSWER: Final = np.empty(0, np.uint32)
+_SPEC: Final = MambaSpec.of_shapes(
+    (1,), (1, 1, 1), (1, 1), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSettings:
+    """The recurrent states of a simulated engine. Distances are tokens.
+
+    Raises:
+        ValueError: There are too few states for one request.
+    """
+
+    num_states: int
+    """In L1."""
+    alignment: int
+    """Between possible snapshots."""
+    track_interval: int = 0
+    """Between the snapshots of a request that decodes; 0: it leaves none."""
+
+    def __post_init__(self) -> None:
+        if self.num_states < MIN_STATES:
+            raise ValueError(f"{self.num_states} states: a request needs {MIN_STATES}")
+
+
+def divide_memory(
+    total_pages: int, *, ratio: float, state_pages: int, longest_pages: int
+) -> tuple[int, int] | None:
+    """Divide the memory of `total_pages` between pages and states.
+
+    Args:
+        ratio: Bytes of states for each byte of pages (`--mamba-full-memory-ratio`).
+        state_pages: Pages that take the memory of one state.
+        longest_pages: Of the longest request.
+
+    Returns:
+        Pages and states; None: they cannot hold the longest request.
+    """
+    pages = int(total_pages / (1 + ratio))
+    states = (total_pages - pages) // state_pages
+    return (pages, states) if pages >= longest_pages and states >= MIN_STATES else None
+
+
+class SimulatedStateCache(SimulatedCache):
+    """A `SimulatedCache` that serves requests in the steps of the scheduler: prompts in chunks, and
+    answers.
+
+    Args:
+        sizes: Pages of the tiers. L2 has as many times the states of L1 as it has pages.
+        states: None: of a model with keys and values alone.
+        page_size: Tokens.
+        arrangement: Of the tiers.
+        max_tokens: Of the longest prompt with its answer.
+        chunk_tokens: Most prompt tokens of one step; whole pages.
+        policy: Order of eviction.
+
+    Raises:
+        ValueError: Snapshots do not end with pages.
+
+    Attributes:
+        snapshots_kept: Snapshots that the tree took over.
+    """
+
+    def __init__(
+        self,
+        sizes: CacheSizes,
+        states: StateSettings | None,
+        *,
+        page_size: int,
+        arrangement: Arrangement,
+        max_tokens: int,
+        chunk_tokens: int,
+        policy: str = "lru",
+    ) -> None:
+        columns = ceil_to_page(max_tokens, page_size)
+        pool = None if states is None else MambaPool(_SPEC, states.num_states, "cpu")
+        self._rows = (
+            ReqToTokenPool(1, columns, "cpu")
+            if pool is None
+            else HybridReqToTokenPool(1, columns, "cpu", pool)
+        )
+        super().__init__(
+            sizes,
+            page_size=page_size,
+            policy=policy,
+            arrangement=arrangement,
+            rows=self._rows,
+            states=pool,
+            alignment=None if states is None else states.alignment,
+        )
+        self._interval = 0 if states is None else states.track_interval
+        self._snapshots = Snapshots(self._tree, pool, self._interval)
+        self._chunk_tokens = chunk_tokens
+        self.snapshots_kept = 0
+
+    @property
+    def states_in_l1(self) -> int:
+        """States of the tree in L1, between two requests."""
+        return self._tree.mamba_evictable_size()
+
+    def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
+        return self.serve_with_answer(ids, _NO_ANSWER, priority, rid)
+
+    def serve_with_answer(
+        self, prompt: TokenArray, answer: TokenArray, priority: int = 0, rid: str = ""
+    ) -> tuple[int, int]:
+        """Serve one prompt, and decode `answer`, whose last token is not computed. Returns the
+        prompt's tokens that were used from L1, and from L2."""
+        spec = RequestSpec(
+            rid=rid, origin_input_ids=prompt, sampling_params=SamplingParams(), seed=0,
+            arrival_number=0, max_new_tokens=max(1, len(answer)), priority=priority,
+        )  # fmt: skip
+        req = Req(spec)
+        device, host, branching = self._reuse(req)
+        self._prefill(req, branching)
+        if len(answer):
+            self._decode(req, answer)
+        self._tree.cache_finished_req(req.slots)
+        self._rows.free(req.slots)
+        self._settle()
+        return device, host
+
+    def _reuse(self, req: Req) -> tuple[int, int, int | None]:
+        """Lock the longest usable prefix, and load what is in L2 alone. Returns its tokens in L1
+        and in L2, and where others turned off further down."""
+        tree, slots = self._tree, req.slots
+        match = tree.match_prefix(MatchPrefixParams(req.match_key(), req=slots))
+        tree.note_scheduled(req.rid)
+        prefix, node = match.device_indices, match.last_device_node
+        tree.inc_lock_ref(node)
+        if match.host_hit_length or match.mamba_host_hit_length:
+            loaded, lower = tree.init_load_back(
+                InitLoadBackParams(match.best_match_node, match.host_hit_length, req=slots)
+            )
+            tree.inc_lock_ref(lower)
+            tree.dec_lock_ref(node)
+            node = lower
+            prefix = torch.cat([prefix, loaded])[: node.depth]
+            if isinstance(tree, HiRadixCache):
+                counter = tree.cache_controller.layer_done_counter
+                counter.set_consumer(tree.ready_to_load_host_cache())
+        slots.last_node, slots.prefix_indices = node, prefix
+        slots.cache_protected_len = len(prefix)
+        req.progress.kv_committed_len = min(len(prefix), req.progress.num_tokens - 1)
+        device = min(len(match.device_indices), len(prefix))
+        return device, len(prefix) - device, match.mamba_branching_seqlen
+
+    def _prefill(self, req: Req, branching: int | None) -> None:
+        """Compute the rest of the prompt in chunks."""
+        tree, slots, progress = self._tree, req.slots, req.progress
+        first_state = tree.pin_state(slots.last_node)
+        self._take_row(req)
+        while rest := progress.uncommitted_tokens:
+            extend = min(rest, self._chunk_tokens)
+            extend = self._snapshots.shorten(extend, progress.kv_committed_len, branching)
+            self._grow(req, progress.kv_committed_len + extend)
+            slot, length = self._snapshots.in_prefill(req, extend)
+            if first_state:
+                tree.unpin_state(slots.last_node)
+                first_state = 0
+            if slot:
+                slots.mamba_last_track_seqlen = progress.kv_committed_len + length
+            progress.kv_committed_len += extend
+            tree.cache_unfinished_req(slots, chunked=extend < rest)
+            self.snapshots_kept += bool(slot) and slots.mamba_track_slot is None
+
+    def _decode(self, req: Req, answer: TokenArray) -> None:
+        """Decode up to the last token of `answer`; what happens at snapshots is all that counts."""
+        begin, end = len(req.spec.origin_input_ids), len(req.spec.origin_input_ids) + len(answer)
+        req.progress.output_ids.extend(answer.tolist())
+        if self._interval:
+            first = (begin // self._interval + 1) * self._interval
+            for length in range(first, end, self._interval):
+                self._grow(req, length)
+                tracks = self._snapshots.in_decoding([req], [length])
+                req.progress.kv_committed_len = length
+                self._snapshots.on_decoded(req)
+                self.snapshots_kept += tracks is not None and req.slots.mamba_track_slot is None
+        self._grow(req, end - 1)
+        req.progress.kv_committed_len = end - 1
+
+    def _take_row(self, req: Req) -> None:
+        """A row, and with recurrent states one to run on."""
+        self._snapshots.make_room()
+        rows = self._rows.alloc([req.slots])
+        assert rows is not None, "requests are served one after the other"
+        prefix = req.slots.prefix_indices
+        self._rows.write((rows[0], slice(0, len(prefix))), prefix)
+        self._slots_end = len(prefix)
+
+    def _grow(self, req: Req, end: int) -> None:
+        """Give `req` slots up to token `end`, in whole pages."""
+        missing = ceil_to_page(end, self._page_size) - self._slots_end
+        if missing > 0:
+            begin = self._slots_end
+            self._slots_end += missing
+            columns = (req.slots.row, slice(begin, self._slots_end))
+            self._rows.write(columns, self._compute(missing))
