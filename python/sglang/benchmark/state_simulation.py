@@ -148,7 +148,10 @@ class SimulatedStateCache(SimulatedCache):
         self._prefill(req, branching)
         if len(answer):
             self._decode(req, answer)
+        before = self.states_in_l1
         self._tree.cache_finished_req(req.slots)
+        self.snapshots_kept += self.states_in_l1 - before
+        self._snapshots.release(req)
         self._rows.free(req.slots)
         self._settle()
         return device, host
@@ -205,10 +208,9 @@ class SimulatedStateCache(SimulatedCache):
             first = (begin // self._interval + 1) * self._interval
             for length in range(first, end, self._interval):
                 self._grow(req, length)
-                tracks = self._snapshots.in_decoding([req], [length])
+                self._snapshots.in_decoding([req], [length])
                 req.progress.kv_committed_len = length
                 self._snapshots.on_decoded(req)
-                self.snapshots_kept += tracks is not None and req.slots.mamba_track_slot is None
         self._grow(req, end - 1)
         req.progress.kv_committed_len = end - 1
 

@@ -77,8 +77,12 @@ class Snapshots:
         # Behind the last token of a prompt, a state is of no use to the same prompt.
         is_last = extend_len == req.progress.uncommitted_tokens
         end = (begin + extend_len - is_last) // self._alignment * self._alignment
-        slot = self._spare_slot(req) if end > begin else 0
-        return (slot, end - begin) if slot else (0, 0)
+        if end <= begin:
+            return 0, 0
+        if req.slots.mamba_track_slot is None:
+            req.slots.mamba_track_slot = self._take()
+        slot = req.slots.mamba_track_slot
+        return (0, 0) if slot is None else (int(slot), end - begin)
 
     def in_decoding(self, reqs: Sequence[Req], seq_lens: Sequence[int]) -> torch.Tensor | None:
         """The slots that take snapshots of a decode step, which is going to be launched.
@@ -100,27 +104,38 @@ class Snapshots:
         return on_device(slots, self._pool.device, torch.int64) if any(slots) else None
 
     def on_decoded(self, req: Req) -> None:
-        """A decode step of `req` has ended, its token counted: if it left a snapshot, the tree
-        takes it over."""
+        """A decode step of `req` has ended, its token counted: the snapshot that it left, if any,
+        takes the place of the one before. The tree gets the last when the request ends: earlier
+        ones would only cost others theirs."""
         slots = req.slots
         if slots.snapshot_in_flight == req.progress.kv_committed_len:
+            last = slots.snapshot_slot
+            slots.snapshot_slot, slots.mamba_track_slot = slots.mamba_track_slot, last
             slots.mamba_last_track_seqlen = slots.snapshot_in_flight
             slots.snapshot_in_flight = None
-            self._tree.cache_unfinished_req(slots)
+
+    def release(self, req: Req) -> None:
+        """Free the slot that `req` has for its next snapshot. What still writes to it was queued
+        before whatever uses it next."""
+        slot, req.slots.snapshot_slot = req.slots.snapshot_slot, None
+        if slot is not None:
+            assert self._pool is not None, "nobody else gives such slots out"
+            self._pool.free(slot)
 
     def _track(self, req: Req, length: int) -> int:
-        slot = 0 if req.spec.is_probe else self._spare_slot(req)
-        if slot:
-            req.slots.snapshot_in_flight = length
-        return slot
+        slots = req.slots
+        if req.spec.is_probe:
+            return 0
+        if slots.snapshot_slot is None:
+            slots.snapshot_slot = self._take()
+        if slots.snapshot_slot is None:
+            return 0
+        slots.snapshot_in_flight = length
+        return int(slots.snapshot_slot)
 
-    def _spare_slot(self, req: Req) -> int:
-        """The slot of the next snapshot of `req`; 0: there is no room."""
+    def _take(self) -> torch.Tensor | None:
+        """A slot, int64 `[1]` on the CPU; None: there is no room."""
         assert self._pool is not None, "the tree keeps states of this pool"
-        if req.slots.mamba_track_slot is None:
-            self.make_room()
-            taken = self._pool.take(1)
-            if taken is None:
-                return 0
-            req.slots.mamba_track_slot = torch.tensor(taken)
-        return int(req.slots.mamba_track_slot)
+        self.make_room()
+        taken = self._pool.take(1)
+        return None if taken is None else torch.tensor(taken)

@@ -109,6 +109,7 @@ class SchedulerState:
     def release(self, req: Req) -> None:
         """Give back what `req` holds on the device: see `release_slots`."""
         release_slots(req, self.tree, self.pools)
+        self.snapshots.release(req)
 
     def check_integrity(self) -> None:
         """Check that every slot has one owner, and every recurrent state.
@@ -118,7 +119,8 @@ class SchedulerState:
         """
         rows = self.pools.req_to_token_pool
         holders = [req.slots for req in self.queues.holders()]
-        states = [one.mamba_track_slot for one in holders if one.mamba_track_slot is not None]
+        spare = [slot for one in holders for slot in (one.mamba_track_slot, one.snapshot_slot)]
+        states = [slot for slot in spare if slot is not None]
         if isinstance(rows, HybridReqToTokenPool):
             running = rows.running_states()
             assert len(running) == len(holders), "states of no request"

@@ -37,9 +37,11 @@ class RequestSlots:
     last_node: TreeNode = field(init=False)
     mamba_track_slot: torch.Tensor | None = None
     mamba_last_track_seqlen: int | None = None
+    snapshot_slot: torch.Tensor | None = None
+    """int64 `[1]` on the CPU: where decode steps leave the next snapshot, while `mamba_track_slot`
+    has the last. The two take turns."""
     snapshot_in_flight: int | None = None
-    """Tokens that the snapshot stands for which a decode step in flight leaves in
-    `mamba_track_slot`."""
+    """Tokens that the snapshot stands for which a decode step in flight leaves there."""
     history: TokenHistory = field(init=False)
     """Counted by penalties, on the device while the request runs."""
 
