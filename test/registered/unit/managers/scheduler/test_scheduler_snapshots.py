@@ -81,9 +81,10 @@ def test_a_prompt_continues_from_the_last_snapshot_before_its_end(oracle: Oracle
 def test_decoding_leaves_snapshots_for_the_next_turn(oracle: Oracle) -> None:
     rig = rig_of(oracle)
     tokens = prompt(3, 10)
-    assert run(rig, oracle, "first", tokens, 30) == 0
-    turn = [*tokens, *oracle.words(tokens, 30), *prompt(4, 5)]
-    assert run(rig, oracle, "next", turn, 5) == 32
+    assert run(rig, oracle, "first", tokens, 40) == 0
+    assert rig.tree.mamba_evictable_size() == 2, "of the prompt, and the last of the answer"
+    turn = [*tokens, *oracle.words(tokens, 40), *prompt(4, 5)]
+    assert run(rig, oracle, "next", turn, 5) == 48
     rig.assert_clean()
 
 
