@@ -31,7 +31,7 @@ class HostStates:
     def __init__(self, tree: PrefixTree, pool: AnyHostPool) -> None:
         self.pool = pool
         self._tree = tree
-        self._heap = tree.add_heap(_may_lose_host_state)
+        self._heap = tree.add_heap(_may_lose_host_state, of_states=True)
 
     def offer(self, node: TreeNode) -> None:
         """The state of `node` may have become one that can leave the host."""
@@ -49,6 +49,8 @@ class HostStates:
             return
         assert node.backuped, f"{node} gets a host state without host pages"
         node.set_mamba_host_value(slot)
+        if node.mamba_value is None:
+            node.mamba_last_access_time = node.last_access_time
         if not is_stored:
             node.storage_epoch = -1
         self._heap.offer(node)

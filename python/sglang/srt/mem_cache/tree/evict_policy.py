@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import ClassVar, Final, TypeAlias
 
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -29,6 +30,9 @@ class EvictionStrategy(ABC):
     grows_with_use: ClassVar[bool] = True
     """A node's priority never falls while it is used: stale heap entries are then lower bounds."""
 
+    recency: Callable[[TreeNode], int] = attrgetter("last_access_time")
+    """When a node was last used, by the tree's counter."""
+
     @abstractmethod
     def get_priority(self, node: TreeNode) -> Priority:
         """Smallest first."""
@@ -45,14 +49,14 @@ class LRUStrategy(EvictionStrategy):
     """Least recently used first."""
 
     def get_priority(self, node: TreeNode) -> Priority:
-        return (node.last_access_time,)
+        return (self.recency(node),)
 
 
 class LFUStrategy(EvictionStrategy):
     """Least often used first, then least recently."""
 
     def get_priority(self, node: TreeNode) -> Priority:
-        return (node.hit_count, node.last_access_time)
+        return (node.hit_count, self.recency(node))
 
 
 class FIFOStrategy(EvictionStrategy):
@@ -68,7 +72,7 @@ class MRUStrategy(EvictionStrategy):
     grows_with_use = False
 
     def get_priority(self, node: TreeNode) -> Priority:
-        return (-node.last_access_time,)
+        return (-self.recency(node),)
 
 
 class FILOStrategy(EvictionStrategy):
@@ -82,7 +86,7 @@ class PriorityStrategy(EvictionStrategy):
     """Lowest request priority first, then least recently used."""
 
     def get_priority(self, node: TreeNode) -> Priority:
-        return (node.priority, node.last_access_time)
+        return (node.priority, self.recency(node))
 
     def eviction_order(self, node: TreeNode) -> EvictionOrder:
         # What the user said weighs more than the queue.
@@ -100,7 +104,7 @@ class SLRUStrategy(EvictionStrategy):
         self.protected_threshold = protected_threshold
 
     def get_priority(self, node: TreeNode) -> Priority:
-        return (int(node.hit_count >= self.protected_threshold), node.last_access_time)
+        return (int(node.hit_count >= self.protected_threshold), self.recency(node))
 
 
 _STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
@@ -114,10 +118,18 @@ _STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
 }
 
 
-def get_eviction_strategy(eviction_policy: str) -> EvictionStrategy:
-    """The strategy of that name. Raises ValueError that lists the names."""
+def get_eviction_strategy(eviction_policy: str, *, of_states: bool = False) -> EvictionStrategy:
+    """The strategy of that name. Raises ValueError that lists the names.
+
+    Args:
+        of_states: For recurrent states: a state is used where a match ends, whereas pages are used
+            by whatever passes.
+    """
     try:
-        return _STRATEGIES[eviction_policy.lower()]()
+        strategy = _STRATEGIES[eviction_policy.lower()]()
+        if of_states:
+            strategy.recency = attrgetter("mamba_last_access_time")
+        return strategy
     except KeyError:
         names = ", ".join(_STRATEGIES)
         raise ValueError(

@@ -51,6 +51,7 @@ class PrefixTree:
         self.allocator = allocator
         self.look_ahead = LookAhead()
         self._strategy = get_eviction_strategy(eviction_policy)
+        self._state_strategy = get_eviction_strategy(eviction_policy, of_states=True)
         self._heaps: list[EvictionHeap] = []
         self.device_heap = self.add_heap(_may_leave_device)
         self._forget_below: Callable[[TreeNode], None] | None = None
@@ -72,9 +73,13 @@ class PrefixTree:
         for component in self.components:
             component.reset()
 
-    def add_heap(self, is_candidate: Callable[[TreeNode], bool]) -> EvictionHeap:
-        """An eviction order over the nodes for which `is_candidate` holds, kept up to date."""
-        heap = EvictionHeap(self._strategy, is_candidate)
+    def add_heap(
+        self, is_candidate: Callable[[TreeNode], bool], *, of_states: bool = False
+    ) -> EvictionHeap:
+        """An eviction order over the nodes for which `is_candidate` holds, kept up to date; of
+        their pages, or of their states."""
+        strategy = self._state_strategy if of_states else self._strategy
+        heap = EvictionHeap(strategy, is_candidate)
         self._heaps.append(heap)
         return heap
 

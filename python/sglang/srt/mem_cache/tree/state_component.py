@@ -65,7 +65,7 @@ class StateComponent(TreeComponent):
                 f"{tree.page_size}: give a common multiple of the page size and the kernel's chunk"
             )
         self._tree = tree
-        self.heap = tree.add_heap(_may_lose_state)
+        self.heap = tree.add_heap(_may_lose_state, of_states=True)
 
     def reset(self) -> None:
         self.evictable = 0
@@ -86,6 +86,7 @@ class StateComponent(TreeComponent):
             slot = _running_slot(params.req)
             if _is_ready(end):
                 self.copy_to(end, slot)
+        end.mamba_last_access_time = end.last_access_time
         matched = len(match.device_indices) + match.host_hit_length
         known = min(sum(len(node.key) for node in path), len(params.key) - 1)
         branching = known // self.alignment * self.alignment
@@ -130,6 +131,7 @@ class StateComponent(TreeComponent):
             return False
         assert node.value is not None, f"{node} gets a state without its pages"
         node.set_mamba_value(slot)
+        node.mamba_last_access_time = node.last_access_time
         self.evictable += 1
         self.heap.offer(node)
         return True

@@ -68,6 +68,7 @@ class TreeNode:
         "last_access_time",
         "lock_ref",
         "mamba_host_value",
+        "mamba_last_access_time",
         "mamba_lock_ref",
         "mamba_value",
         "parent",
@@ -102,6 +103,8 @@ class TreeNode:
         """int64 `[1]` on the device: the slot of the state."""
         self.mamba_host_value: torch.Tensor | None = None
         """int64 `[1]` on the CPU: its slot in the host pool, the bytes landed."""
+        self.mamba_last_access_time = 0
+        """When the state came, or a match last ended here."""
         self.mamba_lock_ref = 0
         """Copies that read or write `mamba_value`. They lock the pages too."""
         self.write_id: int | None = None

@@ -324,6 +324,16 @@ def test_a_component_needs_an_alignment() -> None:
         PrefixTree(StateRig().allocator, 4, "lru", [component])
 
 
+def test_a_match_that_passes_a_state_does_not_use_it() -> None:
+    rig = StateRig(page_size=4)
+    for ids in (range(9), range(17), range(100, 109)):
+        rig.run(list(ids))
+    assert len(rig.match(range(17)).device_indices) == 16, "past the state behind 8 tokens"
+    assert rig.tree.evict(EvictParams(mamba_num=1)).mamba_num_evicted == 1
+    kept = [len(rig.match(ids).device_indices) for ids in (range(9), range(17), range(100, 109))]
+    assert kept == [0, 16, 8]
+
+
 def test_the_digest_counts_states() -> None:
     """Ranks that differ in a state alone have different books, and can say in which."""
     rigs = [StateRig(page_size=4) for _ in range(2)]
