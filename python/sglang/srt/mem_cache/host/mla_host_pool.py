@@ -11,14 +11,13 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
-
-_ONE_PART = (HostLayout.LAYER_FIRST, HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT)
+from sglang.srt.mem_cache.host.parted_host_pool import WITHOUT_SPLIT
 
 
 class MLATokenToKVPoolHost(PagedPoolHost):
     """Mirrors an `MLATokenToKVPool`: a page is its latent rows."""
 
-    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = _ONE_PART
+    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = WITHOUT_SPLIT
 
 
 class HasPages(Protocol):
@@ -41,7 +40,7 @@ class _Pages(NamedTuple):
 class NSAIndexerPoolHost(PagedPoolHost):
     """Mirrors an `NSAIndexerPool`: a page is its indexer keys. Slots are the anchor's."""
 
-    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = _ONE_PART
+    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = WITHOUT_SPLIT
 
     def __init__(
         self,
