@@ -25,11 +25,7 @@ from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 
 class SelfAttention(Protocol):
-    """The attention part of a decoder layer."""
-
-    @property
-    def attn(self) -> RadixAttention:
-        """What attends, by a backend."""
+    """The part of a decoder layer in which tokens see others."""
 
     def forward(
         self,
@@ -43,7 +39,7 @@ class SelfAttention(Protocol):
 
 
 MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], SelfAttention]
-"""With the number of the layer. What it makes is a module."""
+"""With the placement of a layer, and its number. What it makes is a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +55,15 @@ class DecoderOptions:
     sparse_layers: frozenset[int] = frozenset()
     attention: MakeAttention | None = None
     """Makes the attention of each layer; None: `LlamaAttention`."""
+    norm: type[RMSNorm] = RMSNorm
+    """Before both parts of a layer, and behind the last layer."""
 
 
-class LlamaMLP(GatedMLP):
-    """The feed-forward layer of dense decoder layers."""
-
-    def __init__(
-        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
-    ) -> None:
-        super().__init__(
-            config.hidden_size,
-            config.intermediate_size,
-            bias=options.mlp_bias,
-            placement=placement,
-        )
+def called_self_attn(make: MakeAttention) -> MakeAttention:
+    """`make`, given the placement that checkpoints call `self_attn` in a layer."""
+    return lambda config, options, placement, layer_id: make(
+        config, options, placement.at("self_attn"), layer_id
+    )
 
 
 class LlamaAttention(torch.nn.Module):
@@ -151,20 +142,25 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        attention = options.attention or LlamaAttention
-        self.self_attn = attention(config, options, placement.at("self_attn"), layer_id)
+        make_attention = options.attention or called_self_attn(LlamaAttention)
+        self.self_attn = make_attention(config, options, placement, layer_id)
         self.mlp = self._feed_forward(config, options, placement.at("mlp"), layer_id)
-        self.input_layernorm = RMSNorm(size, eps, placement=placement.at("input_layernorm"))
-        self.post_attention_layernorm = RMSNorm(
+        self.input_layernorm = options.norm(size, eps, placement=placement.at("input_layernorm"))
+        self.post_attention_layernorm = options.norm(
             size, eps, placement=placement.at("post_attention_layernorm")
         )
 
     @staticmethod
     def _feed_forward(
         config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
-    ) -> LlamaMLP | SparseMoeBlock:
+    ) -> GatedMLP | SparseMoeBlock:
         if layer_id not in options.sparse_layers:
-            return LlamaMLP(config, options, placement)
+            return GatedMLP(
+                config.hidden_size,
+                config.intermediate_size,
+                bias=options.mlp_bias,
+                placement=placement,
+            )
         assert options.sparse is not None
         return SparseMoeBlock(options.sparse, placement)
 
@@ -209,8 +205,11 @@ class LlamaModel(torch.nn.Module):
             for i in range(config.num_hidden_layers)
         ]
         self.layers = torch.nn.ModuleList(self.decoder_layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement.at("norm"))
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, placement=placement)
+        self.norm = options.norm(
+            config.hidden_size, config.rms_norm_eps, placement=placement.at("norm")
+        )
+        rotary_dim = config.rope.rotary_dim(config.head_dim)
+        self.rotary_emb = RotaryEmbedding(config.rope, rotary_dim, placement=placement)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
@@ -228,24 +227,12 @@ class LlamaModel(torch.nn.Module):
         return self.norm.add_(x, residual)[0]
 
 
-class Decoder(Protocol):
-    """Embedding, decoder layers and the final norm of a model."""
-
-    @property
-    def embed_tokens(self) -> VocabParallelEmbedding: ...
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Hidden states of `ForwardBatch.rows_for_logits`."""
-
-
 class LlamaForCausalLM(torch.nn.Module):
-    """A causal language model. Its subclasses differ in `decoder_options`, or in `make_model`."""
+    """A causal language model. Its subclasses differ in `decoder_options`."""
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
-        self.model = self.make_model(config, placement.at("model"))
+        self.model = LlamaModel(config, self.decoder_options(config), placement.at("model"))
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -255,10 +242,6 @@ class LlamaForCausalLM(torch.nn.Module):
         )
         self.logits_processor = LogitsProcessor()
         self._kv_share = placement.kv_state_share(config.num_key_value_heads)
-
-    def make_model(self, config: ModelConfig, placement: TensorPlacement) -> Decoder:
-        """All of the model but what turns hidden states into logits."""
-        return LlamaModel(config, self.decoder_options(config), placement)
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.gated_mlp import GatedMLP
-from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
-from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM, sparse_options
+from sglang.srt.layers.moe.sparse_moe import SparseMoeOptions
+from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM, gated_experts
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
@@ -14,18 +12,18 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
     has_grouped_projections = False
 
-    def make_mlp(
-        self, config: ModelConfig, layer_id: int, placement: TensorPlacement
-    ) -> GatedMLP | SparseMoeBlock:
-        return GatedMLP(
-            config.hidden_size, config.intermediate_size, bias=False, placement=placement
-        )
+    @classmethod
+    def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
+        return frozenset()
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     """See `Qwen3NextForCausalLM`. Every feed-forward layer has experts."""
 
-    def make_mlp(
-        self, config: ModelConfig, layer_id: int, placement: TensorPlacement
-    ) -> GatedMLP | SparseMoeBlock:
-        return SparseMoeBlock(sparse_options(config, renormalize=True), placement)
+    @classmethod
+    def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
+        return frozenset(range(config.num_hidden_layers))
+
+    @classmethod
+    def sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
+        return gated_experts(config, renormalize=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.layers.moe.sparse_moe import SparseMoeOptions
+from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.moe.topk import RouterOptions
 from sglang.srt.models.llama import DecoderOptions
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -17,23 +17,42 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
         """Raises ValueError: config.json asks for experts that there cannot be."""
-        hf = config.hf_config
-        step = positive_int(hf, "decoder_sparse_step")
-        num_experts = positive_int(hf, "num_experts")
-        top_k = positive_int(hf, "num_experts_per_tok")
-        sparse = range(step - 1, config.num_hidden_layers, step)
-        try:
-            router = RouterOptions(
-                num_experts=num_experts, top_k=top_k, renormalize=bool(hf.norm_topk_prob)
-            )
-        except ValueError as error:
-            raise ValueError(f"config.json: {error}") from error
         return replace(
             Qwen3ForCausalLM.decoder_options(config),
-            sparse_layers=frozenset(sparse) - frozenset(hf.mlp_only_layers),
-            sparse=SparseMoeOptions(
-                hidden_size=config.hidden_size,
-                intermediate_size=positive_int(hf, "moe_intermediate_size"),
-                router=router,
-            ),
+            sparse_layers=sparse_layers(config),
+            sparse=sparse_options(config, renormalize=bool(config.hf_config.norm_topk_prob)),
         )
+
+
+def sparse_layers(config: ModelConfig) -> frozenset[int]:
+    """The layers that have experts: every so many, but for those that config.json excepts."""
+    hf = config.hf_config
+    step = positive_int(hf, "decoder_sparse_step")
+    every = range(step - 1, config.num_hidden_layers, step)
+    return frozenset(every) - frozenset(hf.mlp_only_layers or ())
+
+
+def sparse_options(
+    config: ModelConfig, *, renormalize: bool, shared: SharedExpertOptions | None = None
+) -> SparseMoeOptions:
+    """The experts of the Qwen families, which softmax over all of them scores.
+
+    Args:
+        renormalize: Whether the weights of a token's experts are divided by their sum.
+        shared: The expert that every token uses, where there is one.
+
+    Raises:
+        ValueError: config.json asks for experts that there cannot be.
+    """
+    hf = config.hf_config
+    num_experts, top_k = positive_int(hf, "num_experts"), positive_int(hf, "num_experts_per_tok")
+    try:
+        router = RouterOptions(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from error
+    return SparseMoeOptions(
+        hidden_size=config.hidden_size,
+        intermediate_size=positive_int(hf, "moe_intermediate_size"),
+        router=router,
+        shared=shared,
+    )

@@ -12,10 +12,11 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
 from sglang.srt.layers.linear_attention.delta_rules import delta_rule
-from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
+from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan, extend_plan_of
 from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
 from sglang.srt.layers.linear_attention.gated_norm import GatedRMSNorm
 from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -173,18 +174,19 @@ class GatedDeltaNet(torch.nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
+        rotation: Rotation,
         forward_batch: ForwardBatch,
-        plan: ExtendPlan | None,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Move the states on, then project towards the residual: see `RowParallelLinear.forward`.
 
         Args:
             x: `[num_tokens, hidden_size]`.
-            plan: Of a prefill; None: a decode step.
+            rotation: Not used: positions are in the states.
             rows: int64 `[bs]`: tokens whose output is wanted; None: all.
         """
         projected = self.in_proj.forward(x)
+        plan = extend_plan_of(forward_batch, self.options.kernel)
         attended = (
             self._decode(projected, forward_batch)
             if plan is None

@@ -6,13 +6,16 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch_info import ForwardBatch
 
 CHUNK: Final = 64
 """Tokens that the delta rule takes at once."""
@@ -154,6 +157,22 @@ def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass
         np.asarray(bounds, dtype=np.int64),
     ]
     return ExtendPass(*_upload(columns, device))
+
+
+def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | None:
+    """The plan of a prefill, made for the first layer that asks; None: a decode step.
+
+    Args:
+        kernel: Inputs that the convolution sees at once: as many in all layers.
+    """
+    if not forward_batch.forward_mode.is_extend():
+        return None
+    states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
+    assert states is not None and num_new is not None, "whoever made the batch gave it states"
+    if states.extend_plan is None:
+        device = forward_batch.input_ids.device
+        states.extend_plan = ExtendPlan.of(num_new, states.track_lens_cpu, kernel, device)
+    return states.extend_plan
 
 
 def _chunks(start: int, count: int) -> list[tuple[int, int]]:
