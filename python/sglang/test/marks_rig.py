@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.test.cache_rig import CacheRig, RigRequest, expected_kv
 from sglang.test.marks_pool import MarksPool, page_marks
 

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.memory_pool import KVCache
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
-from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.test.cache_rig import RIG_DEVICE, CacheRig
 
 LATENT_LAYERS: Final = (0, 1, 2)

@@ -30,7 +30,7 @@ from sglang.srt.managers.scheduler.process import init_pools
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_key import token_array

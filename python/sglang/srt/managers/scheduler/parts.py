@@ -174,5 +174,6 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
 def _make_snapshots(server_args: ServerArgs, resources: SchedulerResources) -> Snapshots:
     rows = resources.worker.req_to_token_pool
     pool = rows.mamba_pool if isinstance(rows, HybridReqToTokenPool) else None
-    in_decoding = server_args.mamba_scheduler_strategy != "no_buffer"
-    return Snapshots(resources.tree, pool, server_args.mamba_track_interval * in_decoding)
+    is_of_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
+    interval = 0 if is_of_prompts_alone else server_args.mamba_track_interval
+    return Snapshots(resources.tree, pool, interval)

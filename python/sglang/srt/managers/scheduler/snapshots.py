@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.mem_cache.device.mamba_pool import MambaPool
-    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache, StatefulRequest
 
 
 class Snapshots:
@@ -79,10 +79,12 @@ class Snapshots:
         end = (begin + extend_len - is_last) // self._alignment * self._alignment
         if end <= begin:
             return 0, 0
-        if req.slots.mamba_track_slot is None:
-            req.slots.mamba_track_slot = self._take()
-        slot = req.slots.mamba_track_slot
-        return (0, 0) if slot is None else (int(slot), end - begin)
+        slots: StatefulRequest = req.slots
+        if slots.mamba_track_slot is None:
+            slots.mamba_track_slot = self._take()
+        if slots.mamba_track_slot is None:
+            return 0, 0
+        return int(slots.mamba_track_slot), end - begin
 
     def in_decoding(self, reqs: Sequence[Req], seq_lens: Sequence[int]) -> torch.Tensor | None:
         """The slots that take snapshots of a decode step, which is going to be launched.

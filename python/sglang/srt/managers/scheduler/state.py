@@ -124,7 +124,7 @@ class SchedulerState:
         if isinstance(rows, HybridReqToTokenPool):
             running = rows.running_states()
             assert len(running) == len(holders), "states of no request"
-            if self.tree.mamba_snapshot_alignment is None:
+            if not self.tree.supports_mamba():
                 owned = len(running) + rows.mamba_pool.available_size()
                 assert owned == rows.mamba_pool.size, "states without owner"
             states.append(torch.tensor(running, dtype=torch.int64))

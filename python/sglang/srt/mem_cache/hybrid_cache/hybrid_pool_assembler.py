@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict, Unpack
 
 import torch
 
@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
-from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
@@ -124,15 +124,19 @@ def build_kv_host_stack(
     return io_backend, HostPoolGroup(entries, pools.num_layers)
 
 
+class HostStackSettings(TypedDict):
+    """Arguments of `build_kv_host_stack` besides the pools."""
+
+    ratio: float
+    size_gb: float
+    io_backend: str
+    layout: str
+    has_storage: bool
+    allocator_type: NotRequired[str]
+
+
 def build_mamba_hybrid_stack(
-    pools: ModelPools,
-    *,
-    ratio: float,
-    size_gb: float,
-    io_backend: str,
-    layout: str,
-    has_storage: bool,
-    allocator_type: str = "default",
+    pools: ModelPools, **settings: Unpack[HostStackSettings]
 ) -> tuple[str, HostPoolGroup]:
     """As `build_kv_host_stack`, of a model with recurrent states.
 
@@ -142,15 +146,7 @@ def build_mamba_hybrid_stack(
     if not any(isinstance(pool, MambaPool) for pool in pools.pools):
         names = ", ".join(pool.spec.name for pool in pools.pools)
         raise ValueError(f"the model keeps {names}, and no recurrent states ({PoolName.MAMBA})")
-    return build_kv_host_stack(
-        pools,
-        ratio=ratio,
-        size_gb=size_gb,
-        io_backend=io_backend,
-        layout=layout,
-        has_storage=has_storage,
-        allocator_type=allocator_type,
-    )
+    return build_kv_host_stack(pools, **settings)
 
 
 def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:

@@ -9,11 +9,11 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
-from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
@@ -38,21 +38,8 @@ from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree, states_
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
-
-class BuildHostStack(Protocol):
-    """`build_kv_host_stack`, or one for certain models."""
-
-    def __call__(
-        self,
-        pools: ModelPools,
-        *,
-        ratio: float,
-        size_gb: float,
-        io_backend: str,
-        layout: str,
-        has_storage: bool,
-        allocator_type: str = "default",
-    ) -> tuple[str, HostPoolGroup]: ...
+BuildHostStack: TypeAlias = Callable[..., tuple[str, HostPoolGroup]]
+"""`build_kv_host_stack`, or one for certain models."""
 
 
 class HiCacheArgs(Protocol):

@@ -63,11 +63,16 @@ class CacheableRequest(Protocol):
         """These tokens in order: prompt, then output. Made anew each time."""
 
 
-class StatefulRequest(CacheableRequest, Protocol):
-    """What a cache of recurrent states reads and writes of a request besides."""
+class RunningRequest(CacheableRequest, Protocol):
+    """What `cow_mamba` asks of a request besides."""
 
     mamba_pool_idx: torch.Tensor | None
     """int64 `[1]` on the device: the slot that the request runs on, which never is the tree's."""
+
+
+class StatefulRequest(CacheableRequest, Protocol):
+    """What a cache of recurrent states reads and writes of a request besides."""
+
     mamba_track_slot: torch.Tensor | None
     """int64 `[1]` on the CPU: the slot of its newest snapshot, or of its next. The request's, until
     the tree takes it and leaves None."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-    from sglang.srt.mem_cache.device.state_pool import ModelPools
+    from sglang.srt.mem_cache.device.model_pools import ModelPools
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

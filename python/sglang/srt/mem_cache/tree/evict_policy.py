@@ -127,14 +127,14 @@ def get_eviction_strategy(eviction_policy: str, *, of_states: bool = False) -> E
     """
     try:
         strategy = _STRATEGIES[eviction_policy.lower()]()
-        if of_states:
-            strategy.recency = attrgetter("mamba_last_access_time")
-        return strategy
     except KeyError:
         names = ", ".join(_STRATEGIES)
         raise ValueError(
             f"radix_eviction_policy={eviction_policy!r} is unknown; choose one of {names}"
         ) from None
+    if of_states:
+        strategy.recency = attrgetter("mamba_last_access_time")
+    return strategy
 
 
 class EvictionHeap:

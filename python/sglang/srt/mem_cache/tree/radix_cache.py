@@ -261,7 +261,7 @@ class RadixCache(BasePrefixCache):
 
     @property
     def mamba_snapshot_alignment(self) -> int | None:
-        return None if self.states is None or self.disable else self.states.alignment
+        return None if self.states is None else self.states.alignment
 
     def pin_state(self, node: TreeNode) -> int:
         if self.states is None or node.mamba_value is None:

@@ -1,12 +1,13 @@
 """Recurrent states in the prefix tree: one slot stands for the whole prefix up to a node's end.
 
 A prefix of a model with such states is usable where the tree has both its pages and the state at
-its end. Slots are evicted apart from pages, in the same order. A node that has neither a state on
-any tier nor children serves nobody, and goes.
+its end. Slots are evicted apart from pages. A node that has neither a state on any tier nor
+children serves nobody, and goes.
 
-A request never runs on a slot of the tree: it copies the state, on the device, before its first
-step. So a state that a request has copied may be evicted at once; only copies between tiers lock
-it. One that is being loaded can be copied when the load has been started, which orders the device.
+A request never runs on a slot of the tree: its first step reads the state and writes a slot of the
+request's own. So a state is locked by copies between tiers, and until the steps that read it are
+launched; what uses its slot next is queued behind them. One that is being loaded is waited for
+layer by layer, as pages are.
 
 Threads: the scheduler's only.
 """
@@ -25,6 +26,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     InsertParams,
     MatchPrefixParams,
     MatchResult,
+    RunningRequest,
     StatefulRequest,
 )
 from sglang.srt.mem_cache.tree.component import TreeComponent
@@ -47,7 +49,7 @@ class StateComponent(TreeComponent):
         alignment: Tokens: positions at which a forward can take a snapshot are multiples of it.
 
     Attributes:
-        evictable: States on the device that no copy locks.
+        evictable: States on the device that nothing locks.
     """
 
     heap: EvictionHeap
@@ -235,7 +237,7 @@ def _check_node(node: TreeNode) -> None:
 
 def _running_slot(req: CacheableRequest | None) -> torch.Tensor:
     """Where `req` runs."""
-    slot = None if req is None else cast(StatefulRequest, req).mamba_pool_idx
+    slot = None if req is None else cast(RunningRequest, req).mamba_pool_idx
     if slot is None:
         raise ValueError("cow_mamba needs a `req` with a `mamba_pool_idx` to copy the state to")
     return slot

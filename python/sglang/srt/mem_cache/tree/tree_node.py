@@ -100,13 +100,14 @@ class TreeNode:
         """Copies and transfers that read or write `host_value` or `mamba_host_value`; they also
         keep the node in the tree."""
         self.mamba_value: torch.Tensor | None = None
-        """int64 `[1]` on the device: the slot of the state."""
+        """int64 `[1]` on the CPU: the slot of the state on the device."""
         self.mamba_host_value: torch.Tensor | None = None
         """int64 `[1]` on the CPU: its slot in the host pool, the bytes landed."""
         self.mamba_last_access_time = 0
         """When the state came, or a match last ended here."""
         self.mamba_lock_ref = 0
-        """Copies that read or write `mamba_value`. They lock the pages too."""
+        """Copies that read or write `mamba_value`, and steps that will read it. They lock the pages
+        too."""
         self.write_id: int | None = None
         """The device-to-host copy under way for these pages, if any."""
         self.backup_op: StorageOperation | None = None

@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.state_pool import ModelPools
+from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.host import host_copy, page_copier
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
