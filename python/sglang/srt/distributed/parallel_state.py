@@ -1,40 +1,326 @@
-"""The rank of this process in torch.distributed. No other module asks torch.distributed."""
+"""The rank of this process in torch.distributed. No other module asks torch.distributed.
+
+A server of `tp_size` ranks has a world of them. `attn_cp_size` divides it into sets: the ranks of a
+set, which follow one another, split the heads of attention among them (attention TP); those at the
+same place in different sets have the same heads and split the tokens of a prefill (attention CP).
+Each group has a gloo twin for messages of the CPU. One thread of each rank uses the groups.
+"""
 
 from __future__ import annotations
 
 import atexit
-from contextlib import AbstractContextManager, nullcontext
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
+from sglang.srt.distributed.rank_group import RankLost
+from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.environ import envs
+from sglang.srt.utils.network import interface_towards, is_loopback
+
+JOIN_TIMEOUT: Final = timedelta(minutes=10)
+"""For all ranks to come to the rendezvous: the first start of a process can be slow."""
+_NEVER: Final = timedelta(days=365)
+"""Ranks wait in a broadcast while the server is idle. Whoever watches the ranks ends those that
+wait for one that is gone; a timeout of the transport would end servers that nobody uses."""
 
 
-def init_distributed_environment(backend: str) -> None:
-    """Make this process the only rank of a world, unless it is in one already.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of a server meet, and which of them this process is."""
 
-    The store is in the process's own memory, so that there is no port to choose; gloo listens on
-    loopback. Takes about 3 ms. The process leaves the world when it ends: NCCL warns otherwise.
-    One thread, before the device's libraries need a rank.
+    rank: int
+    size: int
+    host: str
+    port: int
+    listener: socket.socket | None = field(default=None, repr=False)
+    """On rank 0: listens at `host` and `port`. It is given away to the store."""
+
+
+class GroupCoordinator(TensorGroup):
+    """The ranks of one group, as this rank sees them.
+
+    Attributes:
+        ranks: Their places in the world, ascending.
+        device_group: For tensors on the device; None: the group is this rank alone.
+        cpu_group: The same ranks over gloo; None likewise.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank_in_world: int,
+        device_group: dist.ProcessGroup | None,
+        cpu_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.device_group = device_group
+        self.cpu_group = cpu_group
+        self._rank = self.ranks.index(rank_in_world)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank_in_group(self) -> int:
+        """`rank`, by the name that SGLang gives it."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """`size`, by the name that SGLang gives it."""
+        return len(self.ranks)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device_group is not None:
+            with _naming_lost_ranks():
+                dist.all_reduce(x, group=self.device_group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device_group is None:
+            return x.unsqueeze(0)
+        gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        with _naming_lost_ranks():
+            dist.all_gather_into_tensor(gathered.flatten(0, 1), x, group=self.device_group)
+        return gathered
+
+    def broadcast_on_cpu(self, values: torch.Tensor) -> None:
+        """Overwrite a CPU tensor with that of the group's first rank."""
+        if self.cpu_group is not None:
+            with _naming_lost_ranks():
+                dist.broadcast(values, self.ranks[0], group=self.cpu_group)
+
+    def min_on_cpu(self, values: torch.Tensor) -> None:
+        """Overwrite a CPU tensor with the element-wise MIN over the ranks."""
+        if self.cpu_group is not None:
+            with _naming_lost_ranks():
+                dist.all_reduce(values, dist.ReduceOp.MIN, group=self.cpu_group)
+
+
+@dataclass(slots=True)
+class _Groups:
+    world: GroupCoordinator
+    attention_tp: GroupCoordinator
+    attention_cp: GroupCoordinator
+
+
+_groups: _Groups | None = None
+_meeting_host = "127.0.0.1"
+"""Where the ranks met: their groups listen on the way to it."""
+
+
+def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = None) -> None:
+    """Join the world of this server's ranks, unless this process is in one already.
+
+    A rank alone needs no port: its store is in its own memory. On one machine gloo listens on
+    loopback. The process leaves the world when it ends: NCCL warns otherwise. One thread, before
+    the device's libraries need a rank.
 
     Args:
         backend: `DeviceKind.process_group`, or another that torch knows.
+        rendezvous: Where the ranks meet; None: this one is alone.
 
     Raises:
-        RuntimeError, ValueError: torch has no such backend; torch's words.
+        RuntimeError, ValueError: torch has no such backend, or a rank does not come in time;
+            torch's words.
     """
     if dist.is_initialized():
         return
-    store = dist.HashStore()  # type: ignore[attr-defined]  # public, and not in torch's stubs
-    with _on_loopback():
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    global _meeting_host
+    rank, size = 0, 1
+    if rendezvous is not None:
+        rank, size, _meeting_host = rendezvous.rank, rendezvous.size, rendezvous.host
+    with _gloo_listening_towards(_meeting_host):
+        dist.init_process_group(
+            backend,
+            store=make_store(rendezvous),
+            rank=rank,
+            world_size=size,
+            timeout=_NEVER,
+        )
     atexit.register(_leave, dist.group.WORLD)
 
 
-def _on_loopback() -> AbstractContextManager[None]:
+def make_store(rendezvous: Rendezvous | None) -> Any:
+    """The store through which ranks find each other; one more connection to it at each call but
+    rank 0's first, which is the store."""
+    if rendezvous is None:
+        return dist.HashStore()  # type: ignore[attr-defined]  # public, and not in torch's stubs
+    arguments: dict[str, Any] = {"is_master": False}
+    if rendezvous.listener is not None and rendezvous.listener.fileno() >= 0:
+        arguments = {"is_master": True, "master_listen_fd": rendezvous.listener.detach()}
+    return dist.TCPStore(  # type: ignore[attr-defined]  # likewise
+        rendezvous.host,
+        rendezvous.port,
+        wait_for_workers=False,
+        timeout=JOIN_TIMEOUT,
+        **arguments,
+    )
+
+
+def initialize_model_parallel(tensor_model_parallel_size: int, attn_cp_size: int = 1) -> None:
+    """Divide the world into groups. All ranks call it, once.
+
+    Raises:
+        ValueError: The world has another size, or the sizes do not divide each other.
+    """
+    global _groups
+    world = dist.get_world_size()
+    if world != tensor_model_parallel_size:
+        raise ValueError(f"tp_size={tensor_model_parallel_size}, but the world has {world} ranks")
+    if world % attn_cp_size:
+        raise ValueError(f"attn_cp_size={attn_cp_size} does not divide tp_size={world}")
+    attn_tp_size = world // attn_cp_size
+    sets = [list(range(first, first + attn_tp_size)) for first in range(0, world, attn_tp_size)]
+    across = [list(range(first, world, attn_tp_size)) for first in range(attn_tp_size)]
+    with _gloo_listening_towards(_meeting_host):
+        whole = _make_group([list(range(world))])
+        _groups = _Groups(
+            whole,
+            whole if attn_cp_size == 1 else _make_group(sets),
+            whole if attn_tp_size == 1 else _make_group(across),
+        )
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups; the world stays. Idempotent."""
+    global _groups
+    groups, _groups = _groups, None
+    if groups is None or not dist.is_initialized():
+        return
+    parts = {id(group): group for group in (groups.world, groups.attention_tp, groups.attention_cp)}
+    for group in parts.values():
+        for part in (group.device_group, group.cpu_group):
+            if part is not None:
+                dist.destroy_process_group(part)
+
+
+def create_custom_parallel_group(
+    group_ranks: list[int], backend: str = "gloo"
+) -> dist.ProcessGroup | None:
+    """A group of ranks that each rank names for itself. All ranks of the world call it.
+
+    Args:
+        group_ranks: The ranks of this rank's group, itself among them; the same list on each of
+            them, in any order.
+
+    Returns:
+        None where the group is this rank alone.
+
+    Raises:
+        ValueError: This rank is not in its own group, or a rank names this one and is not named
+            by it.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = torch.full((world,), world, dtype=torch.int64)
+    mine[: len(set(group_ranks))] = torch.tensor(sorted(set(group_ranks)))
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine, group=_cpu_world())
+    lists = [tuple(place for place in row.tolist() if place < world) for row in rows]
+    for owner, named in enumerate(lists):
+        if owner not in named or any(lists[other] != named for other in named):
+            raise ValueError(
+                f"the groups of the ranks are no partition: rank {owner} names {list(named)} of "
+                f"{[list(one) for one in lists]}"
+            )
+    mine_made = None
+    with _gloo_listening_towards(_meeting_host):
+        for named in sorted(set(lists)):
+            if len(named) > 1:
+                made = dist.new_group(list(named), backend=backend, timeout=_NEVER)
+                mine_made = made if rank in named else mine_made
+    return mine_made
+
+
+def get_world_group() -> GroupCoordinator:
+    """All ranks of the server."""
+    return _known().world
+
+
+get_tp_group: Final = get_world_group
+"""There is no other parallelism around it, so that tensor parallelism's ranks are all ranks."""
+
+
+def get_attention_tp_group() -> GroupCoordinator:
+    """The ranks that split the heads of attention with this one."""
+    return _known().attention_tp
+
+
+def get_attention_cp_group() -> GroupCoordinator:
+    """The ranks that have the same heads as this one."""
+    return _known().attention_cp
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place among all."""
+    return _known().world.rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """How many ranks the server has."""
+    return _known().world.size
+
+
+def _known() -> _Groups:
+    if _groups is None:
+        raise RuntimeError(
+            "this process has no groups of ranks yet: call initialize_model_parallel first "
+            "(ModelRunner.init_torch_distributed does)"
+        )
+    return _groups
+
+
+def _make_group(partition: list[list[int]]) -> GroupCoordinator:
+    """This rank's group of a partition of the world. All ranks make all groups, in one order:
+    torch asks for that."""
+    rank = dist.get_rank()
+    (mine,) = [group for ranks in partition if (group := _new_group(ranks, rank)) is not None]
+    return mine
+
+
+def _new_group(ranks: list[int], rank: int) -> GroupCoordinator | None:
+    """A group with its gloo twin; None: this rank is not in it."""
+    device_group = cpu_group = None
+    if len(ranks) > 1:
+        device_group = dist.new_group(ranks, backend=dist.get_backend(), timeout=_NEVER)
+        cpu_group = dist.new_group(ranks, backend="gloo", timeout=_NEVER)
+    return GroupCoordinator(ranks, rank, device_group, cpu_group) if rank in ranks else None
+
+
+def _cpu_world() -> dist.ProcessGroup | None:
+    return _known().world.cpu_group
+
+
+@contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"another rank is gone: {_first_line(error)}") from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _gloo_listening_towards(host: str) -> AbstractContextManager[None]:
     """Where gloo listens: it takes the address of the host's name otherwise, which others reach."""
     interface = envs.GLOO_SOCKET_IFNAME
-    return nullcontext() if interface.is_set() else interface.override("lo")
+    if interface.is_set():
+        return nullcontext()
+    return interface.override("lo" if is_loopback(host) else interface_towards(host))
 
 
 def _leave(world: dist.ProcessGroup | None) -> None:

@@ -3,6 +3,9 @@
 Every rank has a scheduler of its own. A `RankGroup` is made once, where the scheduler is built, and
 handed down to whatever has to agree. Its calls are collectives: all ranks make the same calls in
 the same order, each on its scheduler's thread and never on a thread of copies or storage.
+
+Of `size` ranks, `attn_tp_size` split attention among them; there are `attn_cp_size` such sets, and
+the ranks of different sets at the same place hold the same keys and values.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ class RanksDiverged(RuntimeError):
     """The ranks do not do the same any more: going on would corrupt somebody's cache."""
 
 
+class RankLost(RuntimeError):
+    """Another rank is gone: this one cannot go on without it, and is not the cause."""
+
+
 class RankGroup(ABC):
     """The ranks that must decide the same. Scheduler thread only."""
 
@@ -34,6 +41,27 @@ class RankGroup(ABC):
     @abstractmethod
     def size(self) -> int:
         """How many ranks there are."""
+
+    @property
+    def attn_cp_size(self) -> int:
+        """Over how many ranks the tokens of a prefill are split (context parallelism); divides
+        `size`."""
+        return 1
+
+    @property
+    def attn_tp_size(self) -> int:
+        """Over how many ranks the heads of attention are split."""
+        return self.size // self.attn_cp_size
+
+    @property
+    def attn_tp_rank(self) -> int:
+        """Which share of the heads this rank has."""
+        return self.rank % self.attn_tp_size
+
+    @property
+    def attn_cp_rank(self) -> int:
+        """Which of the ranks with the same share this one is."""
+        return self.rank // self.attn_tp_size
 
     @abstractmethod
     def broadcast(self, payload: bytes | None) -> bytes:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from sglang.srt.utils.owned_directory import OwnedDirectory, remove_orphans
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,11 @@ def get_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         for sock in sockets:
             sock.bind((host, 0))
         return [int(sock.getsockname()[1]) for sock in sockets]
+
+
+def listen_on_loopback() -> socket.socket:
+    """A listening socket at a free port, for whoever it is handed to."""
+    return socket.create_server(("127.0.0.1", 0))
 
 
 def base_url(host: str, port: int) -> str:
@@ -91,6 +98,25 @@ def address_for_peers(listen_host: str) -> str:
         except OSError:
             return "127.0.0.1"
         return str(sock.getsockname()[0])
+
+
+def interface_towards(host: str) -> str:
+    """The network interface through which this machine reaches `host`. Sends nothing.
+
+    Raises:
+        ValueError: There is no way to it.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(address)
+            own = sock.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"no way from this machine to {host}: {error}") from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == own for one in addresses):
+            return name
+    raise ValueError(f"no interface of this machine has the address {own}, on the way to {host}")
 
 
 def can_connect(host: str, port: int, timeout: float = 1.0) -> bool:

@@ -59,7 +59,7 @@ def test_each_kind_of_device_names_its_backend(
 ) -> None:
     calls: list[tuple[str, int, int, str | None]] = []
 
-    def record(backend: str, *, store: Any, rank: int, world_size: int) -> None:
+    def record(backend: str, *, store: Any, rank: int, world_size: int, timeout: Any) -> None:
         assert type(store).__name__ == "HashStore"
         calls.append((backend, rank, world_size, envs.GLOO_SOCKET_IFNAME.get()))
 

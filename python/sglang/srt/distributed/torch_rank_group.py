@@ -1,0 +1,81 @@
+"""The ranks of one server over torch.distributed: ticks, and what they agree on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.distributed.rank_group import RankGroup
+
+_FRAME_BYTES: Final = 4096
+_LENGTH_BYTES: Final = 8
+
+
+class TorchRankGroup(RankGroup):
+    """Messages of the CPU over gloo.
+
+    A message that fits into one frame with its length is one collective, a longer one two. MIN goes
+    over the ranks with the same heads first, then over those that split them; where all ranks are
+    one of these groups there is one round.
+
+    Args:
+        world: All ranks.
+        attention_tp: Those that split the heads of attention with this one.
+        attention_cp: Those that have the same heads as this one.
+    """
+
+    def __init__(
+        self,
+        world: GroupCoordinator,
+        attention_tp: GroupCoordinator,
+        attention_cp: GroupCoordinator,
+    ) -> None:
+        self._world = world
+        self._attn_cp_size = attention_cp.size
+        self._rounds = [group for group in (attention_cp, attention_tp) if group.size > 1]
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def size(self) -> int:
+        return self._world.size
+
+    @property
+    def attn_cp_size(self) -> int:
+        return self._attn_cp_size
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        assert (payload is not None) == (self.rank == 0), "rank 0 alone has something to say"
+        said = payload or b""
+        head = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        if self.rank == 0:
+            first = len(said).to_bytes(_LENGTH_BYTES, "little") + said
+            first = first[:_FRAME_BYTES]
+            head[: len(first)] = _as_tensor(first)
+        self._world.broadcast_on_cpu(head)
+        raw = head.numpy().tobytes()
+        length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
+        missing = length - (_FRAME_BYTES - _LENGTH_BYTES)
+        if missing <= 0:
+            return raw[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        rest = torch.empty(missing, dtype=torch.uint8)
+        if self.rank == 0:
+            rest = _as_tensor(said[-missing:])
+        self._world.broadcast_on_cpu(rest)
+        return raw[_LENGTH_BYTES:] + rest.numpy().tobytes()
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        least = values.clone()
+        for group in self._rounds:
+            group.min_on_cpu(least)
+        return least
+
+
+def _as_tensor(raw: bytes) -> torch.Tensor:
+    """uint8, with memory of its own."""
+    return torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())

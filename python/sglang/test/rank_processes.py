@@ -1,0 +1,104 @@
+"""Real ranks on this machine: processes that meet over gloo, run a function, and give its results.
+
+They are forked from a server that has torch imported, so that a rank starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import traceback
+from multiprocessing.connection import Connection
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+
+from sglang.srt.distributed.parallel_state import (
+    Rendezvous,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.utils.network import listen_on_loopback
+
+_TIMEOUT_S: Final = 120.0
+
+
+class RankFailed(AssertionError):
+    """A rank ended badly; the message has its traceback."""
+
+
+def run_ranks(size: int, work: FunctionType, *args: Any, attn_cp_size: int = 1) -> list[Any]:
+    """What `work(*args)` gives on each rank of a server of `size` ranks, in their groups.
+
+    Args:
+        work: A function at the top of a file, which each rank loads again; what it gives can be
+            sent.
+
+    Raises:
+        RankFailed: It raised on some rank, or a rank died or did not end in time. None is left.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sglang.test.rank_processes"])
+    place = work.__code__.co_filename, work.__name__
+    listener = listen_on_loopback()
+    port = listener.getsockname()[1]
+    ranks, readers = [], []
+    for rank in range(size):
+        meeting = Rendezvous(
+            rank=rank,
+            size=size,
+            host="127.0.0.1",
+            port=port,
+            listener=listener if rank == 0 else None,
+        )
+        reader, writer = context.Pipe()
+        process = context.Process(target=_rank, args=(meeting, attn_cp_size, writer, place, args))
+        process.start()
+        writer.close()
+        ranks.append(process)
+        readers.append(reader)
+    listener.close()
+    try:
+        return [_result(rank, reader) for rank, reader in enumerate(readers)]
+    finally:
+        for reader, process in zip(readers, ranks, strict=True):
+            reader.close()
+            process.kill()
+            process.join()
+
+
+def _result(rank: int, reader: Connection) -> Any:
+    if not reader.poll(_TIMEOUT_S):
+        raise RankFailed(f"rank {rank} has not ended after {_TIMEOUT_S:.0f} s")
+    try:
+        is_good, value = reader.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died") from None
+    if not is_good:
+        raise RankFailed(f"rank {rank}:\n{value}")
+    return value
+
+
+def _rank(
+    meeting: Rendezvous,
+    attn_cp_size: int,
+    writer: Connection,
+    place: tuple[str, str],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    file, name = place
+    try:
+        init_distributed_environment("gloo", meeting)
+        initialize_model_parallel(meeting.size, attn_cp_size)
+        writer.send((True, runpy.run_path(file)[name](*args)))
+    except BaseException:
+        writer.send((False, traceback.format_exc()))
+    # Rank 0 has the store through which others may still be meeting.
+    with contextlib.suppress(EOFError):
+        writer.recv()
+    # Without waiting for other ranks, as the end of a world does.
+    os._exit(0)

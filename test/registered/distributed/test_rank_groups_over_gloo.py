@@ -1,0 +1,162 @@
+"""Groups of real ranks over gloo: who is in which, and what their collectives give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import (
+    GroupCoordinator,
+    create_custom_parallel_group,
+    destroy_model_parallel,
+    get_attention_cp_group,
+    get_attention_tp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+    get_world_group,
+    initialize_model_parallel,
+)
+from sglang.srt.distributed.rank_group import RankGroup, gather_texts
+from sglang.srt.distributed.torch_rank_group import TorchRankGroup
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.rank_processes import RankFailed, run_ranks
+
+register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+
+
+def rank_group() -> RankGroup:
+    return TorchRankGroup(get_world_group(), get_attention_tp_group(), get_attention_cp_group())
+
+
+def facts() -> dict[str, Any]:
+    group = rank_group()
+    parts = get_tp_group(), get_attention_tp_group(), get_attention_cp_group()
+    assert get_tensor_model_parallel_rank() == group.rank
+    assert get_tensor_model_parallel_world_size() == group.size
+    return {
+        "ranks": [part.ranks for part in parts],
+        "places": [(part.rank_in_group, part.world_size) for part in parts],
+        "attn": (group.attn_tp_rank, group.attn_tp_size, group.attn_cp_rank, group.attn_cp_size),
+        "twins": [part.cpu_group is not None for part in parts],
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "cp", "tp_of_rank_3", "cp_of_rank_3"),
+    [(4, 1, (0, 1, 2, 3), (3,)), (4, 2, (2, 3), (1, 3)), (4, 4, (3,), (0, 1, 2, 3))],
+)
+def test_who_is_in_which_group(
+    size: int, cp: int, tp_of_rank_3: tuple[int, ...], cp_of_rank_3: tuple[int, ...]
+) -> None:
+    found = run_ranks(size, facts, attn_cp_size=cp)
+    assert found[3]["ranks"] == [tuple(range(size)), tp_of_rank_3, cp_of_rank_3]
+    attn_tp = size // cp
+    for rank, one in enumerate(found):
+        assert one["attn"] == (rank % attn_tp, attn_tp, rank // attn_tp, cp)
+        assert [place for place, _ in one["places"]] == [rank, rank % attn_tp, rank // attn_tp]
+        assert [count for _, count in one["places"]] == [size, attn_tp, cp]
+        assert one["twins"] == [True, attn_tp > 1, cp > 1]
+
+
+def collectives() -> dict[str, Any]:
+    world, tp, cp = get_world_group(), get_attention_tp_group(), get_attention_cp_group()
+
+    def sums(group: GroupCoordinator) -> list[float]:
+        return group.all_reduce(torch.tensor([2.0**world.rank, 1.0])).tolist()
+
+    def parts(group: GroupCoordinator) -> list[list[list[int]]]:
+        return group.all_gather(torch.tensor([[world.rank, 7]])).tolist()
+
+    group = rank_group()
+    texts = [b"", b"x" * 4088, b"y" * 4089, bytes(range(256)) * 4000]
+    said = [group.broadcast(text if group.rank == 0 else None) == text for text in texts]
+    least = group.reduce_min(torch.tensor([world.rank, -world.rank, 5]))
+    return {
+        "sums": [sums(world), sums(tp), sums(cp)],
+        "parts": [parts(tp), parts(cp)],
+        "said": said,
+        "least": least.tolist(),
+        "texts": gather_texts(group, f"rank {world.rank}", 16),
+    }
+
+
+def test_what_collectives_give() -> None:
+    found = run_ranks(4, collectives, attn_cp_size=2)
+    for rank, one in enumerate(found):
+        tp, cp = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        assert one["sums"] == [
+            [15.0, 4.0],
+            [float(sum(2**r for r in tp)), 2.0],
+            [float(sum(2**r for r in cp)), 2.0],
+        ]
+        assert one["parts"] == [[[[r, 7]] for r in tp], [[[r, 7]] for r in cp]]
+        assert one["said"] == [True] * 4
+        assert one["least"] == [0, -3, 5]
+        assert one["texts"] == [f"rank {r}" for r in range(4)]
+
+
+def custom_groups(groups: list[list[int]]) -> list[int]:
+    rank = get_world_group().rank
+    made = create_custom_parallel_group(groups[rank])
+    if made is None:
+        return [rank]
+    return sorted(parallel_state.dist.get_process_group_ranks(made))
+
+
+def test_groups_that_ranks_name_themselves() -> None:
+    groups = [[0, 3], [1], [2], [3, 0]]
+    assert run_ranks(4, custom_groups, groups) == [[0, 3], [1], [2], [0, 3]]
+
+
+def test_groups_that_contradict_each_other_are_refused_on_every_rank() -> None:
+    with pytest.raises(RankFailed, match=r"no partition: rank 0 names \[0, 1\]"):
+        run_ranks(2, custom_groups, [[0, 1], [1]])
+
+
+def made_again(size: int, cp: int) -> str:
+    destroy_model_parallel()
+    try:
+        initialize_model_parallel(size, cp)
+    except ValueError as error:
+        return str(error)
+    return str(get_attention_cp_group().ranks)
+
+
+@pytest.mark.parametrize(
+    ("size", "cp", "outcome"),
+    [
+        (2, 2, "(0, 1)"),
+        (4, 1, "tp_size=4, but the world has 2 ranks"),
+        (2, 3, "attn_cp_size=3 does not divide tp_size=2"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_world_are_refused(size: int, cp: int, outcome: str) -> None:
+    assert run_ranks(2, made_again, size, cp) == [outcome] * 2
+
+
+def lost() -> str:
+    import os
+
+    group = rank_group()
+    if group.rank == 1:
+        os._exit(0)
+    group.reduce_min(torch.zeros(3, dtype=torch.int64))
+    return "went on"
+
+
+def test_a_rank_that_is_gone_is_an_error_in_the_others_collective() -> None:
+    with pytest.raises(RankFailed, match="RankLost: another rank is gone"):
+        run_ranks(2, lost)
+
+
+def test_groups_are_asked_for_before_they_are_made() -> None:
+    with pytest.raises(RuntimeError, match="call initialize_model_parallel first"):
+        get_tp_group()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
