@@ -6,12 +6,13 @@ They are forked from a server that has torch imported, so that a rank starts in 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import runpy
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,7 @@ class RankFailed(AssertionError):
     """A rank ended badly; the message has its traceback."""
 
 
-def run_ranks(size: int, work: FunctionType, *args: Any, attn_cp_size: int = 1) -> list[Any]:
+def run_ranks(size: int, work: Callable[..., Any], *args: Any, attn_cp_size: int = 1) -> list[Any]:
     """What `work(*args)` gives on each rank of a server of `size` ranks, in their groups.
 
     Args:
@@ -42,7 +43,7 @@ def run_ranks(size: int, work: FunctionType, *args: Any, attn_cp_size: int = 1) 
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sglang.test.rank_processes"])
-    place = work.__code__.co_filename, work.__name__
+    place = inspect.getfile(work), work.__name__
     listener = listen_on_loopback()
     port = listener.getsockname()[1]
     ranks, readers = [], []
@@ -95,7 +96,7 @@ def _rank(
         init_distributed_environment("gloo", meeting)
         initialize_model_parallel(meeting.size, attn_cp_size)
         writer.send((True, runpy.run_path(file)[name](*args)))
-    except BaseException:
+    except Exception:  # noqa: BLE001 - it is the parent's to raise
         writer.send((False, traceback.format_exc()))
     # Rank 0 has the store through which others may still be meeting.
     with contextlib.suppress(EOFError):
