@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported after the command line was checked and the first line was logged.
         from sglang.srt.entrypoints.engine_processes import StartError
         from sglang.srt.entrypoints.http_server import run_server
+        from sglang.srt.entrypoints.node import run_node
     except ValueError as error:
         return _fail(error)
     # Until the server installs its own handlers, a signal unwinds the start. SystemExit, because
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, _unwind)
     try:
-        return run_server(args)
+        return run_server(args) if args.node_rank == 0 else run_node(args)
     except (ValueError, StartError) as error:
         return _fail(error)
 

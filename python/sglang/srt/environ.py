@@ -231,6 +231,9 @@ class Envs:
         "Spins of an idle OpenMP thread of a CPU forward before it sleeps. The library's default "
         "(some ms) makes a forward ten times slower if another process needs one of the cores.",
     )
+    OMP_NUM_THREADS = EnvOptionalStr(
+        "Threads of a CPU forward; unset: the ranks of a machine share its cores."
+    )
     OMP_WAIT_POLICY = EnvOptionalStr("OpenMP's wait policy; if set, it overrides GOMP_SPINCOUNT.")
 
     # oneDNN and torch's layer above it read these. By default each caches 1,024 shapes of matrix

@@ -34,6 +34,7 @@ from sglang.srt.arg_groups.extra_config import (
     parse_extra_config,
     public_text,
 )
+from sglang.srt.arg_groups.parallelism import check_parallelism
 from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE, check_remote_weights
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
@@ -216,8 +217,19 @@ class ServerArgs:
     tp_size: int = flag(
         1, "Ranks of tensor parallelism.", aliases=("--tp", "--tensor-parallel-size")
     )
-    attn_cp_size: int = flag(1, "Ranks of context parallelism of attention.")
-    nnodes: int = flag(1, "Number of machines.")
+    attn_cp_size: int = flag(
+        1,
+        "Ranks of --tp-size over which the tokens of a prefill are split (context parallelism).",
+        aliases=("--attention-context-parallel-size",),
+    )
+    nnodes: int = flag(1, "Number of machines, each with equally many ranks.")
+    node_rank: int = flag(0, "Which of the machines this is; 0 has the HTTP server.")
+    dist_init_addr: str | None = flag(
+        None,
+        "HOST:PORT of the first machine where the ranks meet; absent: a free port of 127.0.0.1.",
+        aliases=("--nccl-init-addr",),
+    )
+    base_gpu_id: int = flag(0, "GPU of this machine's first rank; the others follow it.")
     disaggregation_mode: str = flag(
         "null",
         "Serve whole requests (null), or only their prefill or decode half.",
@@ -291,6 +303,7 @@ class ServerArgs:
         check_numbers(self)
         check_not_empty(self)
         check_remote_weights(self)
+        check_parallelism(self)
         args = _resolve_cache(self)
         model_path = args.model_path or str(BUILTIN_MODEL_DIR)
         name = args.model_path or BUILTIN_MODEL_NAME
@@ -351,9 +364,6 @@ def _not_yet(args: ServerArgs, field: str, what: str) -> ValueError:
 
 def _check_not_yet(args: ServerArgs) -> None:
     """Refuse values that SGLang supports and this engine does not support yet."""
-    for field in ("tp_size", "attn_cp_size", "nnodes"):
-        if getattr(args, field) != 1:
-            raise _not_yet(args, field, "one process on one machine runs the model; leave it at 1")
     if args.disaggregation_mode != "null":
         raise _not_yet(
             args, "disaggregation_mode", "a server prefills and decodes; leave it at null"

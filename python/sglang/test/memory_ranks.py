@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
+from sglang.srt.distributed.tensor_group import TensorGroup
 
 _DEADLINE_S: Final = 60.0
 
@@ -110,6 +111,53 @@ class EchoGroup(RankGroup):
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
+
+
+class PlaceInGroup(TensorGroup):
+    """A rank's place among others that are not there: what it computes stays its part."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("the other ranks are not there")
+
+
+class MemoryTensorGroup(PlaceInGroup):
+    """One rank of a `MemoryExchange` that splits a model's layers with the others. One thread uses
+    it."""
+
+    def __init__(self, exchange: MemoryExchange, rank: int) -> None:
+        super().__init__(rank, exchange.size)
+        self._exchange = exchange
+        self.num_calls = 0
+        """Collectives that this rank has made."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all(x, "a sum").sum(dim=0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all(x, "a gathering")
+
+    def _all(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        self.num_calls += 1
+        kind = f"{what} of {list(x.shape)} {x.dtype}"
+        said = self._exchange.meet(self.num_calls, self.rank, kind, x.clone())
+        return torch.stack(
+            [one for _, one in sorted(said.items()) if isinstance(one, torch.Tensor)]
+        )
 
 
 class MemoryRankGroup(RankGroup):

@@ -18,11 +18,10 @@ from typing import Any, Final
 import torch
 
 from sglang.srt.distributed.parallel_state import (
-    Rendezvous,
     init_distributed_environment,
     initialize_model_parallel,
 )
-from sglang.srt.utils.network import listen_on_loopback
+from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 
 _TIMEOUT_S: Final = 120.0
 
@@ -44,24 +43,16 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, attn_cp_size: int
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sglang.test.rank_processes"])
     place = inspect.getfile(work), work.__name__
-    listener = listen_on_loopback()
-    port = listener.getsockname()[1]
     ranks, readers = [], []
-    for rank in range(size):
-        meeting = Rendezvous(
-            rank=rank,
-            size=size,
-            host="127.0.0.1",
-            port=port,
-            listener=listener if rank == 0 else None,
-        )
-        reader, writer = context.Pipe()
-        process = context.Process(target=_rank, args=(meeting, attn_cp_size, writer, place, args))
-        process.start()
-        writer.close()
-        ranks.append(process)
-        readers.append(reader)
-    listener.close()
+    with open_rendezvous(size) as meeting:
+        for rank in range(size):
+            reader, writer = context.Pipe()
+            arguments = (meeting.for_rank(rank), attn_cp_size, writer, place, args)
+            process = context.Process(target=_rank, args=arguments)
+            process.start()
+            writer.close()
+            ranks.append(process)
+            readers.append(reader)
     try:
         return [_result(rank, reader) for rank, reader in enumerate(readers)]
     finally:

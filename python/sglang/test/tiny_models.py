@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +199,20 @@ class StepDriver:
         """Number of tokens of each row in the pool."""
 
     def extend(
-        self, work: Sequence[tuple[int, Sequence[int]]], snapshots: Snapshots | None = None
+        self,
+        work: Sequence[tuple[int, Sequence[int]]],
+        snapshots: Snapshots | None = None,
+        before: Callable[[ForwardBatch], None] = lambda batch: None,
     ) -> LogitsProcessorOutput:
-        """Compute `(row, new tokens)` of several requests in one step."""
+        """Compute `(row, new tokens)` of several requests in one step.
+
+        Args:
+            before: May change the batch before it runs.
+        """
         rows = [row for row, _ in work]
         prefix = [self.lens[row] for row in rows]
         new = [len(tokens) for _, tokens in work]
-        total = [before + count for before, count in zip(prefix, new, strict=True)]
+        total = [known + count for known, count in zip(prefix, new, strict=True)]
         loc = self.runner.token_to_kv_pool_allocator.alloc_extend(
             self._tensor(prefix),
             prefix,
@@ -216,14 +223,15 @@ class StepDriver:
         )
         assert loc is not None, "the test's pool is too small"
         pool = self.runner.req_to_token_pool
-        for row, before, slots in zip(rows, prefix, torch.split(loc, new), strict=True):
-            pool.req_to_token[row, before : before + len(slots)] = slots.to(torch.int32)
+        for row, known, slots in zip(rows, prefix, torch.split(loc, new), strict=True):
+            pool.req_to_token[row, known : known + len(slots)] = slots.to(torch.int32)
         flat = [token for _, tokens in work for token in tokens]
         batch = self._batch(ForwardMode.EXTEND, rows, total, flat, loc)
         batch.positions = compute_extend_positions(prefix, new, self.device)
         batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = prefix, new
         batch.req_pool_indices_cpu = batch.req_pool_indices.tolist()
         self._track(batch, rows, snapshots)
+        before(batch)
         return self._run(batch, rows, total)
 
     def decode(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import (
     GroupCoordinator,
     create_custom_parallel_group,
@@ -104,7 +104,7 @@ def custom_groups(groups: list[list[int]]) -> list[int]:
     made = create_custom_parallel_group(groups[rank])
     if made is None:
         return [rank]
-    return sorted(parallel_state.dist.get_process_group_ranks(made))
+    return sorted(dist.get_process_group_ranks(made))
 
 
 def test_groups_that_ranks_name_themselves() -> None:

@@ -9,10 +9,9 @@ Each group has a gloo twin for messages of the CPU. One thread of each rank uses
 from __future__ import annotations
 
 import atexit
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -20,27 +19,20 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.rank_group import RankLost
+from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import interface_towards, is_loopback
 
+_all_gather: Final[Callable[..., object]] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+"""The second is the first's name before torch 2.13."""
 JOIN_TIMEOUT: Final = timedelta(minutes=10)
 """For all ranks to come to the rendezvous: the first start of a process can be slow."""
 _NEVER: Final = timedelta(days=365)
 """Ranks wait in a broadcast while the server is idle. Whoever watches the ranks ends those that
 wait for one that is gone; a timeout of the transport would end servers that nobody uses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks of a server meet, and which of them this process is."""
-
-    rank: int
-    size: int
-    host: str
-    port: int
-    listener: socket.socket | None = field(default=None, repr=False)
-    """On rank 0: listens at `host` and `port`. It is given away to the store."""
 
 
 class GroupCoordinator(TensorGroup):
@@ -93,7 +85,7 @@ class GroupCoordinator(TensorGroup):
             return x.unsqueeze(0)
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         with _naming_lost_ranks():
-            dist.all_gather_into_tensor(gathered.flatten(0, 1), x, group=self.device_group)
+            _all_gather(gathered.flatten(0, 1), x, group=self.device_group)
         return gathered
 
     def broadcast_on_cpu(self, values: torch.Tensor) -> None:

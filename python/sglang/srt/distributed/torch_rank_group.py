@@ -7,7 +7,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.distributed.parallel_state import (
+    GroupCoordinator,
+    get_attention_cp_group,
+    get_attention_tp_group,
+    get_world_group,
+)
 from sglang.srt.distributed.rank_group import RankGroup
 
 _FRAME_BYTES: Final = 4096
@@ -36,6 +41,11 @@ class TorchRankGroup(RankGroup):
         self._world = world
         self._attn_cp_size = attention_cp.size
         self._rounds = [group for group in (attention_cp, attention_tp) if group.size > 1]
+
+    @classmethod
+    def of_world(cls) -> TorchRankGroup:
+        """All ranks of this server, in the groups that they are divided into."""
+        return cls(get_world_group(), get_attention_tp_group(), get_attention_cp_group())
 
     @property
     def rank(self) -> int:

@@ -18,9 +18,11 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang.srt.arg_groups.parallelism import meeting_address, ranks_per_node
+from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.ipc import IpcAddresses
-from sglang.srt.managers.messages.ready_message import receive_ready
+from sglang.srt.managers.messages.ready_message import LOST_A_RANK, receive_ready
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import IpcNames
 from sglang.srt.utils.process import holding_signals_from_children, set_title
@@ -30,12 +32,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SCHEDULER: Final = "scheduler"
+"""Name of the scheduler's process; with several ranks what their names begin with."""
 KILL_WAIT: Final = 5.0
 """Seconds for a killed child to disappear."""
 
 
 class StartError(RuntimeError):
     """The engine cannot start; the message is one line with the cause."""
+
+
+class _LostAnotherRank(StartError):
+    """A rank ended since another did, which has the cause."""
 
 
 class EngineProcesses:
@@ -62,20 +70,40 @@ class EngineProcesses:
         self._children[name] = child
         return reader
 
-    def await_ready(self, name: str, reader: Connection) -> dict[str, Any]:
-        """Wait for the child's message, as long as it lives.
+    def await_ready(self, readers: dict[str, Connection]) -> dict[str, dict[str, Any]]:
+        """Wait for the messages of children, as long as all of them live; the messages by name.
+
+        Args:
+            readers: The pipe of each; closed afterwards.
 
         Raises:
-            StartError: The child said why it cannot start, or died.
+            StartError: The first that said why it cannot start, or died without a word.
         """
-        child = self._children[name]
-        while not wait([reader, child.sentinel], timeout=1.0):
-            self._raise_if_another_died(name)
+        messages: dict[str, dict[str, Any]] = {}
+        waiting: dict[Any, str] = {reader: name for name, reader in readers.items()}
+        victim: StartError | None = None
+        while waiting:
+            told = wait(list(waiting), timeout=None if victim is None else KILL_WAIT)
+            if not told:
+                break
+            for one in told:
+                name = waiting.pop(one)
+                try:
+                    messages[name] = self._receive(name, readers[name])
+                except _LostAnotherRank as error:
+                    victim = error  # Another will say more, or has ended without a word.
+        if victim is not None:
+            raise victim
+        return messages
+
+    def _receive(self, name: str, reader: Connection) -> dict[str, Any]:
         try:
             message = receive_ready(reader)
         except EOFError:
+            child = self._children[name]
             child.join(KILL_WAIT)
-            raise StartError(
+            kind = _LostAnotherRank if child.exitcode == LOST_A_RANK else StartError
+            raise kind(
                 f"the {name} process ended while it started ({_ending_of(child)}); "
                 "its log lines above have the cause"
             ) from None
@@ -95,13 +123,15 @@ class EngineProcesses:
             ended = wait([child.sentinel for child in self._children.values()])
             if self._ending.is_set():
                 return
-            # The first to die is the cause; the other may follow.
-            name, child = next(
-                (name, child) for name, child in self._children.items() if child.sentinel in ended
-            )
-            # The kernel closes the pipe behind the sentinel before it has the exit status.
-            child.join(KILL_WAIT)
-            what = f"{name} ({_ending_of(child)})"
+            # The first to die is the cause; the others may follow.
+            dead = {
+                name: child for name, child in self._children.items() if child.sentinel in ended
+            }
+            for child in dead.values():
+                # The kernel closes the pipe behind the sentinel before it has the exit status.
+                child.join(KILL_WAIT)
+            name = next((n for n, c in dead.items() if c.exitcode != LOST_A_RANK), next(iter(dead)))
+            what = f"{name} ({_ending_of(dead[name])})"
             on_death(f"the engine died: process {what}; the log lines above have the cause")
 
         threading.Thread(target=run, name="engine-watch", daemon=True).start()
@@ -110,15 +140,20 @@ class EngineProcesses:
         """Do not report children that end from now on."""
         self._ending.set()
 
-    def wait_for_scheduler(self, timeout: float) -> bool:
-        """Whether the scheduler ended by itself, with status 0, within `timeout` seconds."""
-        child = self._children["scheduler"]
-        child.join(timeout)
-        if child.exitcode is None:
-            logger.warning("the scheduler did not end within %.0f s; killed", timeout)
-        elif child.exitcode != 0:
-            logger.error("the scheduler ended badly: %s", _ending_of(child))
-        return child.exitcode == 0
+    def wait_for_scheduler(self, timeout: float | None) -> bool:
+        """Whether the schedulers of this machine ended by themselves, with status 0, within
+        `timeout` seconds; None: wait for as long as it takes."""
+        schedulers = {
+            name: child for name, child in self._children.items() if name.startswith(SCHEDULER)
+        }
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for name, child in schedulers.items():
+            child.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            if child.exitcode is None:
+                logger.warning("the %s did not end within %.0f s; killed", name, timeout)
+            elif child.exitcode != 0:
+                logger.error("the %s ended badly: %s", name, _ending_of(child))
+        return all(child.exitcode == 0 for child in schedulers.values())
 
     def kill(self) -> None:
         """End every child at once and remove the sockets. Any thread, idempotent."""
@@ -131,11 +166,6 @@ class EngineProcesses:
             for child in self._children.values():
                 child.join(max(deadline - time.monotonic(), 0.0))
             self._names.remove()
-
-    def _raise_if_another_died(self, name: str) -> None:
-        for other, child in self._children.items():
-            if other != name and not child.is_alive() and child.exitcode:
-                raise StartError(f"the {other} process ended: {_ending_of(child)}")
 
 
 def launch_subprocesses(
@@ -153,25 +183,68 @@ def launch_subprocesses(
     """
     processes = EngineProcesses(IpcNames.create())
     try:
-        scheduler = processes.start("scheduler", _run_scheduler, (server_args, processes.ipc, 0))
+        readers = _start_schedulers(processes, server_args)
+        first = next(iter(readers))
         data = load_tokenizer()
-        detokenizer = processes.start(
+        readers["detokenizer"] = processes.start(
             "detokenizer", _run_detokenizer, (server_args, processes.ipc, data)
         )
-        processes.await_ready("detokenizer", detokenizer)
-        processes.ready_details = processes.await_ready("scheduler", scheduler)
+        processes.ready_details = processes.await_ready(readers)[first]
     except BaseException:
         processes.kill()
         raise
     return processes
 
 
-def _run_scheduler(*args: Any) -> None:
-    set_title("scheduler")
+def launch_ranks(server_args: ServerArgs) -> EngineProcesses:
+    """Start the ranks of a machine that is not the first, and wait until they can serve.
+
+    Raises:
+        StartError, ValueError: One line with the cause; nothing is left running.
+    """
+    processes = EngineProcesses(IpcNames.create())
+    try:
+        processes.await_ready(_start_schedulers(processes, server_args))
+    except BaseException:
+        processes.kill()
+        raise
+    return processes
+
+
+def _start_schedulers(processes: EngineProcesses, server_args: ServerArgs) -> dict[str, Connection]:
+    """Start this machine's ranks; the pipe of each by its name, the first rank's first.
+
+    Raises:
+        ValueError: This machine cannot listen at `--dist-init-addr`.
+    """
+    ipc = processes.ipc
+    if server_args.tp_size == 1:
+        alone = (server_args, ipc, SCHEDULER, None)
+        return {SCHEDULER: processes.start(SCHEDULER, _run_scheduler, alone)}
+    count = ranks_per_node(server_args)
+    first = server_args.node_rank * count
+    readers = {}
+    host, port = meeting_address(server_args)
+    with open_rendezvous(server_args.tp_size, host, port, first_rank=first) as meeting:
+        for rank in range(first, first + count):
+            name = f"{SCHEDULER}_TP{rank}"
+            args = (server_args, ipc, name, meeting.for_rank(rank))
+            readers[name] = processes.start(name, _run_scheduler, args)
+    return readers
+
+
+def _run_scheduler(
+    server_args: ServerArgs,
+    ipc: IpcAddresses,
+    name: str,
+    rendezvous: Rendezvous | None,
+    pipe: Connection,
+) -> None:
+    set_title(name)
     # Imported in the child alone: the parent can start it before it has torch itself.
     from sglang.srt.managers.scheduler.process import run_scheduler_process
 
-    run_scheduler_process(*args)
+    run_scheduler_process(server_args, ipc, rendezvous, pipe)
 
 
 def _run_detokenizer(*args: Any) -> None:

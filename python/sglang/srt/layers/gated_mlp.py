@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.layers.activation import silu_and_mul
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear, apply_linear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
 
 
@@ -34,7 +34,6 @@ class GatedMLP(torch.nn.Module):
         """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
 
-    def output(self, x: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, hidden_size]` to the same, for callers that do more with it than add it."""
-        inner = silu_and_mul(self.gate_up_proj.forward(x))
-        return apply_linear(inner, self.down_proj.weight, self.down_proj.bias)
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` to this rank's part of the output, of the same shape."""
+        return self.down_proj.part(silu_and_mul(self.gate_up_proj.forward(x)))

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.linear import apply_linear
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 _MAX_LOGITS: Final = 1 << 24
 """Logits computed at a time, in fp32: 64 MiB, and as much again for their logprobs."""
@@ -25,13 +25,13 @@ class InputLogprobs:
 
 
 def compute_input_logprobs(
-    hidden_states: torch.Tensor, head_weight: torch.Tensor, batch: ForwardBatch
+    hidden_states: torch.Tensor, head: VocabParallelEmbedding, batch: ForwardBatch
 ) -> InputLogprobs:
     """Logprobs of the model's own logits at the places that `batch` names.
 
     Args:
         hidden_states: `[num_tokens, hidden_size]`, after the final norm.
-        head_weight: `[vocab_size, hidden_size]`.
+        head: The output head.
         batch: An extend step with `extend_logprob_start_lens_cpu`.
     """
     token_lists = batch.extend_input_logprob_token_ids_cpu
@@ -40,13 +40,13 @@ def compute_input_logprobs(
     rows = torch.tensor([*_rows(batch)], device=hidden_states.device)
     tokens = torch.tensor([t for ids in token_lists for t in ids], device=hidden_states.device)
     most = max((num for num, ids in zip(nums, token_lists, strict=True) if ids), default=0)
-    most = min(most, head_weight.shape[0])
+    most = min(most, head.vocab_size)
     values: list[float] = []
     tops: list[list[tuple[float, int]]] = []
-    step = max(_MAX_LOGITS // head_weight.shape[0], 1)
+    step = max(_MAX_LOGITS // head.vocab_size, 1)
     for begin in range(0, len(rows), step):
         part = hidden_states.index_select(0, rows[begin : begin + step])
-        logprobs = apply_linear(part, head_weight, out_dtype=torch.float32).log_softmax(dim=-1)
+        logprobs = head.logits(part).log_softmax(dim=-1)
         chosen = logprobs.gather(1, tokens[begin : begin + step].unsqueeze(1)).squeeze(1)
         values += chosen.tolist()
         if most:

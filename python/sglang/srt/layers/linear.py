@@ -1,7 +1,6 @@
 """Linear layers. Projections that read the same input are merged into one matmul at load.
 
-The names say how tensor parallelism splits their weights. The sum over the ranks that a
-row-parallel layer needs is not taken here: a model runs on one rank for now.
+The names say how tensor parallelism splits their weights.
 """
 
 from __future__ import annotations
@@ -83,19 +82,22 @@ class MergedColumnParallelLinear(WeightedLayer):
     def __init__(
         self,
         input_size: int,
-        parts: Sequence[tuple[str, Share]],
+        parts: Sequence[tuple[str, Share | tuple[Share, ...]]],
         *,
         bias: bool,
         placement: TensorPlacement,
     ) -> None:
         """Args:
         input_size: Features of the input.
-        parts: Name in the checkpoint and this rank's output features of each projection.
+        parts: Name in the checkpoint and this rank's output features of each projection: of one
+            run, or of each run that follows another.
         placement: Of the layer that the projections belong to: they are not named together.
         """
         super().__init__(placement)
-        self.parts = tuple(parts)
-        output_size = sum(share.size for _, share in parts)
+        self.parts = [
+            (name, (shares,) if isinstance(shares, Share) else shares) for name, shares in parts
+        ]
+        output_size = sum(share.size for _, shares in self.parts for share in shares)
         self.weight = placement.empty(output_size, input_size)
         self.bias = placement.empty(output_size) if bias else None
 
@@ -105,18 +107,20 @@ class MergedColumnParallelLinear(WeightedLayer):
 
     def weight_slots(self) -> NamedSlots:
         begin = 0
-        for name, share in self.parts:
-            end = begin + share.size
-            yield f"{self.prefix}.{name}.weight", WeightSlot.of(self.weight[begin:end], share)
+        for name, shares in self.parts:
+            end = begin + sum(share.size for share in shares)
+            weight = self.weight[begin:end]
+            yield f"{self.prefix}.{name}.weight", WeightSlot.of_runs(weight, shares)
             if self.bias is not None:
-                yield f"{self.prefix}.{name}.bias", WeightSlot.of(self.bias[begin:end], share)
+                bias = self.bias[begin:end]
+                yield f"{self.prefix}.{name}.bias", WeightSlot.of_runs(bias, shares)
             begin = end
 
 
 class RowParallelLinear(WeightedLayer):
     """A projection of features that a column-parallel layer may have split over the ranks.
 
-    What a rank computes is a part of the sum. The first rank alone adds the bias.
+    What a rank computes is a part of the sum, to which the first rank alone adds the bias.
     """
 
     def __init__(
@@ -127,13 +131,14 @@ class RowParallelLinear(WeightedLayer):
         """
         super().__init__(placement)
         self.inputs = inputs
+        self._group = placement.tp_group
         self.weight = placement.empty(output_size, inputs.size)
         self.has_bias = bias
         self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
         kernels = fused_kernels(placement.device)
         self._rows_added: int | None = None
         """From so many rows on, the residual is added inside the product; None: never."""
-        if kernels is not None and self.bias is None:
+        if kernels is not None and self.bias is None and self._group.size == 1:
             self._rows_added = kernels.rows_added_in_product
 
     def forward(
@@ -151,7 +156,11 @@ class RowParallelLinear(WeightedLayer):
         """
         if self._rows_added is not None and len(x) >= self._rows_added:
             return None, residual.addmm_(x, self.weight.t())
-        return apply_linear(x, self.weight, self.bias), residual
+        return self._group.all_reduce(self.part(x)), residual
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, input_size]` to this rank's part of `[num_tokens, output_size]`."""
+        return apply_linear(x, self.weight, self.bias)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight, self.inputs, dim=1)

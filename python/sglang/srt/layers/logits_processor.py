@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.input_logprobs import InputLogprobs, compute_input_logprobs
-from sglang.srt.layers.linear import apply_linear
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 
 @dataclass(kw_only=True)
@@ -31,18 +31,19 @@ class LogitsProcessor(torch.nn.Module):
     """Applies the output head."""
 
     def forward(
-        self, hidden_states: torch.Tensor, head_weight: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        hidden_states: torch.Tensor,
+        head: VocabParallelEmbedding,
+        forward_batch: ForwardBatch,
     ) -> LogitsProcessorOutput:
         """Args:
         hidden_states: `[rows, hidden_size]`, after the final norm; the rows are those of
             `ForwardBatch.rows_for_logits`.
-        head_weight: `[vocab_size, hidden_size]`.
+        head: The output head.
         """
         inputs: InputLogprobs | None = None
         if forward_batch.extend_logprob_start_lens_cpu is not None:
-            inputs = compute_input_logprobs(hidden_states, head_weight, forward_batch)
+            inputs = compute_input_logprobs(hidden_states, head, forward_batch)
             hidden_states = hidden_states.index_select(0, forward_batch.last_rows())
-        logits = apply_linear(
-            hidden_states, head_weight, out=forward_batch.logits_out, out_dtype=torch.float32
-        )
+        logits = head.logits(hidden_states, out=forward_batch.logits_out)
         return LogitsProcessorOutput(next_token_logits=logits, input_logprobs=inputs)

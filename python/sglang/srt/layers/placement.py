@@ -5,10 +5,11 @@ Handed down to every layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 
@@ -28,25 +29,31 @@ class Share:
         """The same part of a dimension with `count` elements for each of this one's."""
         return Share(self.begin * count, self.end * count, self.total * count)
 
+    def of_state(self, split: RankSplit) -> RankShare:
+        """The same part of a `StateSpec`'s heads."""
+        return RankShare(split, self.begin, self.end, self.total)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlacement:
-    """Dtype, device, tensor-parallel rank and name of a layer's weights.
-
-    Raises:
-        ValueError: There is no rank `tp_rank` of `tp_size`.
-    """
+    """Dtype, device, ranks and name of a layer's weights."""
 
     dtype: torch.dtype
     device: str
-    tp_rank: int = 0
-    tp_size: int = 1
+    tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
+    """The ranks that split the layer."""
     prefix: str = ""
     """What the names of the layer's tensors in a checkpoint begin with, without the last dot."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise ValueError(f"there is no tp_rank={self.tp_rank} with tp_size={self.tp_size}")
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among those that split the layer."""
+        return self.tp_group.rank
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks split the layer."""
+        return self.tp_group.size
 
     def at(self, name: str) -> TensorPlacement:
         """The placement of the part called `name`."""
@@ -84,8 +91,7 @@ class TensorPlacement:
         """The same for a `StateSpec`."""
         heads = self.kv_head_share(num_kv_heads)
         is_split = heads.size * self.tp_size == num_kv_heads
-        split = RankSplit.HEADS if is_split else RankSplit.REPLICATED
-        return RankShare(split, heads.begin, heads.end, heads.total)
+        return heads.of_state(RankSplit.HEADS if is_split else RankSplit.REPLICATED)
 
     def row_share(self, total: int) -> Share:
         """This rank's rows of a table of any length: equally many, but fewer on the last ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
@@ -18,12 +19,38 @@ class VocabParallelEmbedding(WeightedLayer):
     def __init__(self, vocab_size: int, hidden_size: int, *, placement: TensorPlacement) -> None:
         super().__init__(placement)
         self.tokens = placement.row_share(vocab_size)
+        self._group = placement.tp_group
         self.weight = placement.empty(-(-vocab_size // placement.tp_size), hidden_size)
         self.weight[self.tokens.size :].zero_()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[num_tokens]` to `[num_tokens, hidden_size]`."""
-        return F.embedding(input_ids, self.weight)
+        if self._group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        places = input_ids - self.tokens.begin
+        is_elsewhere = (places < 0) | (places >= self.tokens.size)
+        rows = F.embedding(places.masked_fill_(is_elsewhere, 0), self.weight)
+        return self._group.all_reduce(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of all ranks."""
+        return self.tokens.total
+
+    def logits(
+        self, hidden_states: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The logits of `[n, hidden_size]`: fp32 `[n, vocab_size]`, the same bits on all ranks.
+
+        Args:
+            out: Where the result goes.
+        """
+        if self._group.size == 1:
+            return apply_linear(hidden_states, self.weight, out=out, out_dtype=torch.float32)
+        mine = apply_linear(hidden_states, self.weight, out_dtype=torch.float32)
+        parts = self._group.all_gather(mine)
+        whole = parts.transpose(0, 1).reshape(len(mine), -1)[:, : self.vocab_size]
+        return whole.contiguous() if out is None else out.copy_(whole)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight[: self.tokens.size], self.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,42 +32,61 @@ class WeightSlot:
     """Of the whole tensor in the checkpoint."""
     dim: int = 0
     """The dimension that is split."""
-    share: Share | None = None
-    """This rank's part of that dimension; None: ranks have the whole tensor each."""
-    runs: int = 1
-    """Runs of `share.total` that follow one another in that dimension; each is split alike."""
+    shares: tuple[Share, ...] = ()
+    """This rank's part of each run of that dimension; runs follow one another. Empty: ranks have
+    the whole tensor each."""
     parts: tuple[str, ...] = ()
     """For a tensor that holds several others, the names of those; see `stacked_slots`."""
 
     @classmethod
     def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:
         """For a tensor of which this rank's part fills `dest` as it is."""
+        return cls.of_runs(dest, () if share is None else (share,), dim)
+
+    @classmethod
+    def of_runs(
+        cls,
+        dest: torch.Tensor,
+        shares: tuple[Share, ...],
+        dim: int = 0,
+        parts: tuple[str, ...] = (),
+    ) -> WeightSlot:
+        """For a tensor of several runs, of which this rank's parts fill `dest` one by one."""
         shape = list(dest.shape)
-        if share is not None:
-            assert shape[dim] == share.size, (shape, dim, share)
-            shape[dim] = share.total
-        return cls(dest, tuple(shape), dim, share)
+        if shares:
+            assert shape[dim] == sum(share.size for share in shares), (shape, dim, shares)
+            shape[dim] = sum(share.total for share in shares)
+        return cls(dest, tuple(shape), dim, shares, parts)
 
     @property
     def is_split(self) -> bool:
         """Whether this rank takes less than the whole tensor."""
-        return self.share is not None and self.share.size < self.share.total
+        return any(share.size < share.total for share in self.shares)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Begin and end of each of this rank's parts, in the whole tensor's `dim`."""
+        ends = itertools.accumulate(share.total for share in self.shares)
+        firsts = [end - share.total for end, share in zip(ends, self.shares, strict=True)]
+        return [
+            (first + share.begin, first + share.end)
+            for first, share in zip(firsts, self.shares, strict=True)
+        ]
 
     def fill(self, whole: Sliceable) -> None:
         """Copy this rank's part of a checkpoint tensor of `shape`, any dtype, any device.
 
         Reads nothing else of it.
         """
-        if self.share is not None and not self.share.size:
-            return
         index = [slice(None)] * len(self.shape)
-        if self.share is None:
+        if not self.shares:
             self.dest.copy_(whole[tuple(index)].expand(self.dest.shape))
             return
-        for run, dest in enumerate(self.dest.chunk(self.runs, self.dim)):
-            first = run * self.share.total
-            index[self.dim] = slice(first + self.share.begin, first + self.share.end)
-            dest.copy_(whole[tuple(index)].expand(dest.shape))
+        dests = torch.split(self.dest, [share.size for share in self.shares], self.dim)
+        for (begin, end), dest in zip(self.ranges, dests, strict=True):
+            if begin < end:
+                index[self.dim] = slice(begin, end)
+                dest.copy_(whole[tuple(index)].expand(dest.shape))
 
 
 NamedSlots = Iterator[tuple[str, WeightSlot]]

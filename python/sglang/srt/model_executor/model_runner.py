@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,13 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     init_mooncake_transfer_engine,
 )
 from sglang.srt.distributed.device_context import mark_device_set
-from sglang.srt.distributed.parallel_state import init_distributed_environment
+from sglang.srt.distributed.parallel_state import (
+    get_attention_tp_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.distributed.rendezvous import Rendezvous
+from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
@@ -75,8 +82,14 @@ class ModelRunnerConfig:
     """Of `remote_instance` weights."""
     offers_weights: bool = False
     """Peers may read the weights; needs a `transfer_engine`."""
-    tp_rank: int = 0
-    tp_size: int = 1
+    rendezvous: Rendezvous | None = None
+    """Where the ranks of the server meet; None: this one is alone."""
+    attn_cp_size: int = 1
+    """See `RankGroup.attn_cp_size`."""
+    gpu_id: int | None = None
+    """Which device of its kind; None: the current one."""
+    tp_group: TensorGroup | None = None
+    """The ranks that split the model's layers; None: those of the world with this one's share."""
     show_progress: bool = True
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
@@ -95,6 +108,7 @@ class ModelRunner:
             to read them itself; None without `offers_weights`.
         remote_instance_transfer_engine_session_id: Under which peers address it; empty without.
         model_config: Its configuration.
+        tp_group: The ranks that split its layers.
         state_specs: What it keeps per token and per prefix.
         attn_backend: The backend of all its attention layers.
         req_to_token_pool: Slots of each running request; after `init_memory_pool`.
@@ -108,8 +122,13 @@ class ModelRunner:
     token_to_kv_pool: KVCache
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
 
-    def __init__(self, config: ModelRunnerConfig) -> None:
+    def __init__(
+        self, config: ModelRunnerConfig, on_joined: Callable[[], None] = lambda: None
+    ) -> None:
         """Load the model.
+
+        Args:
+            on_joined: Called when the ranks have met, before anything is loaded.
 
         Raises:
             RuntimeError: Another device was set in this process, or the Transfer Engine does not
@@ -118,15 +137,11 @@ class ModelRunner:
         """
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
-        if config.tp_size != 1:
-            raise ValueError(
-                f"tp_size={config.tp_size} is not supported yet: weights are split over ranks, but "
-                "what the ranks compute is not summed; use 1"
-            )
         self._runtime = device_runtime(config.device)
         self._device_kind = self._runtime.kind
         self.config = config
         self.init_torch_distributed()
+        on_joined()
         self.init_shared_mooncake_transfer_engine()
         self.model_config = config.model_config
         self.kv_cache_dtype = _resolve_kv_dtype(
@@ -138,9 +153,8 @@ class ModelRunner:
             random_seed=config.random_seed,
             seed_instance=config.seed_instance,
             device=config.device,
-            tp_rank=config.tp_rank,
-            tp_size=config.tp_size,
-            show_progress=config.show_progress and config.tp_rank == 0,
+            tp_group=self.tp_group,
+            show_progress=config.show_progress and self._is_first_rank,
         )
         self.model = build_model(config.model_config, load_config)
         self.state_specs = self.model.state_specs(self.kv_cache_dtype)
@@ -154,16 +168,27 @@ class ModelRunner:
         self.weight_source = load_weights(self.model, config.model_config, load_config)
 
     def init_torch_distributed(self) -> None:
-        """Make the device current, say so to those who wait for it, and join torch.distributed.
+        """Make the device current, say so to those who wait for it, and join the other ranks.
 
         A process that is in a world already stays in that one.
 
         Raises:
-            RuntimeError: Another device was set in this process before.
+            RuntimeError: Another device was set in this process before, or a rank does not come.
+            ValueError: The numbers of ranks do not fit each other.
         """
+        config, device = self.config, self.config.device
+        if config.gpu_id is not None:
+            self._runtime.set_device(config.gpu_id)
+            device = f"{device}:{config.gpu_id}"
         self._runtime.prepare()
-        mark_device_set(self.config.device)
-        init_distributed_environment(self._device_kind.process_group)
+        mark_device_set(device)
+        meeting = config.rendezvous
+        init_distributed_environment(self._device_kind.process_group, meeting)
+        self.tp_group = config.tp_group or SingleTensorGroup()
+        if meeting is not None:
+            initialize_model_parallel(meeting.size, config.attn_cp_size)
+            self.tp_group = config.tp_group or get_attention_tp_group()
+        self._is_first_rank = meeting is None or meeting.rank == 0
 
     def init_shared_mooncake_transfer_engine(self) -> None:
         """Start the Transfer Engine that features of this server share; none: do nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.utils.network import base_url
 
 
@@ -33,6 +34,6 @@ class LoadConfig:
     seed_instance: SeedAddress | None = None
     """Of `remote_instance` weights."""
     device: str = "cpu"
-    tp_rank: int = 0
-    tp_size: int = 1
+    tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
+    """The ranks that split the model's layers."""
     show_progress: bool = True

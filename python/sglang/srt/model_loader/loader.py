@@ -50,8 +50,7 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
     placement = TensorPlacement(
         dtype=model_config.dtype,
         device=load_config.device,
-        tp_rank=load_config.tp_rank,
-        tp_size=load_config.tp_size,
+        tp_group=load_config.tp_group,
     )
     with torch.inference_mode():
         return MODEL_CLASSES[model_config.architecture](model_config, placement)

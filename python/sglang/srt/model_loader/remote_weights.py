@@ -74,7 +74,7 @@ class RemoteInstanceWeights:
         self.name = f"the seed at {seed.url}"
         self._host = seed.host
         self._engine = engine
-        self._client = client or SeedClient(seed, load_config.tp_rank)
+        self._client = client or SeedClient(seed, load_config.tp_group.rank)
         self._config = config_digest(model_config.model_path)
         self._identity: str | None = None
 

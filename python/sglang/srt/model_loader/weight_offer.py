@@ -19,25 +19,25 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     """Of the whole tensor."""
     split_dim: int = 0
-    split_range: tuple[int, int] | None = None
-    """Begin and end of the rank's part of `split_dim`; None: it has the whole tensor."""
+    split_ranges: tuple[tuple[int, int], ...] = ()
+    """Begins and ends of the rank's parts of `split_dim`, which follow one another in its memory;
+    empty: it has the whole tensor."""
 
     @classmethod
     def of(cls, slot: WeightSlot) -> TensorPart:
         """The part that fills a slot."""
-        share = slot.share if slot.is_split else None
         return cls(
             dtype=str(slot.dest.dtype).removeprefix("torch."),
             shape=slot.shape,
             split_dim=slot.dim,
-            split_range=None if share is None else (share.begin, share.end),
+            split_ranges=tuple(slot.ranges) if slot.is_split else (),
         )
 
     def __str__(self) -> str:
         text = f"{self.dtype} {list(self.shape)}"
-        if self.split_range is not None:
-            begin, end = self.split_range
-            text += f", {begin} to {end} of dimension {self.split_dim}"
+        if self.split_ranges:
+            ranges = " and ".join(f"{begin} to {end}" for begin, end in self.split_ranges)
+            text += f", {ranges} of dimension {self.split_dim}"
         return text
 
 

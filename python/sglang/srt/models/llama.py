@@ -263,7 +263,7 @@ class LlamaForCausalLM(torch.nn.Module):
         """
         hidden_states = self.model.forward(input_ids, positions, forward_batch)
         head = self.lm_head or self.model.embed_tokens
-        return self.logits_processor.forward(hidden_states, head.weight, forward_batch)
+        return self.logits_processor.forward(hidden_states, head, forward_batch)
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Keys and values of every layer that attends to them."""

@@ -7,10 +7,14 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
-from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
+from sglang.srt.layers.linear_attention.delta_net import (
+    DeltaNetHeads,
+    DeltaNetOptions,
+    GatedDeltaNet,
+)
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.mem_cache.device.state_spec import StateSpec
+from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
 from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM, MakeAttention
 from sglang.srt.models.qwen3_moe import sparse_layers, sparse_options
 
@@ -23,7 +27,10 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__(config, placement)
-        self._linear = self._linear_options(config)
+        options = self._linear_options(config)
+        heads = DeltaNetHeads.of(options, placement)
+        self._linear = options.on_rank(heads)
+        self._state_share = heads.values.of_state(RankSplit.HEADS)
         self._linear_layers = config.linear_attention_layers
         self._dtypes = config.ssm_dtype, config.dtype
 
@@ -50,7 +57,9 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Keys and values of the full-attention layers, states of the others."""
         ssm_dtype, conv_dtype = self._dtypes
-        states = self._linear.state_spec(self._linear_layers, ssm_dtype, conv_dtype)
+        states = self._linear.state_spec(
+            self._linear_layers, ssm_dtype, conv_dtype, self._state_share
+        )
         return (*super().state_specs(kv_dtype), states)
 
     def is_redundant(self, name: str) -> bool:

@@ -37,11 +37,6 @@ def get_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         return [int(sock.getsockname()[1]) for sock in sockets]
 
 
-def listen_on_loopback() -> socket.socket:
-    """A listening socket at a free port, for whoever it is handed to."""
-    return socket.create_server(("127.0.0.1", 0))
-
-
 def base_url(host: str, port: int) -> str:
     """`http://host:port`, with the brackets that an IPv6 address needs."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

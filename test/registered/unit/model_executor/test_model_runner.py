@@ -49,7 +49,6 @@ def test_pools_have_the_sizes_that_were_asked_for(checkpoint: Path) -> None:
         ({"attention_backend": "flashinfer"}, "attention backend 'flashinfer'"),
         ({"load_format": "remote_instance"}, "'remote_instance' needs a seed"),
         ({"load_format": "gguf"}, "load format 'gguf' is not supported"),
-        ({"tp_size": 2}, "tp_size=2"),
     ],
 )
 def test_refusals(checkpoint: Path, fields: dict[str, Any], message: str) -> None:

@@ -18,6 +18,7 @@ from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import PlaceInGroup
 from sglang.test.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -40,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path, rank: int, size: int, load_format: str = "auto") -> CausalLM:
     return get_model(
         ModelConfig.from_path(str(path)),
-        LoadConfig(load_format=load_format, tp_rank=rank, tp_size=size, show_progress=False),
+        LoadConfig(load_format=load_format, tp_group=PlaceInGroup(rank, size), show_progress=False),
     )
 
 
@@ -123,7 +124,9 @@ def test_a_slot_reads_its_part_alone() -> None:
 def test_the_first_rank_alone_adds_a_row_parallel_bias() -> None:
     halves = []
     for rank in range(2):
-        placement = TensorPlacement(dtype=torch.float32, device="cpu", tp_rank=rank, tp_size=2)
+        placement = TensorPlacement(
+            dtype=torch.float32, device="cpu", tp_group=PlaceInGroup(rank, 2)
+        )
         layer = RowParallelLinear(
             Share(rank * 3, rank * 3 + 3, 6), 4, bias=True, placement=placement
         )
@@ -136,7 +139,7 @@ def test_the_first_rank_alone_adds_a_row_parallel_bias() -> None:
 
 
 def test_a_table_that_does_not_divide_ends_in_zeros() -> None:
-    placement = TensorPlacement(dtype=torch.float32, device="cpu", tp_rank=3, tp_size=4)
+    placement = TensorPlacement(dtype=torch.float32, device="cpu", tp_group=PlaceInGroup(3, 4))
     last = VocabParallelEmbedding(9, 2, placement=placement)
     assert last.tokens == Share(9, 9, 9)
     assert last.weight.tolist() == [[0.0, 0.0]] * 3
@@ -159,7 +162,7 @@ def test_a_ranks_state_is_that_of_its_heads(
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    placement = TensorPlacement(dtype=torch.float32, device="cpu", tp_size=4)
+    placement = TensorPlacement(dtype=torch.float32, device="cpu", tp_group=PlaceInGroup(0, 4))
     with pytest.raises(ValueError, match="3 KV heads cannot be split over 4 ranks"):
         placement.kv_head_share(3)
     with pytest.raises(

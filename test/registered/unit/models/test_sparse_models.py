@@ -16,6 +16,7 @@ from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import PlaceInGroup
 from sglang.test.scheduler_rig import SchedulerRig
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
@@ -139,7 +140,7 @@ def test_warm_prompts_give_the_words_of_cold_ones(tmp_path: Path) -> None:
 def load(path: Path, load_format: str = "auto", rank: int = 0, size: int = 1) -> dict[str, Any]:
     model = get_model(
         ModelConfig.from_path(str(path)),
-        LoadConfig(load_format=load_format, tp_rank=rank, tp_size=size, show_progress=False),
+        LoadConfig(load_format=load_format, tp_group=PlaceInGroup(rank, size), show_progress=False),
     )
     return {name: slot.dest for name, slot in model.weight_slots()}
 

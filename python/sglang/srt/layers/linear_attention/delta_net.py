@@ -19,7 +19,7 @@ from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +57,49 @@ class DeltaNetOptions:
         """Of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
+    def on_rank(self, heads: DeltaNetHeads) -> DeltaNetOptions:
+        """The same with the heads of one rank."""
+        return replace(self, num_key_heads=heads.keys.size, num_heads=heads.values.size)
+
     def state_spec(
-        self, layers: tuple[int, ...], ssm_dtype: torch.dtype, conv_dtype: torch.dtype
+        self,
+        layers: tuple[int, ...],
+        ssm_dtype: torch.dtype,
+        conv_dtype: torch.dtype,
+        share: RankShare,
     ) -> MambaSpec:
-        """What such layers keep of a prefix."""
+        """What such layers keep of a prefix.
+
+        Args:
+            share: Which value heads of the model these are.
+        """
         return MambaSpec.of_shapes(
             layers,
             (self.num_heads, self.key_dim, self.value_dim),
             (self.num_channels, self.kernel - 1),
             ssm_dtype=ssm_dtype,
             conv_dtype=conv_dtype,
+            share=share,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetHeads:
+    """The heads that a rank has: whole groups of a key head and its value heads."""
+
+    keys: Share
+    values: Share
+
+    @classmethod
+    def of(cls, options: DeltaNetOptions, placement: TensorPlacement) -> DeltaNetHeads:
+        """Raises ValueError: the ranks do not divide the key heads."""
+        keys = placement.share(options.num_key_heads, "key heads of linear attention")
+        return cls(keys, keys.times(options.num_heads // options.num_key_heads))
+
+    def runs(self, options: DeltaNetOptions) -> tuple[Share, Share, Share]:
+        """This rank's channels of queries, keys and values."""
+        keys = self.keys.times(options.key_dim)
+        return keys, keys, self.values.times(options.value_dim)
 
 
 class _Projected(NamedTuple):
@@ -84,28 +116,38 @@ class _Projected(NamedTuple):
 
 
 class DeltaNetProjections(torch.nn.Module):
-    """All projections of a layer's input in one product, whichever way a checkpoint has them."""
+    """All projections of a layer's input in one product, whichever way a checkpoint has them.
 
-    def __init__(self, options: DeltaNetOptions, placement: TensorPlacement) -> None:
+    Args:
+        options: Of the rank.
+    """
+
+    def __init__(
+        self, options: DeltaNetOptions, heads: DeltaNetHeads, placement: TensorPlacement
+    ) -> None:
         super().__init__()
         self.options = options
-        values = options.num_heads * options.value_dim
-        sizes = (
-            {"in_proj_qkvz": options.num_channels + values, "in_proj_ba": 2 * options.num_heads}
+        values = heads.values.times(options.value_dim)
+        runs = heads.runs(options)
+        repeats = options.num_heads // options.num_key_heads
+        # Interleaved key head by key head, a rank's part is one run.
+        group = 2 * options.key_dim + 2 * repeats * options.value_dim
+        parts: dict[str, tuple[Share, ...]] = (
+            {
+                "in_proj_qkvz": (heads.keys.times(group),),
+                "in_proj_ba": (heads.keys.times(2 * repeats),),
+            }
             if options.is_grouped
             else {
-                "in_proj_qkv": options.num_channels,
-                "in_proj_z": values,
-                "in_proj_b": options.num_heads,
-                "in_proj_a": options.num_heads,
+                "in_proj_qkv": runs,
+                "in_proj_z": (values,),
+                "in_proj_b": (heads.values,),
+                "in_proj_a": (heads.values,),
             }
         )
-        self.sizes = list(sizes.values())
+        self.sizes = [sum(share.size for share in shares) for shares in parts.values()]
         self.merged = MergedColumnParallelLinear(
-            options.hidden_size,
-            [(name, Share(0, size, size)) for name, size in sizes.items()],
-            bias=False,
-            placement=placement,
+            options.hidden_size, list(parts.items()), bias=False, placement=placement
         )
 
     def forward(self, x: torch.Tensor) -> _Projected:
@@ -129,8 +171,11 @@ class DeltaNetGates(WeightedLayer):
     """The weights of a layer beside its projections: convolution, decay, time step. In fp32, as
     they are computed with."""
 
-    def __init__(self, options: DeltaNetOptions, placement: TensorPlacement) -> None:
+    def __init__(
+        self, options: DeltaNetOptions, heads: DeltaNetHeads, placement: TensorPlacement
+    ) -> None:
         super().__init__(placement)
+        self._heads, self._runs = heads, heads.runs(options)
         exact = replace(placement, dtype=torch.float32)
         self.conv = exact.empty(options.num_channels, 1, options.kernel)
         self.a_log = exact.empty(options.num_heads)
@@ -141,30 +186,26 @@ class DeltaNetGates(WeightedLayer):
         return -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.conv1d.weight", WeightSlot.of(self.conv)
-        yield f"{self.prefix}.A_log", WeightSlot.of(self.a_log)
-        yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias)
+        yield f"{self.prefix}.conv1d.weight", WeightSlot.of_runs(self.conv, self._runs)
+        yield f"{self.prefix}.A_log", WeightSlot.of(self.a_log, self._heads.values)
+        yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias, self._heads.values)
 
 
 class GatedDeltaNet(torch.nn.Module):
     """Linear attention: reads and overwrites the running state of each request of the batch."""
 
     def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
-        """Raises ValueError: there are several ranks."""
+        """Raises ValueError: the ranks do not divide the key heads."""
         super().__init__()
-        if placement.tp_size > 1:
-            raise ValueError(
-                "linear attention cannot be split over several ranks yet: use --tp-size 1"
-            )
-        self.options = options
+        heads = DeltaNetHeads.of(options, placement)
+        self.options = options = options.on_rank(heads)
         self.layer_id = layer_id
         self._rule = delta_rule(placement.device, placement.dtype)
-        self.in_proj = DeltaNetProjections(options, placement)
-        self.gates = DeltaNetGates(options, placement)
+        self.in_proj = DeltaNetProjections(options, heads, placement)
+        self.gates = DeltaNetGates(options, heads, placement)
         self.norm = GatedRMSNorm(options.value_dim, options.eps, placement=placement.at("norm"))
-        values = options.num_heads * options.value_dim
         self.out_proj = RowParallelLinear(
-            Share(0, values, values),
+            heads.values.times(options.value_dim),
             options.hidden_size,
             bias=False,
             placement=placement.at("out_proj"),

@@ -122,26 +122,22 @@ class RoutedExperts(WeightedLayer):
             yield last, WeightSlot.of(down, self.features, dim=1)
 
     def stacked_slots(self) -> NamedSlots:
-        total, (count, hidden_size, _) = self.features.total, self.down.shape
-        names = [self._names(expert) for expert in range(count)]
+        names = [self._names(expert) for expert in range(len(self.down))]
         yield (
             f"{self.prefix}.gate_up_proj",
-            WeightSlot(
+            WeightSlot.of_runs(
                 self.gate_up,
-                (count, 2 * total, hidden_size),
+                (self.features, self.features),
                 dim=1,
-                share=self.features,
-                runs=2,
                 parts=tuple(name for gate, up, _ in names for name in (gate, up)),
             ),
         )
         yield (
             f"{self.prefix}.down_proj",
-            WeightSlot(
+            WeightSlot.of_runs(
                 self.down,
-                (count, hidden_size, total),
+                (self.features,),
                 dim=2,
-                share=self.features,
                 parts=tuple(last for *_, last in names),
             ),
         )

@@ -88,6 +88,7 @@ class SparseMoeBlock(torch.nn.Module):
         """Raises ValueError: the ranks do not divide the intermediate sizes."""
         super().__init__()
         hidden_size, shared = options.hidden_size, options.shared
+        self._group = placement.tp_group
         self.gate = Router(options, placement.at("gate"))
         self.experts = RoutedExperts(
             options.router.num_experts,
@@ -120,10 +121,12 @@ class SparseMoeBlock(torch.nn.Module):
         """
         out = self.experts.forward(x, *self.gate.forward(x))
         if self.shared_expert is None:
-            return out, residual
+            return self._group.all_reduce(out), residual
         if self.shared_expert_gate is not None:
-            return out.addcmul_(
-                self.shared_expert_gate.forward(x), self.shared_expert.output(x)
-            ), residual
+            out.addcmul_(self.shared_expert_gate.forward(x), self.shared_expert.part(x))
+            return self._group.all_reduce(out), residual
+        if self._group.size > 1:
+            # One sum over the ranks for routed and shared experts.
+            return self._group.all_reduce(out.add_(self.shared_expert.part(x))), residual
         shared, residual = self.shared_expert.forward(x, residual)
         return (out if shared is None else out.add_(shared)), residual

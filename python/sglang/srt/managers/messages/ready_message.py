@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
+
+LOST_A_RANK: Final = 71
+"""Exit status of a rank that ends since another is gone: it is not the cause."""
 
 
 def send_ready(pipe: Connection, details: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final, TypedDict
@@ -15,13 +16,15 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
-from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.distributed.rank_group import RankGroup, RankLost, SingleRank
+from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
@@ -30,6 +33,7 @@ from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.channel import ZmqChannel
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.rank_process import OtherRanks, share_cores
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
@@ -63,6 +67,7 @@ from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from sglang.srt.distributed.rendezvous import Rendezvous
     from sglang.srt.managers.messages.ipc import IpcAddresses
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.server_args import ServerArgs
@@ -89,6 +94,7 @@ class BuiltScheduler:
     """A scheduler that can serve, and what there is to say about it."""
 
     scheduler: Scheduler
+    group: RankGroup
     server_args: ServerArgs
     """With what depends on the machine filled in."""
     tiers: list[str]
@@ -113,21 +119,23 @@ class BuiltScheduler:
 
 def build_scheduler(
     server_args: ServerArgs,
-    group: RankGroup | None = None,
+    rendezvous: Rendezvous | None = None,
     watchdog: ForwardWatchdog | None = None,
+    on_joined: Callable[[], None] = lambda: None,
 ) -> BuiltScheduler:
     """Load the model, size and make the tiers, and put a scheduler on them.
 
     Args:
         server_args: Resolved.
-        group: The ranks; None: this one alone. Handed down from here to all who must agree.
+        rendezvous: Where the ranks meet; None: this one is alone.
         watchdog: Guards forwards.
+        on_joined: Called when the ranks have met, before anything is loaded.
 
     Raises:
         ValueError: One line that names the setting and the remedy.
         StorageUnavailable: L3 cannot be reached, and the settings say not to go on without it.
+        RankLost: Another rank has ended meanwhile.
     """
-    group = group or SingleRank()
     server_args = on_this_machine(server_args, detect_device())
     assert server_args.model_path is not None, "resolved"
     model_config = ModelConfig.from_path(
@@ -152,11 +160,14 @@ def build_scheduler(
             random_seed=server_args.random_seed,
             seed_instance=_seed_address(server_args),
             offers_weights=offers_weights(server_args),
-            transfer_engine=_transfer_engine(server_args, group),
-            tp_rank=group.rank,
-            tp_size=group.size,
-        )
+            transfer_engine=_transfer_engine(server_args),
+            rendezvous=rendezvous,
+            attn_cp_size=server_args.attn_cp_size,
+            gpu_id=_gpu_of(server_args, rendezvous),
+        ),
+        on_joined,
     )
+    group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
@@ -174,14 +185,14 @@ def build_scheduler(
             model_config.eos_token_ids,
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
-        weight_seed=_make_weight_seed(runner, group),
+        weight_seed=_make_weight_seed(runner),
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
         resources = dataclasses.replace(resources, forward_guard=watchdog.guard)
     scheduler = Scheduler(make_parts(server_args, resources))
-    return BuiltScheduler(scheduler, server_args, tiers)
+    return BuiltScheduler(scheduler, group, server_args, tiers)
 
 
 def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
@@ -225,35 +236,40 @@ def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> Non
 def run_scheduler_process(
     server_args: ServerArgs,
     ipc: IpcAddresses,
-    tp_rank: int,
+    rendezvous: Rendezvous | None,
     ready_pipe: Connection,
     parent_pid: int | None = None,
 ) -> None:
-    """Entry point of the process. Returns after a `ShutdownReq`, with exit status 0.
+    """Entry point of the process of a rank. Returns after a `ShutdownReq`, with exit status 0.
 
     Signals for the process group are the parent's to handle: it drains this process with a
     message. The process ends with its parent, and with status 1 and the cause in the log when
-    anything here fails.
+    anything here fails; with `LOST_A_RANK` where the cause is that another rank is gone.
 
     Args:
         server_args: Resolved.
         ipc: Socket addresses of this server.
-        tp_rank: This rank.
+        rendezvous: Where the ranks meet, and which this is; None: it is alone.
         ready_pipe: Gets one JSON message, `ready_message`.
         parent_pid: Process that this one ends with; by default the one that started it.
     """
     leave_signals_to_parent()
-    configure_logger(server_args.log_level, f"scheduler {tp_rank}")
+    rank = 0 if rendezvous is None else rendezvous.rank
+    configure_logger(server_args.log_level, f"scheduler {rank}")
+    share_cores(ranks_per_node(server_args))
     # Bars share a lock between processes unless told otherwise: a semaphore that a killed process
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())
     start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)
     watchdog = ForwardWatchdog(server_args.watchdog_timeout)
+    others = OtherRanks(rendezvous)
     try:
-        built = build_scheduler(server_args, SingleRank(), watchdog)
+        built = build_scheduler(server_args, rendezvous, watchdog, others.watch)
     except (ValueError, StorageUnavailable) as error:
         send_error(ready_pipe, str(error))
         raise SystemExit(1) from None
+    except RankLost as error:
+        others.end_without(error)
     except Exception as error:
         logger.critical("the scheduler cannot start", exc_info=True)
         send_error(ready_pipe, f"the scheduler cannot start: {type(error).__name__}: {error}")
@@ -261,17 +277,24 @@ def run_scheduler_process(
     for line in built.tiers:
         logger.info("%s", line)
     log_exposed_ports(logger, "Mooncake")
-    channel = ZmqChannel(ipc)
+    channel = ZmqChannel(ipc) if rank == 0 else None
     settle_heap()
     send_ready(ready_pipe, built.ready_details())
     try:
-        built.scheduler.run(channel)
+        if channel is None:
+            built.scheduler.run_beside()
+        else:
+            built.scheduler.run(channel)
+        others.leave_with(built.group)
+    except RankLost as error:
+        others.end_without(error)
     except Exception:
-        logger.critical("scheduler rank %d failed", tp_rank, exc_info=True)
+        logger.critical("scheduler rank %d failed", rank, exc_info=True)
         logging.shutdown()
         # Not SystemExit: threads of the cache may be in calls that block for minutes.
         os._exit(1)
-    channel.close()
+    if channel is not None:
+        channel.close()
     built.scheduler.close()
     watchdog.close()
     logger.info("shut down")
@@ -394,25 +417,33 @@ def _seed_address(server_args: ServerArgs) -> SeedAddress | None:
     return SeedAddress(host=host, port=port, api_key=server_args.api_key)
 
 
-def _transfer_engine(server_args: ServerArgs, group: RankGroup) -> SharedTransferEngine | None:
+def _gpu_of(server_args: ServerArgs, rendezvous: Rendezvous | None) -> int | None:
+    """Which device of its kind this rank has; None: there is but one."""
+    if not device_kind(server_args.device).has_own_memory:
+        return None
+    rank = 0 if rendezvous is None else rendezvous.rank
+    return server_args.base_gpu_id + rank % ranks_per_node(server_args)
+
+
+def _transfer_engine(server_args: ServerArgs) -> SharedTransferEngine | None:
     """What this process's Transfer Engine is started with; None: nothing needs one."""
     if not offers_weights(server_args):
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
     return SharedTransferEngine(
         hostname=name.get() if name.is_set() else address_for_peers(server_args.host),
-        gpu_id=group.rank if device_kind(server_args.device).has_own_memory else None,
+        gpu_id=_gpu_of(server_args, None),
     )
 
 
-def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:
+def _make_weight_seed(runner: ModelRunner) -> WeightSeed | None:
     engine = runner.remote_instance_transfer_engine
     if engine is None:
         return None
     return WeightSeed(
         engine,
         runner.model,
-        rank=group.rank,
+        rank=0,
         config=config_digest(runner.model_config.model_path),
         identity=runner.weight_source.identity,
     )

@@ -92,7 +92,8 @@ class Scheduler:
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
             self._is_verified = False
-            self._say_status()
+            if self._parts.group.rank == 0:
+                self._say_status()
         return self._parts.outputs.take()
 
     def run(self, channel: Channel) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import PlaceInGroup
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
@@ -40,7 +41,7 @@ def experts(
     size: int = 1,
 ) -> RoutedExperts:
     placement = TensorPlacement(
-        dtype=dtype, device="cpu", tp_rank=rank, tp_size=size, prefix="mlp.experts"
+        dtype=dtype, device="cpu", tp_group=PlaceInGroup(rank, size), prefix="mlp.experts"
     )
     layer = RoutedExperts(EXPERTS, HIDDEN, SIZE, placement=placement)
     for name, slot in layer.weight_slots():

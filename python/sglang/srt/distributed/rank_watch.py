@@ -1,0 +1,113 @@
+"""Ends the server when a rank is gone, stuck or out of reach, instead of waiting for it for ever.
+
+Each rank counts in a key of the store through which they met, and looks at the others' counts. The
+kernel tells of processes that die on this machine sooner than that; this is for those that are
+stopped, for other machines, and for networks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, Protocol
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S: Final = 1.0
+LIMIT_S: Final = 8.0
+"""Seconds without a sign of life: what stands still so long will not come back soon."""
+_LATE_S: Final = 2.0
+"""Who comes so late to its own look was stopped itself, perhaps with the whole machine."""
+
+
+class Counts(Protocol):
+    """What the watch asks of the store; every call may raise RuntimeError."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def set_timeout(self, timeout: timedelta, /) -> object: ...
+
+
+class RankWatch:
+    """Watches the ranks of a server. Owns one daemon thread, `rank-watch`.
+
+    Args:
+        counts: A connection to the store that nobody else uses.
+        rank: This rank.
+        size: How many ranks there are.
+        on_lost: Called once, from the watch's thread, with one line that names the rank.
+        limit_s: Seconds without a sign of life after which a rank counts as lost.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        counts: Counts,
+        rank: int,
+        size: int,
+        on_lost: Callable[[str], None],
+        *,
+        limit_s: float = LIMIT_S,
+        period_s: float = PERIOD_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counts = counts
+        self._rank = rank
+        self._on_lost = on_lost
+        self._limit_s = limit_s
+        self._period_s = period_s
+        self._clock = clock
+        self._beats = 0
+        self._last_look = clock()
+        self._seen = {other: (b"", self._last_look) for other in range(size) if other != rank}
+        self._closed = threading.Event()
+        # A store that does not answer is rank 0 that does not.
+        counts.set_timeout(timedelta(seconds=limit_s))
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more: the server ends in order. Idempotent; does not wait for the thread."""
+        self._closed.set()
+
+    def look(self) -> str | None:
+        """Count, and look at the others: what is wrong, in one line; None: nothing."""
+        try:
+            self._beats += 1
+            self._counts.set(_key(self._rank), str(self._beats))
+            beats = {other: self._beats_of(other) for other in self._seen}
+        except RuntimeError as error:
+            return f"rank 0 is gone or out of reach: {_first_line(error)}"
+        now = self._clock()
+        was_late = now - self._last_look > self._period_s + _LATE_S
+        self._last_look = now
+        for other, count in beats.items():
+            known, since = self._seen[other]
+            if count != known or was_late:
+                self._seen[other] = count, now
+            elif now - since > self._limit_s:
+                return f"rank {other} has given no sign of life for {self._limit_s:.0f} s"
+        return None
+
+    def _beats_of(self, rank: int) -> bytes:
+        key = _key(rank)
+        return self._counts.get(key) if self._counts.check([key]) else b""
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._period_s):
+            wrong = self.look()
+            if wrong is not None and not self._closed.is_set():
+                self._on_lost(wrong)
+                return
+
+
+def _key(rank: int) -> str:
+    return f"alive/{rank}"
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,54 @@
+"""Where the ranks of a server meet. Needs no torch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """The meeting of a server's ranks, and which of them this one is."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    listener: socket.socket | None = field(default=None, repr=False)
+    """On rank 0: listens at `host` and `port`. It is given away to the store."""
+
+    def for_rank(self, rank: int) -> Rendezvous:
+        """The same meeting for another rank of this machine."""
+        return replace(self, rank=rank, listener=self.listener if rank == 0 else None)
+
+
+@contextmanager
+def open_rendezvous(
+    size: int, host: str = "127.0.0.1", port: int = 0, *, first_rank: int = 0
+) -> Iterator[Rendezvous]:
+    """The meeting as the first rank of a machine sees it. Its socket closes at the end, here: who
+    was handed it has a copy.
+
+    Args:
+        port: 0: a free one.
+        first_rank: Where it is 0, this machine has rank 0, and listens.
+
+    Raises:
+        ValueError: This machine cannot listen there.
+    """
+    if first_rank:
+        yield Rendezvous(rank=first_rank, size=size, host=host, port=port)
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ValueError(
+            f"the ranks cannot meet at {host}:{port} ({error.strerror or error}): give an address "
+            "of this machine and a free port with --dist-init-addr"
+        ) from error
+    with listener:
+        bound = int(listener.getsockname()[1])
+        yield Rendezvous(rank=0, size=size, host=host, port=bound, listener=listener)

@@ -1,0 +1,36 @@
+"""A machine that is not the first of its server: it has ranks, and no HTTP."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from sglang.srt.arg_groups.parallelism import ranks_per_node
+from sglang.srt.entrypoints.engine_processes import launch_ranks
+from sglang.srt.entrypoints.start_checks import check_start
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED: Final = 1
+
+
+def run_node(args: ServerArgs) -> int:
+    """Run this machine's ranks until rank 0 ends them; the process's exit status.
+
+    Args:
+        args: Resolved, with a `node_rank` above 0.
+
+    Raises:
+        ValueError: Settings or files are wrong.
+        StartError: A rank could not start.
+    """
+    check_start(args)
+    processes = launch_ranks(args)
+    try:
+        count = ranks_per_node(args)
+        first = args.node_rank * count
+        logger.info("ranks %d to %d serve; rank 0 ends them", first, first + count - 1)
+        return 0 if processes.wait_for_scheduler(None) else EXIT_FAILED
+    finally:
+        processes.kill()

@@ -1,0 +1,155 @@
+"""Every model split over ranks: logits and words as transformers', the same bits on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import MemoryTensorGroup
+from sglang.test.rank_threads import on_rank_threads
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+
+SPLIT: dict[str, Any] = {"num_attention_heads": 8, "vocab_size": 162}
+"""Four ranks divide the heads and not the vocabulary; two KV heads, so that they share those."""
+LATENT: dict[str, Any] = {**SPLIT, "num_key_value_heads": 8}
+LINEAR: dict[str, Any] = {**SPLIT, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+CASES = [
+    pytest.param("llama", {**SPLIT, "attention_bias": True, "mlp_bias": True}, id="llama-biases"),
+    pytest.param("llama", {**SPLIT, "tie_word_embeddings": True}, id="llama-tied"),
+    pytest.param("qwen2", SPLIT, id="qwen2"),
+    pytest.param("qwen3", SPLIT, id="qwen3"),
+    pytest.param("qwen3_moe", SPLIT, id="qwen3_moe"),
+    pytest.param("deepseek_v2", LATENT, id="deepseek_v2"),
+    pytest.param("deepseek_v3", {**LATENT, "attention_bias": True}, id="deepseek_v3-biases"),
+    pytest.param("deepseek_v32", LATENT, id="deepseek_v32"),
+    pytest.param("qwen3_next", LINEAR, id="qwen3_next"),
+    pytest.param("qwen3_5", {**LINEAR, "linear_num_value_heads": 4}, id="qwen3_5-equal-heads"),
+    pytest.param("qwen3_5_moe", LINEAR, id="qwen3_5_moe"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 160, (length,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_logits_equal_transformers(
+    tmp_path: Path, family: str, overrides: dict[str, Any], size: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, **overrides)
+    long, short = prompt(90, 1), prompt(21, 2)
+    want_long, want_short = reference(hf, long), reference(hf, short)
+
+    def work(driver: StepDriver, group: MemoryTensorGroup) -> torch.Tensor:
+        """A chunked prefill beside a whole one, then both decode."""
+        steps = [
+            driver.extend([(0, short[:17]), (1, long[:37])]),
+            driver.extend([(1, long[37:86])]),
+        ]
+        logits = [step.next_token_logits for step in steps]
+        for step in range(4):
+            pairs = [(1, long[86 + step]), (0, short[17 + step])]
+            logits.append(driver.decode(pairs).next_token_logits)
+        return torch.cat(logits)
+
+    found = on_rank_threads(size, tmp_path, work, page_size=16)
+    rows = [want_short[16], want_long[36], want_long[85]]
+    for step in range(4):
+        rows += [want_long[86 + step], want_short[17 + step]]
+    torch.testing.assert_close(found[0], torch.stack(rows), rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "sums_per_layer"),
+    [
+        ("llama", SPLIT, 2),
+        ("qwen3_moe", SPLIT, 2),
+        ("deepseek_v3", LATENT, 2),
+        ("qwen3_5", LINEAR, 2),
+    ],
+)
+def test_collectives_of_a_step(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """One for the embedding, attention and feed-forward of each layer, logits."""
+    layers = save_tiny_checkpoint(tmp_path, family, **overrides).config.num_hidden_layers
+
+    def work(driver: StepDriver, group: MemoryTensorGroup) -> list[int]:
+        counts = [group.num_calls]
+        driver.extend([(0, prompt(40, 1)), (1, prompt(9, 2))])
+        counts.append(group.num_calls)
+        driver.decode([(0, 5), (1, 6)])
+        return [*counts, group.num_calls]
+
+    expected = 2 + 2 * layers
+    assert on_rank_threads(2, tmp_path, work) == [[0, expected, 2 * expected]] * 2
+
+
+def test_log_probabilities_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3", **SPLIT)
+    tokens = prompt(30, 4)
+
+    def work(driver: StepDriver, group: object = None) -> list[Any]:
+        def asks(batch: ForwardBatch) -> None:
+            batch.extend_logprob_start_lens_cpu = [3]
+            batch.extend_input_logprob_token_ids_cpu = [tokens[4:20]]
+            batch.top_logprobs_nums = [5]
+
+        inputs = driver.extend([(0, tokens)], before=asks).input_logprobs
+        assert inputs is not None
+        return [torch.tensor(inputs.values), torch.tensor([*inputs.tops[0]])]
+
+    alone = work(StepDriver(tmp_path))
+    for found in on_rank_threads(4, tmp_path, work):
+        for got, want in zip(found, alone, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("qwen3", {}, "6 attention heads cannot be split over 4 ranks: use a --tp-size that"),
+        (
+            "qwen3_5",
+            {**LINEAR, "linear_num_key_heads": 2},
+            "2 key heads of linear",
+        ),
+        ("qwen3", {**SPLIT, "intermediate_size": 130}, "130 features of the feed-forward layers"),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide_are_refused(
+    tmp_path: Path, family: str, overrides: dict[str, Any], message: str
+) -> None:
+    save_tiny_checkpoint(tmp_path, family, **overrides)
+    with pytest.raises(ValueError, match=message):
+        on_rank_threads(4, tmp_path, lambda driver, group: None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
