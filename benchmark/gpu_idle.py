@@ -28,7 +28,7 @@ from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.input import InputHandler
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.managers.scheduler.process import build_scheduler
+from sglang.srt.managers.scheduler.process.build import build_scheduler
 from sglang.srt.managers.scheduler.results import ResultProcessor
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache

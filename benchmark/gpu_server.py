@@ -31,7 +31,7 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.launched_step import StepResult
-from sglang.srt.managers.scheduler.process import build_scheduler
+from sglang.srt.managers.scheduler.process.build import build_scheduler
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams

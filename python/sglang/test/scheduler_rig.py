@@ -26,7 +26,7 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
-from sglang.srt.managers.scheduler.process import init_pools
+from sglang.srt.managers.scheduler.process.build import init_pools
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool

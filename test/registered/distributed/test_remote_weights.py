@@ -182,7 +182,7 @@ def test_what_a_seed_tells() -> None:
         address, count, size = places["model.norm.weight"]
         assert (address > 0, count, size) == (True, 192, 2)
         part = body["weights"]["tensors"]["model.norm.weight"]
-        assert part == {"dtype": "bfloat16", "shape": [192], "split_dim": 0, "split_range": None}
+        assert part == {"dtype": "bfloat16", "shape": [192], "split_dim": 0, "split_ranges": []}
         for query, message in (
             ("?rank=1", "there is no rank 1"),
             ("", "name a rank"),

@@ -32,7 +32,8 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.messages.ipc import IpcAddresses
 from sglang.srt.managers.messages.ready_message import receive_ready
-from sglang.srt.managers.scheduler.process import on_this_machine, run_scheduler_process
+from sglang.srt.managers.scheduler.process.build import on_this_machine
+from sglang.srt.managers.scheduler.process.run import run_scheduler_process
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -84,7 +85,7 @@ def scheduler(**args: Any) -> Iterator[tuple[Peer, Any, dict[str, Any]]]:
         ours, theirs = spawn.Pipe(duplex=False)
         process = spawn.Process(
             target=run_scheduler_process,
-            args=(ServerArgs(**args).resolve(), ipc, 0, theirs, os.getpid()),
+            args=(ServerArgs(**args).resolve(), ipc, None, theirs, os.getpid()),
         )
         process.start()
         stack.callback(process.join, 10)

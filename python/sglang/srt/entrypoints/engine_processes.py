@@ -242,7 +242,7 @@ def _run_scheduler(
 ) -> None:
     set_title(name)
     # Imported in the child alone: the parent can start it before it has torch itself.
-    from sglang.srt.managers.scheduler.process import run_scheduler_process
+    from sglang.srt.managers.scheduler.process.run import run_scheduler_process
 
     run_scheduler_process(server_args, ipc, rendezvous, pipe)
 

@@ -89,7 +89,7 @@ def test_the_answer_survives_json_in_sglangs_form() -> None:
     assert session == "10.0.0.1:15000"
     assert places["b"] == [BIAS.data_ptr() + 1_000_000, 3, 2]
     part = msgspec.json.decode(text)["weights"]["tensors"]["b"]
-    assert part == {"dtype": "bfloat16", "shape": [9], "split_dim": 0, "split_range": [3, 6]}
+    assert part == {"dtype": "bfloat16", "shape": [9], "split_dim": 0, "split_ranges": [[3, 6]]}
 
 
 def changed(name: str, **fields: object) -> dict[str, Any]:
@@ -108,8 +108,11 @@ def changed(name: str, **fields: object) -> dict[str, Any]:
         ({"protocol": "rdma"}, "over rdma, this server over tcp: .*the same MOONCAKE_PROTOCOL"),
         (changed("k", dtype="float16"), r"'k' is float16 \[2, 4\] there and float32 \[2, 4\] here"),
         (changed("k", shape=(8,)), r"'k' is float32 \[8\] there and float32 \[2, 4\] here"),
-        (changed("b", split_range=(0, 3)), r"'b' is .*, 0 to 3 of dimension 0 there and .*3 to 6"),
-        (changed("b", split_range=None), r"'b' is bfloat16 \[9\] there .* --tp-size"),
+        (
+            changed("b", split_ranges=((0, 3),)),
+            r"'b' is .*, 0 to 3 of dim.* there and .*3 to 6",
+        ),
+        (changed("b", split_ranges=()), r"'b' is bfloat16 \[9\] there .* --tp-size"),
         ({"tensors": {}}, "tensor 'b' is not in the seed: .*the same model"),
         ({"place": lambda n, p: (p[0], 8 if n == "q" else p[1], p[2])}, "'q' has 8 elements of 4"),
         ({"place": lambda n, p: (p[0], p[1], 2 if n == "b" else 8)}, "'k' has 8 elements of 8"),

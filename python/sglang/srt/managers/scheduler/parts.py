@@ -64,8 +64,8 @@ class DecodePart(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerResources:
-    """What lies below a scheduler, built by `managers/scheduler/process.py` or a test. The worker's
-    pools and the tree must be each other's."""
+    """What lies below a scheduler, built by `build_scheduler` or a test. The worker's pools and the
+    tree must be each other's."""
 
     worker: ModelWorker
     tree: BasePrefixCache

@@ -10,7 +10,11 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.rank_group import SingleRank
-from sglang.srt.managers.scheduler.process import build_scheduler, check_model_flags, init_pools
+from sglang.srt.managers.scheduler.process.build import (
+    build_scheduler,
+    check_model_flags,
+    init_pools,
+)
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.server_args import ServerArgs
