@@ -52,11 +52,6 @@ def check_parallelism(args: ServerArgs) -> None:
             f"--tp-size {args.tp_size}: weights move between running servers of one rank only: "
             "load them from files (--load-format auto)"
         )
-    if args.attn_cp_size > 1:
-        raise ValueError(
-            f"--attn-cp-size {args.attn_cp_size}: SGLang has it, this engine does not yet: split "
-            "heads alone (--tp-size), and leave it at 1"
-        )
 
 
 def ranks_per_node(args: ServerArgs) -> int:

@@ -18,6 +18,7 @@ from sglang.srt.hardware_backend.device_runtime import Event, on_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.context_parallel import ContextShare
     from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
@@ -118,6 +119,9 @@ class ForwardBatch:
     """Called with each layer's number before its attention is launched. For captured graphs."""
     states: StateBatch | None = None
     """None: the model keeps no recurrent states."""
+    context_share: ContextShare | None = None
+    """Extend only: this is one rank's part of a step that ranks share; each run of tokens counts as
+    a request. None: it is the whole step. Set by the runner."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
     pools: Mapping[PoolName, BaseDevicePool] | None = None

@@ -65,5 +65,12 @@ class RadixAttention(torch.nn.Module):
         """
         assert forward_batch.attn_backend is not None, "the runner sets it before the model runs"
         forward_batch.begin_layer(self.layer_id)
-        backend = forward_batch.attn_backend
+        backend, share = forward_batch.attn_backend, forward_batch.context_share
+        if share is not None:
+            assert forward_batch.pools is not None, "the runner sets them before the model runs"
+            if save_kv_cache:
+                pool = forward_batch.token_to_kv_pool
+                pool.set_kv_buffer(self, forward_batch.out_cache_loc, k, v)
+                save_kv_cache = False
+            share.share_stored(self.layer_id, forward_batch.pools)
         return backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows, index=index)

@@ -16,6 +16,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.parallel_state import (
+    get_attention_cp_group,
     get_attention_tp_group,
     init_distributed_environment,
     initialize_model_parallel,
@@ -31,6 +32,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
     AttentionKind,
 )
 from sglang.srt.layers.attention.mixed_backend import join_backends, uncaptured
+from sglang.srt.layers.context_parallel import split_context
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
@@ -89,7 +91,9 @@ class ModelRunnerConfig:
     gpu_id: int | None = None
     """Which device of its kind; None: the current one."""
     tp_group: TensorGroup | None = None
-    """The ranks that split the model's layers; None: those of the world with this one's share."""
+    """The ranks that split the model's layers; None: attention TP's of the world."""
+    cp_group: TensorGroup | None = None
+    """The ranks that split the tokens of prefills; None: attention CP's of the world."""
     show_progress: bool = True
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
@@ -109,6 +113,8 @@ class ModelRunner:
         remote_instance_transfer_engine_session_id: Under which peers address it; empty without.
         model_config: Its configuration.
         tp_group: The ranks that split its layers.
+        cp_group: The ranks that have the same share of its layers, and split the tokens of
+            prefills.
         state_specs: What it keeps per token and per prefix.
         attn_backend: The backend of all its attention layers.
         req_to_token_pool: Slots of each running request; after `init_memory_pool`.
@@ -158,6 +164,12 @@ class ModelRunner:
         )
         self.model = build_model(config.model_config, load_config)
         self.state_specs = self.model.state_specs(self.kv_cache_dtype)
+        if self.cp_group.size > 1 and self.state_bytes():
+            raise ValueError(
+                f"--attn-cp-size {self.cp_group.size}: a recurrent state of "
+                f"{config.model_config.architecture} depends on all tokens before, so that ranks "
+                "cannot split a prefill: leave it at 1, and split heads (--tp-size)"
+            )
         # Before the weights are loaded, which takes longer than finding that a name is wrong.
         self._attn_backends = self._make_attention_backends()
         self.attn_backend = join_backends(self._attn_backends)
@@ -184,10 +196,12 @@ class ModelRunner:
         mark_device_set(device)
         meeting = config.rendezvous
         init_distributed_environment(self._device_kind.process_group, meeting)
-        self.tp_group = config.tp_group or SingleTensorGroup()
+        self.tp_group: TensorGroup = config.tp_group or SingleTensorGroup()
+        self.cp_group: TensorGroup = config.cp_group or SingleTensorGroup()
         if meeting is not None:
             initialize_model_parallel(meeting.size, config.attn_cp_size)
             self.tp_group = config.tp_group or get_attention_tp_group()
+            self.cp_group = config.cp_group or get_attention_cp_group()
         self._is_first_rank = meeting is None or meeting.rank == 0
 
     def init_shared_mooncake_transfer_engine(self) -> None:
@@ -346,6 +360,8 @@ class ModelRunner:
         On CUDA this queues the work and returns. The logits of a captured step are overwritten by
         the next: whatever reads them must be queued before that.
         """
+        if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
+            forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         for graphs in self._graphs:
             if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)

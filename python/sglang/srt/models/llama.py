@@ -262,6 +262,8 @@ class LlamaForCausalLM(torch.nn.Module):
             Logits of each request's last token, fp32 `[bs, vocab_size]`.
         """
         hidden_states = self.model.forward(input_ids, positions, forward_batch)
+        if (share := forward_batch.context_share) is not None:
+            hidden_states, forward_batch = share.gather_hidden(hidden_states), share.whole
         head = self.lm_head or self.model.embed_tokens
         return self.logits_processor.forward(hidden_states, head, forward_batch)
 

@@ -1,0 +1,182 @@
+"""Prefills split over ranks: logits and pools as those of one rank, for all that can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.layers.context_parallel import Run, plan_runs
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import MemoryTensorGroup
+from sglang.test.rank_threads import on_rank_threads
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+
+SPLIT: dict[str, Any] = {"num_attention_heads": 8}
+LATENT: dict[str, Any] = {**SPLIT, "num_key_value_heads": 8}
+CASES = [
+    pytest.param("qwen3", SPLIT, id="qwen3"),
+    pytest.param("qwen3_moe", SPLIT, id="qwen3_moe"),
+    pytest.param("deepseek_v3", LATENT, id="deepseek_v3"),
+    pytest.param("deepseek_v32", LATENT, id="deepseek_v32"),
+]
+SIZES = [(2, 2), (4, 2), (4, 4)]
+"""Ranks, and over how many of them prefills are split."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 160, (length,), generator=generator).tolist()
+
+
+def pools_of(driver: StepDriver, lengths: list[int]) -> list[torch.Tensor]:
+    """What the pools hold of each row's context, in its order; padding left out."""
+    table = driver.runner.req_to_token_pool.req_to_token
+    slots = torch.cat([table[row, :length].long() for row, length in enumerate(lengths)])
+    return [
+        buffer[slots].clone()
+        for pool in driver.runner.pools.values()
+        if isinstance(pool, PagedDevicePool)
+        for part in pool.parts
+        for buffer in part
+    ]
+
+
+def run_steps(driver: StepDriver, group: object = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Long prompts in chunks beside short ones, then decoding; the logits, then the pools."""
+    long, middle, short = prompt(330, 1), prompt(150, 2), prompt(9, 3)
+    chunks = [
+        [(0, long[:201]), (1, middle[:77]), (2, short[:5])],
+        [(2, short[5:8]), (1, middle[77:149]), (0, long[201:329])],
+        [(1, middle[149:])],
+    ]
+    logits = [driver.extend(chunk).next_token_logits for chunk in chunks]
+    for tokens in ((long[329], 7, short[8]), (8, 9, 10)):
+        logits.append(driver.decode(list(enumerate(tokens))).next_token_logits)
+    return torch.cat(logits), pools_of(driver, driver.lens[:3])
+
+
+@pytest.mark.parametrize(("size", "cp_size"), SIZES)
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_logits_and_pools_are_those_of_one_rank(
+    tmp_path: Path, family: str, overrides: dict[str, Any], size: int, cp_size: int
+) -> None:
+    save_tiny_checkpoint(tmp_path, family, **overrides)
+    want, pools = run_steps(StepDriver(tmp_path, page_size=16))
+    found = on_rank_threads(size, tmp_path, run_steps, cp_size=cp_size, page_size=16)
+    torch.testing.assert_close(found[0][0], want, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(logits, found[0][0]) for logits, _ in found)
+    # Ranks with the same heads hold the same bytes, which are those of one rank up to rounding.
+    tp_size = size // cp_size
+    for rank, (_, held) in enumerate(found):
+        first = found[rank % tp_size][1]
+        assert all(torch.equal(part, other) for part, other in zip(held, first, strict=True))
+    if tp_size == 1:
+        for part, whole in zip(found[0][1], pools, strict=True):
+            torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4)
+
+
+def test_log_probabilities_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3", **SPLIT)
+    long, short = prompt(140, 4), prompt(9, 5)
+
+    def work(driver: StepDriver, group: object = None) -> list[Any]:
+        def asks(batch: ForwardBatch) -> None:
+            batch.extend_logprob_start_lens_cpu = [3, 9]
+            batch.extend_input_logprob_token_ids_cpu = [long[4:120], []]
+            batch.top_logprobs_nums = [5, 0]
+
+        step = driver.extend([(0, long), (1, short)], before=asks)
+        inputs = step.input_logprobs
+        assert inputs is not None
+        values = [torch.tensor(inputs.values[0]), torch.tensor([*inputs.tops[0]])]
+        return [*values, step.next_token_logits]
+
+    alone = work(StepDriver(tmp_path))
+    for found in on_rank_threads(2, tmp_path, work, cp_size=2):
+        for got, want in zip(found, alone, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
+    """A rank's part of a prefill is half of the tokens; of decoding and short prompts it is all."""
+    save_tiny_checkpoint(tmp_path, "qwen3", **SPLIT)
+
+    def work(driver: StepDriver, group: MemoryTensorGroup) -> list[int]:
+        counts: list[int] = []
+        model = driver.runner.model
+        forward = model.forward
+
+        def counting(ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Any:
+            counts.append(len(ids))
+            return forward(ids, positions, batch)
+
+        model.forward = counting  # type: ignore[method-assign, assignment]
+        driver.extend([(0, prompt(200, 1))])
+        driver.extend([(1, prompt(63, 2)), (2, prompt(5, 2))])
+        driver.extend([(1, prompt(64, 2)), (2, prompt(5, 2))])
+        driver.decode([(0, 1)])
+        return counts
+
+    found = on_rank_threads(2, tmp_path, work, cp_size=2)
+    assert [one[0] for one in found] == [100, 100]
+    assert [one[1] for one in found] == [68, 68]
+    assert sorted(one[2] for one in found) == [32, 37]
+    assert [one[3] for one in found] == [1, 1]
+
+
+def test_models_with_recurrent_states_are_refused(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3_5")
+    with pytest.raises(ValueError, match="--attn-cp-size 2: a recurrent state of Qwen3_5ForCausal"):
+        on_rank_threads(2, tmp_path, lambda driver, group: None, cp_size=2)
+
+
+def work_of(run: Run) -> int:
+    """Pairs of a query and a key."""
+    return sum(range(run.begin + 1, run.end + 1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_runs_cover_each_prompt_once_and_share_its_work(size: int) -> None:
+    lens = [4000, 2 * size * 16, 2 * size * 16 - 1, 1, 1237]
+    plan = plan_runs(lens, size)
+    assert plan is not None
+    for request, length in enumerate(lens):
+        runs = sorted(
+            (run for own in plan for run in own if run.request == request),
+            key=lambda run: run.begin,
+        )
+        assert [run.begin for run in runs] == [0, *(run.end for run in runs[:-1])]
+        assert runs[-1].end == length and all(run.length > 0 for run in runs)
+    assert [len([run for own in plan for run in own if run.request == one]) for one in (2, 3)] == [
+        1,
+        1,
+    ]
+    loads = [sum(work_of(run) for run in own if run.request == 0) for own in plan]
+    assert max(loads) <= 1.01 * min(loads)
+    assert all(own == sorted(own, key=lambda run: (run.request, run.begin)) for own in plan)
+
+
+def test_short_prompts_alone_are_not_split() -> None:
+    assert plan_runs([63, 1], 2) is None
+    assert plan_runs([64], 2) == [[Run(0, 0, 16), Run(0, 48, 64)], [Run(0, 16, 48)]]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
