@@ -18,8 +18,9 @@ class BackgroundCall(Generic[T]):
     """Runs `work` in a daemon thread, and keeps its result or its exception.
 
     Any exception of `work`, also `SystemExit`, ends only that thread. A call that hangs cannot be
-    ended; after `abandon` it costs one thread. The methods are for the owner's thread; `work` and
-    `discard` run in other threads.
+    ended; after `abandon` it costs one thread. A call for which the system has no thread left ends
+    at once, with an error. The methods are for the owner's thread; `work` and `discard` run in
+    other threads.
 
     Args:
         name: Name of the thread.
@@ -42,12 +43,14 @@ class BackgroundCall(Generic[T]):
         self._discard = discard
         self._results: list[T] = []
         """The result, after the end; empty before."""
-        self._error: BaseException | None = None
         self._lock = threading.Lock()
         """Guards `_ended` and `_is_abandoned`, so that exactly one thread sees both set."""
         self._ended = threading.Event()
         self._is_abandoned = False
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._error: BaseException | None = None
+        if (error := self._start(self._run)) is not None:
+            self._error = error
+            self._ended.set()
 
     @property
     def ended(self) -> bool:
@@ -75,7 +78,16 @@ class BackgroundCall(Generic[T]):
             self._is_abandoned = True
             ended = self.ended
         if ended and self._results and self._discard is not None:
-            threading.Thread(target=self._undo, name=self._name, daemon=True).start()
+            self._start(self._undo)
+
+    def _start(self, target: Callable[[], None]) -> RuntimeError | None:
+        """Run `target` in a thread; why there is none."""
+        try:
+            threading.Thread(target=target, name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            logger.warning("%s: %s", self._name, error)
+            return error
+        return None
 
     def _run(self) -> None:
         try:

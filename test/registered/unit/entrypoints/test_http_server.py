@@ -1,4 +1,4 @@
-"""The endpoints on an engine that echoes: shapes, streams, aborts, keys, administration."""
+"""The endpoints on an engine that echoes: shapes, streams, aborts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import pytest
 from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
-    AttachHiCacheStorageReqInput,
-    FlushCacheReqInput,
     Message,
     TokenizedGenerateReqInput,
 )
@@ -373,46 +371,6 @@ def test_long_conversations_are_rendered_elsewhere(
     assert client.post("/v1/chat/completions", json=wrong).status_code == 400
 
 
-def test_information(server: FrontServer, client: httpx.Client) -> None:
-    assert client.get("/health").status_code == 200
-    assert client.head("/health").status_code == 200
-    assert client.get("/health_generate").status_code == 200
-    for path in ("/model_info", "/get_model_info"):
-        assert client.get(path).json()["model_path"] == "dummy"
-    for path in ("/server_info", "/get_server_info"):
-        info = client.get(path).json()
-        assert info["served_model_name"] == "echo"
-        assert info["internal_states"][0]["num_running_reqs"] == 0
-    assert client.get("/get_load").json()[0]["num_reqs"] == 0
-    card = client.get("/v1/models").json()["data"][0]
-    assert (card["id"], card["max_model_len"]) == ("echo", CONTEXT_LEN)
-    assert client.get("/v1/models/echo").json()["id"] == "echo"
-
-
-def test_probes_that_come_together_or_soon_after_are_one_request() -> None:
-    with front_server() as server:
-        server.scheduler.hold.set()
-        statuses: list[int] = []
-
-        def probe() -> None:
-            statuses.append(httpx.get(f"{server.url}/health_generate", timeout=20).status_code)
-
-        threads = [threading.Thread(target=probe) for _ in range(20)]
-        for thread in threads:
-            thread.start()
-        assert wait_until(lambda: len(server.scheduler.running) == 1, 10)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{server.url}/health_generate", timeout=0.2)
-        server.scheduler.hold.clear()
-        for thread in threads:
-            thread.join()
-        probe()
-        assert statuses == [200] * 21
-        # A machine under load may take more than the second for which an answer is fresh.
-        sent = [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)]
-        assert len(sent) <= 2
-
-
 def test_metrics_of_both_processes(client: httpx.Client) -> None:
     before = client.get("/metrics").text
     events(client, "/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 3}})
@@ -432,88 +390,12 @@ def test_metrics_of_both_processes(client: httpx.Client) -> None:
         assert sample(name, text) == sample(name, before) + more, name
 
 
-def test_flush_waits_as_long_as_asked(server: FrontServer, client: httpx.Client) -> None:
-    assert client.post("/flush_cache?timeout=2.5").status_code == 200
-    message = server.scheduler.received[-1]
-    assert isinstance(message, FlushCacheReqInput)
-    assert message.timeout == 2.5
-    server.scheduler.control_success = False
-    try:
-        response = client.post("/flush_cache")
-    finally:
-        server.scheduler.control_success = True
-    assert response.status_code == 400
-    assert "running 1" in response.json()["error"]["message"]
-    assert client.get("/flush_cache").status_code == 405
-
-
 def test_tokenize_and_back(client: httpx.Client) -> None:
     reply = client.post("/v1/tokenize", json={"prompt": ["hé", "a"]}).json()
     assert (reply["count"], reply["max_model_len"]) == ([3, 1], CONTEXT_LEN)
     assert client.post("/v1/detokenize", json=reply).status_code == 400
     back = client.post("/v1/detokenize", json={"tokens": reply["tokens"]}).json()
     assert back == {"text": ["hé", "a"]}
-
-
-ADMINISTRATION = [
-    ("GET", "/hicache/storage-backend", None),
-    ("PUT", "/hicache/storage-backend", {"hicache_storage_backend": "file"}),
-    ("DELETE", "/hicache/storage-backend", None),
-    ("POST", "/hicache/storage-backend/clear", None),
-]
-OPTIONAL = [("POST", "/flush_cache", None), ("POST", "/abort_request", {"rid": "x"})]
-
-
-def statuses(server: FrontServer, key: str | None, requests: list[Any]) -> set[int]:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return {
-        httpx.request(method, f"{server.url}{path}", json=body, headers=headers).status_code
-        for method, path, body in requests
-    }
-
-
-def test_without_admin_key_administration_is_refused_by_name(
-    server: FrontServer, client: httpx.Client
-) -> None:
-    assert statuses(server, None, ADMINISTRATION) == {400}
-    response = client.get("/hicache/storage-backend")
-    assert "--admin-api-key" in response.json()["error"]["message"]
-    assert statuses(server, None, OPTIONAL) == {200}
-
-
-def test_administration_with_both_keys() -> None:
-    with front_server(api_key="user", admin_api_key="admin") as server:
-        for key, status in ((None, 401), ("wrong", 401), ("user", 403)):
-            assert statuses(server, key, ADMINISTRATION + OPTIONAL) == {status}
-        assert statuses(server, "admin", ADMINISTRATION + OPTIONAL) == {200}
-        assert statuses(server, None, [("POST", "/generate", {"text": "a"})]) == {401}
-        assert statuses(server, "user", [("POST", "/generate", {"text": "a"})]) == {200}
-        assert statuses(server, None, [("GET", "/health", None)]) == {200}
-        attached = [
-            m for m in server.scheduler.received if isinstance(m, AttachHiCacheStorageReqInput)
-        ]
-        assert attached[0].hicache_storage_backend == "file"
-        info = httpx.get(f"{server.url}/server_info", headers={"Authorization": "Bearer user"})
-        assert '"user"' not in info.text
-        assert '"admin"' not in info.text
-
-
-def test_an_engine_that_died_is_told() -> None:
-    with front_server() as server:
-        server.scheduler.hold.set()
-        answers: list[httpx.Response] = []
-
-        def ask() -> None:
-            answers.append(httpx.post(f"{server.url}/generate", json={"text": "a"}, timeout=20))
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        assert wait_until(lambda: bool(server.scheduler.running), 10)
-        server.context.manager.fail_all_threadsafe("scheduler fell over")
-        thread.join()
-        assert answers[0].status_code == 503
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        assert answers[0].json()["error"]["message"] == "scheduler fell over"
 
 
 if __name__ == "__main__":

@@ -85,5 +85,22 @@ def test_a_failing_discard_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "work could not be undone" in caplog.text
 
 
+def test_without_a_thread_the_call_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, done = Gate(), Gate()
+    done.opened.set()
+    ended = BackgroundCall("work", done.work, discard=done.discard)
+    assert ended.wait(10)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    call = BackgroundCall("work", gate.work, discard=gate.discard)
+    assert call.ended and str(call.error) == "can't start new thread"
+    call.abandon()
+    ended.abandon()
+    assert not gate.discarded and not done.discarded, "nobody undoes it, and nothing is raised"
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_b
 from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
 from sglang.srt.managers.scheduler.parts import SchedulerParts
 from sglang.srt.managers.scheduler.state import SchedulerState
+from sglang.srt.managers.scheduler.watchdog import naming_the_remedy
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class Scheduler:
             self._process(step)
 
     def _process(self, step: LaunchedStep) -> None:
-        with self._parts.forward_guard():
+        with self._parts.forward_guard(), naming_the_remedy():
             self._parts.results.process(step)
         now = time.monotonic()
         if step.is_prefill:
@@ -223,7 +224,7 @@ class Scheduler:
         if before is not None and before.mostly_done is not None:
             # Else launching blocks as soon as the driver's queue is full, and holds the interpreter
             # meanwhile: the threads of L3 would get nothing done during long prefills.
-            with self._parts.forward_guard():
+            with self._parts.forward_guard(), naming_the_remedy():
                 before.mostly_done.synchronize()
         scheduled = self._parts.prefill.schedule()
         if scheduled is None:
@@ -258,7 +259,7 @@ class Scheduler:
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
         """Launch a forward: its result, and int64 `[bs]` on the device, its tokens."""
-        with self._parts.forward_guard():
+        with self._parts.forward_guard(), naming_the_remedy():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
             return StepResult(output, token_ids), token_ids
 

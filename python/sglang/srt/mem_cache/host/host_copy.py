@@ -8,6 +8,7 @@ runs beside the scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -45,7 +46,7 @@ class CpuPageCopier(PageCopier):
         to, source = self._indices(host_indices, device_indices, io_backend)
         for layer in self._layers:
             for host, device in layer:
-                host[to] = device[source]
+                copy_pages(device, source, host, to)
 
     def begin_load(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
@@ -74,7 +75,32 @@ class _CpuLoad(PageLoad):
 
     def issue(self, layer: int) -> None:
         for host, device in self._layers[layer]:
-            device[self._device_pages] = host[self._host_pages]
+            copy_pages(host, self._host_pages, device, self._device_pages)
+
+
+def copy_pages(source: PageView, pages: PageIndex, target: PageView, to: PageIndex) -> None:
+    """Copy `pages` of `source` to the pages `to` of `target`, equally many.
+
+    Pages in any order go through a buffer as large as all of them. Where there is no memory for it
+    they go one by one, which needs none: a forward waits for them, or other ranks have them.
+    """
+    try:
+        target[to] = _gathered(source, pages)
+    except MemoryError:
+        for one, other in zip(_each(pages), _each(to), strict=True):
+            target[other] = source[one]
+
+
+def _gathered(source: PageView, pages: PageIndex) -> PageView:
+    gathered: PageView = source[pages]
+    return gathered
+
+
+def _each(pages: PageIndex) -> Sequence[int]:
+    listed: Sequence[int] = (
+        range(pages.start, pages.stop) if isinstance(pages, slice) else pages.tolist()
+    )
+    return listed
 
 
 def _layer_pairs(pools: PoolPair) -> list[list[PagePair]]:

@@ -84,6 +84,7 @@ def build_kv_host_stack(
     layout: str,
     has_storage: bool,
     allocator_type: str = "default",
+    sharers: int = 1,
 ) -> tuple[str, HostPoolGroup]:
     """Host pools for every kind of state of a model.
 
@@ -96,6 +97,8 @@ def build_kv_host_stack(
         layout: The same.
         has_storage: An L3 backend is configured.
         allocator_type: Where the host memory comes from; see `HostKVCache`.
+        sharers: Ranks that take as much of this machine's memory at the same time, this one
+            included.
 
     Returns:
         The resolved I/O backend, and the pools.
@@ -116,7 +119,7 @@ def build_kv_host_stack(
         anchor.host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
     )
     pages = _pages_of_pools(plans, ratio, size_gb)
-    _check_all_fit(plans, pages)
+    _check_all_fit(plans, pages, sharers)
     entries: list[PoolEntry] = []
     for plan in plans:
         host_pool = _build(plan, pages[plan.name], layout, allocator_type)
@@ -133,6 +136,7 @@ class HostStackSettings(TypedDict):
     layout: str
     has_storage: bool
     allocator_type: NotRequired[str]
+    sharers: NotRequired[int]
 
 
 def build_mamba_hybrid_stack(
@@ -186,12 +190,13 @@ def _owner_of_slots(plan: _Plan, plans: Sequence[_Plan]) -> PoolName:
     return spec.name
 
 
-def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int]) -> None:
+def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int], sharers: int) -> None:
     wanted = {plan.name: pages[plan.name] * plan.page_bytes for plan in plans}
     each = ", ".join(f"pool {name} {size} bytes" for name, size in wanted.items())
+    whose = f"{each}, on each of {sharers} ranks of this machine" if sharers > 1 else each
     check_fits_host_memory(
-        sum(wanted.values()),
-        f"the host cache ({each})",
+        sharers * sum(wanted.values()),
+        f"the host cache ({whose})",
         "lower --hicache-size or --hicache-ratio",
     )
 

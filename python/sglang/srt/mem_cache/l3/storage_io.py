@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.l3.storage_operation import (
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class StorageIO:
         degrade: Go on without the store where it cannot be reached.
 
     Raises:
-        StorageUnavailable: The first `connect` failed, and `degrade` is false.
+        StorageUnavailable: The first `connect` failed, and `degrade` is false; or the system has no
+            thread left.
         ValueError: The configuration cannot work.
     """
 
@@ -96,8 +98,12 @@ class StorageIO:
             threading.Thread(target=self.reads.run, name="hicache-prefetch", daemon=True),
             threading.Thread(target=self.writes.run, name="hicache-backup", daemon=True),
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self.close()
+            raise StorageUnavailable(f"no thread for L3: {error}") from None
 
     # ---- scheduler thread ------------------------------------------------------------------
 
@@ -158,7 +164,7 @@ class StorageIO:
         self.reads.queue.put(None)
         self.writes.queue.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for thread in self._threads:
+        for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads) or self.store.is_calling:
             logger.warning("a storage call is stuck; its client is left to the end of the process")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
+from sglang.srt.distributed.joint_start import on_every_rank, ranks_on_this_machine
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
@@ -66,10 +67,11 @@ class HiCacheArgs(Protocol):
 
 
 class HiRadixCache(RadixCache):
-    """Prefix cache of up to three tiers, built from the server's arguments.
+    """Prefix cache of up to three tiers, built from the server's arguments. A collective: where one
+    rank has no memory for it, all of them raise.
 
     Raises:
-        ValueError: A layout, size or policy that cannot work.
+        ValueError: A layout, size or policy that cannot work, or another rank failed (names it).
         StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
 
     Attributes:
@@ -90,14 +92,17 @@ class HiRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
-        controller = self.cache_controller = _make_controller(
-            params, server_args, metrics, self.build_host_stack
+        group = self._group = params.tp_cache_group
+        sharers = ranks_on_this_machine(group)
+        controller = self.cache_controller = on_every_rank(
+            group,
+            lambda: _make_controller(params, server_args, metrics, self.build_host_stack, sharers),
+            HiCacheController.shutdown,
         )
         self.host_pool = controller.mem_pool_host.anchor
-        self._group = params.tp_cache_group
         self._attachment = StorageAttachment(
             controller,
-            group=params.tp_cache_group,
+            group=group,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
@@ -143,12 +148,11 @@ class HiRadixCache(RadixCache):
         if self.states is not None and host_states is not None:
             self._books.counts["free states of L1"] = self.states.pool.available_size
             self._books.counts["free states of L2"] = host_states.pool.available_size
-        if server_args.hicache_storage_backend is not None:
+        backend = server_args.hicache_storage_backend
+        if backend is not None:
+            extra_config = server_args.hicache_storage_backend_extra_config
             try:
-                self._attachment.attach(
-                    server_args.hicache_storage_backend,
-                    server_args.hicache_storage_backend_extra_config,
-                )
+                on_every_rank(group, lambda: self._attachment.attach(backend, extra_config))
             except BaseException:
                 controller.shutdown()
                 raise
@@ -362,8 +366,9 @@ def _make_controller(
     server_args: HiCacheArgs,
     metrics: HiCacheMetrics,
     build_host_stack: BuildHostStack,
+    sharers: int,
 ) -> HiCacheController:
-    """L2, and what moves bytes to and from it."""
+    """L2, and what moves bytes to and from it. `sharers`: ranks on this machine."""
     allocator = params.token_to_kv_pool_allocator
     io_backend, host_pool = build_host_stack(
         params.model_pools or ModelPools.of([allocator.get_kvcache()]),
@@ -376,6 +381,7 @@ def _make_controller(
             server_args.hicache_storage_backend,
             server_args.hicache_storage_backend_extra_config,
         ),
+        sharers=sharers,
     )
     return HiCacheController(
         allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics

@@ -8,10 +8,8 @@ P(x) is a hash of the prefix that ends at x. A node from a to b that is in a tie
 w * (P(b) - P(a)). Cut at m, its parts add w * (P(m) - P(a)) + w * (P(b) - P(m)), which is the same:
 a split changes nothing. A state that stands behind x adds w * P(x): a split leaves it where it was.
 
-Prefix hashes are polynomials, so that each follows from that of the node above (Karp and Rabin,
-"Efficient randomized pattern-matching algorithms", 1987). Their bits are mixed, since sums of plain
-polynomials are equal for some unequal trees (mixing: Steele, Lea, Flood, "Fast splittable
-pseudorandom number generators", 2014).
+P is xxh3 of the prefix's tokens. Every node keeps the running state of that hash (700 bytes), so
+that a node below it hashes no more than its own tokens.
 
 Threads: the scheduler's only.
 """
@@ -21,10 +19,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
-import numpy as np
 import xxhash
 
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
@@ -32,6 +29,9 @@ from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+PrefixHash: TypeAlias = xxhash.xxh3_64
+"""The hash of a prefix, which can be continued."""
 
 MODULUS: Final = (1 << 61) - 1
 """A prime, so that no weight makes anything vanish."""
@@ -42,9 +42,6 @@ HOST_STATE_WEIGHT: Final = 0x1A8E52F90B4D6E37
 _STORAGE_WEIGHT: Final = 0x1C3A5C85C97CB312
 _COUNT_WEIGHT: Final = 0x02F1BBCDCBFA53E0
 
-_WORD: Final = (1 << 64) - 1
-_BASE: Final = 0x9E3779B97F4A7C15
-_FIRST_POWERS: Final = 1024
 _MAX_ENTRIES: Final = 20_000
 """Of a description: what ranks tell each other when they differ, a few megabytes."""
 _MAX_ENTRY_CHARS: Final = 120
@@ -62,13 +59,6 @@ class Books(Protocol):
         """What the digest is of: entries by a name that is the same on all ranks."""
 
 
-def mixed(word: int) -> int:
-    """A 64-bit word with its bits mixed, below `MODULUS`."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
-    return (word ^ (word >> 31)) % MODULUS
-
-
 def hash_of(name: str) -> int:
     """A 64-bit hash of `name`, the same in every process."""
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
@@ -82,44 +72,31 @@ def storage_weight(epoch: int) -> int:
 class TreeDigest:
     """The digest of one tree. The root carries it, and the nodes keep it up to date."""
 
-    __slots__ = ("_powers", "value")
+    __slots__ = ("value",)
 
     def __init__(self) -> None:
         self.value = 0
-        self._powers = _powers_of_base(_FIRST_POWERS)
 
     def change(self, span: int, weight: int) -> None:
-        """A node of `span` is in tiers of `weight` more (or, where negative, less)."""
+        """What counts `span` is in tiers of `weight` more (or, where negative, less)."""
         self.value = (self.value + span * weight) % MODULUS
 
-    def prefix_hash(self, before: int, tokens: TokenArray) -> int:
-        """64-bit hash of a prefix.
 
-        Args:
-            before: The hash of all but its last `tokens`.
-            tokens: What it ends with; some.
-        """
-        count = len(tokens)
-        if count >= len(self._powers):
-            self._powers = _powers_of_base(2 * count)
-        own = int(tokens.astype(np.uint64) @ self._powers[:count][::-1])
-        return (before * int(self._powers[count]) + own) & _WORD
+def empty_prefix(extra_key: str | None) -> PrefixHash:
+    """The empty prefix of prompts with `extra_key`."""
+    return xxhash.xxh3_64(seed=0 if extra_key is None else hash_of(extra_key))
 
 
-def start_of(extra_key: str | None) -> int:
-    """The hash of the empty prefix of prompts with `extra_key`."""
-    return 1 if extra_key is None else hash_of(extra_key)
+def prefix_with(before: PrefixHash, tokens: TokenArray) -> PrefixHash:
+    """The prefix that continues `before`, which stays as it is, with `tokens`."""
+    prefix = before.copy()
+    prefix.update(tokens.data)
+    return prefix
 
 
-def span_of(begin: int, end: int) -> int:
-    """How a node counts that reaches from one prefix hash to another; below `MODULUS`."""
-    return (mixed(end) - mixed(begin)) % MODULUS
-
-
-def _powers_of_base(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    factors = np.full(count, _BASE, dtype=np.uint64)
-    factors[0] = 1
-    return np.multiply.accumulate(factors)
+def span_of(begin: PrefixHash, end: PrefixHash) -> int:
+    """How a node counts that reaches from one prefix to another; below `MODULUS`."""
+    return (end.intdigest() - begin.intdigest()) % MODULUS
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,8 +126,8 @@ class CacheBooks:
         while stack and len(entries) < _MAX_ENTRIES:
             node, begin = stack.pop()
             end = begin + len(node.key)
-            assert node.prefix_hash is not None, "it is in the tree"
-            entries[f"node {node.prefix_hash:016x}"] = _state_of(node, begin, end)
+            assert node.prefix is not None, "it is in the tree"
+            entries[f"node {node.prefix.hexdigest()}"] = _state_of(node, begin, end)
             stack += [(child, end) for child in reversed(node.children.values())]
         first = itertools.islice(entries.items(), _MAX_ENTRIES)
         return {name[:_MAX_ENTRY_CHARS]: text[:_MAX_ENTRY_CHARS] for name, text in first}
@@ -173,17 +150,18 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
         nodes: All others, parents before children.
     """
     anew = TreeDigest()
-    hashes: dict[int, int] = {}
+    prefixes: dict[int, PrefixHash] = {}
     for node in nodes:
-        assert node.parent is not None
-        begin = hashes.get(node.parent.id, start_of(node.key.extra_key))
-        end = hashes[node.id] = anew.prefix_hash(begin, node.key.ids)
-        assert (node.prefix_hash, node.span) == (end, span_of(begin, end)), f"{node}: other tokens"
+        assert node.parent is not None and node.prefix is not None
+        begin = prefixes.get(node.parent.id) or empty_prefix(node.key.extra_key)
+        end = prefixes[node.id] = prefix_with(begin, node.key.ids)
+        kept_hash = node.prefix.digest(), node.span
+        assert kept_hash == (end.digest(), span_of(begin, end)), f"{node}: other tokens"
         weight = DEVICE_WEIGHT * (not node.evicted) + HOST_WEIGHT * node.backuped
         anew.change(node.span, weight + storage_weight(node.storage_epoch))
         states = STATE_WEIGHT * (node.mamba_value is not None)
         states += HOST_STATE_WEIGHT * (node.mamba_host_value is not None)
-        anew.change(mixed(end), states)
+        anew.change(end.intdigest(), states)
     kept = root.tree_digest.value
     assert kept == anew.value, f"the digest of the tree is {kept:x}, its nodes make {anew.value:x}"
 

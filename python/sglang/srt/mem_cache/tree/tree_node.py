@@ -12,10 +12,11 @@ from sglang.srt.mem_cache.tree.digest import (
     HOST_STATE_WEIGHT,
     HOST_WEIGHT,
     STATE_WEIGHT,
+    PrefixHash,
     TreeDigest,
-    mixed,
+    empty_prefix,
+    prefix_with,
     span_of,
-    start_of,
     storage_weight,
 )
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
@@ -72,7 +73,7 @@ class TreeNode:
         "mamba_lock_ref",
         "mamba_value",
         "parent",
-        "prefix_hash",
+        "prefix",
         "priority",
         "span",
         "tree_digest",
@@ -125,7 +126,7 @@ class TreeNode:
         """Of the tree that this node is or was in; the root brings it along."""
         if id == ROOT_ID:
             self.tree_digest = TreeDigest()
-        self.prefix_hash: int | None = None
+        self.prefix: PrefixHash | None = None
         """Of all tokens up to the end of this node, once it has been in a tree. Stays when it
         leaves: a node comes back at no other place."""
         self.span = 0
@@ -202,13 +203,11 @@ class TreeNode:
         parent.children[self.key.child_key(page_size)] = self
         parent.device_children += self.value is not None
         parent.host_children += self.host_value is not None
-        begin = parent.prefix_hash
-        if begin is None:
-            begin = start_of(self.key.extra_key)
+        begin = parent.prefix or empty_prefix(self.key.extra_key)
+        if self.prefix is None:
+            self.prefix = prefix_with(begin, self.key.ids)
+        self.span = span_of(begin, self.prefix)
         self.tree_digest = parent.tree_digest
-        if self.prefix_hash is None:
-            self.prefix_hash = self.tree_digest.prefix_hash(begin, self.key.ids)
-        self.span = span_of(begin, self.prefix_hash)
         self.tree_digest.change(self.span, self._weight())
         if self.has_state:
             self._count_state(self._state_weight())
@@ -267,8 +266,8 @@ class TreeNode:
 
     def _count_state(self, weight: int) -> None:
         if self.parent is not None and weight:
-            assert self.prefix_hash is not None, "it is in the tree"
-            self.tree_digest.change(mixed(self.prefix_hash), weight)
+            assert self.prefix is not None, "it is in the tree"
+            self.tree_digest.change(self.prefix.intdigest(), weight)
 
     def protect_host(self) -> None:
         """Keep the host pages (and the node) until the matching `release_host`."""

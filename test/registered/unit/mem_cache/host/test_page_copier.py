@@ -95,6 +95,29 @@ def test_one_layer_alone_is_a_load_of_one_layer(
     assert seen == [24, 1004, 2024]
 
 
+@pytest.mark.parametrize("there", [[7, 8], [8, 6]], ids=["run", "any order"])
+@pytest.mark.parametrize("here", [[2, 3], [4, 1]], ids=["run", "any order"])
+def test_a_copy_without_memory_for_a_buffer_goes_page_by_page(
+    device: MHATokenToKVPool,
+    host: MHATokenToKVPoolHost,
+    monkeypatch: pytest.MonkeyPatch,
+    here: list[int],
+    there: list[int],
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("Unable to allocate 64. B")
+
+    monkeypatch.setattr(host_copy, "_gathered", refuse)
+    slots = page_slots([5, 2], PAGE)
+    host.backup_from_device_all_layer(device, slots, page_slots(here, PAGE), "direct")
+    load = host.begin_load(device, slots, page_slots(there, PAGE), "direct")
+    for layer in range(LAYERS):
+        load.issue(layer)
+        got = device.k_buffer[layer][page_slots(there, PAGE), 0, 0]
+        assert got.tolist() == [1000 * layer + at for at in page_slots(here, PAGE).tolist()]
+        assert device.v_buffer[layer][page_slots(there, PAGE), 0, 0].tolist() == (-got).tolist()
+
+
 def test_wrong_slots_are_refused_when_a_load_begins(
     device: MHATokenToKVPool, host: MHATokenToKVPoolHost
 ) -> None:

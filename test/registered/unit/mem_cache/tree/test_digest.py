@@ -11,10 +11,10 @@ import torch
 from sglang.srt.mem_cache.tree import digest
 from sglang.srt.mem_cache.tree.digest import (
     CacheBooks,
-    TreeDigest,
     check_digest,
+    empty_prefix,
     explain_difference,
-    start_of,
+    prefix_with,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
@@ -135,7 +135,8 @@ def test_a_split_changes_nothing() -> None:
     for part in (upper, lower):
         part.set_host_value(split.slots(part))
     assert whole.digest == split.digest
-    assert node.prefix_hash == lower.prefix_hash
+    assert node.prefix is not None and lower.prefix is not None
+    assert node.prefix.digest() == lower.prefix.digest()
 
 
 def test_pages_that_swap_their_places_below_two_parents_show() -> None:
@@ -150,11 +151,12 @@ def test_pages_that_swap_their_places_below_two_parents_show() -> None:
 
 def test_prefix_hashes_of_long_prompts_are_those_of_their_parts() -> None:
     tokens = RadixKey(range(5000)).ids
-    digest = TreeDigest()
-    whole = digest.prefix_hash(start_of(None), tokens)
-    for cut in (1, 1023, 1024, 1025, 4999):
-        part = digest.prefix_hash(start_of(None), tokens[:cut])
-        assert digest.prefix_hash(part, tokens[cut:]) == whole
+    begin = empty_prefix("key")
+    whole = prefix_with(begin, tokens)
+    for cut in (1, 60, 64, 1023, 1024, 4999):
+        part = prefix_with(begin, tokens[:cut])
+        assert prefix_with(part, tokens[cut:]).digest() == whole.digest()
+        assert part.digest() == prefix_with(begin, tokens[:cut]).digest(), "it is left as it was"
 
 
 def test_counts_and_queues_are_part_of_the_books() -> None:
@@ -180,6 +182,11 @@ def test_a_description_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(books.describe()) == 3
 
 
+def name_of(node: TreeNode) -> str:
+    assert node.prefix is not None
+    return node.prefix.hexdigest()
+
+
 def explained(*books: CacheBooks) -> list[str]:
     exchange = MemoryExchange(len(books), deadline_s=20)
     with ThreadPoolExecutor(len(books)) as pool:
@@ -199,7 +206,7 @@ def test_every_rank_learns_which_rank_differs_and_where_first() -> None:
         node.set_host_value(tree.slots(node))
     trees[2].nodes[1].set_host_value(None)
     trees[2].nodes[1].storage_epoch = 6
-    name = f"node {trees[0].nodes[1].prefix_hash:016x}: tokens 0 to 4 (1, 2, 3, 4, ...)"
+    name = f"node {name_of(trees[0].nodes[1])}: tokens 0 to 4 (1, 2, 3, 4, ...)"
     assert (
         explained(*(tree.books(free=5) for tree in trees))
         == [
@@ -214,7 +221,7 @@ def test_a_node_that_one_rank_alone_has_is_named() -> None:
     one, other = Tree(), Tree()
     node = other.add(1, 2)
     (line, _) = explained(one.books(free=5), other.books(free=5))
-    state = f"node {node.prefix_hash:016x}: tokens 0 to 2 (1, 2, ...): L1"
+    state = f"node {name_of(node)}: tokens 0 to 2 (1, 2, ...): L1"
     assert line == f"rank 1 has {state}, rank 0 nothing"
 
 

@@ -1,0 +1,209 @@
+"""Which users of Mooncake's transport share its limit of slices in flight, over TCP on loopback.
+
+    python benchmark/micro/bench_transport_limits.py [--slices 1024 2000 3072] [--out FILE]
+
+One peer process has a Transfer Engine and lends memory to a store. For each case and number of
+slices a process of its own, since the limit breaks connections, moves that many slices in one call,
+again and again, from each of its users at the same time. A line says how many calls failed. Users
+that fail together where each alone does not share a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import psutil
+
+from sglang.benchmark.report import emit, provenance, writable_file
+from sglang.embedded_mooncake import LOOPBACK, ManagedProcess, MooncakeMaster
+from sglang.srt.constants import KIB, MIB
+from sglang.srt.distributed.device_communicators.mooncake_library import (
+    load_mooncake,
+    load_transfer_engine,
+)
+from sglang.srt.environ import envs
+
+METADATA: Final = "P2PHANDSHAKE"
+SLICE_BYTES: Final = 16 * KIB
+PEER_BYTES: Final = 256 * MIB
+SEGMENT_BYTES: Final = 768 * MIB
+OBJECT_SLICES: Final = 64
+SECONDS: Final = 4.0
+CASES: Final[dict[str, tuple[str, ...]]] = {
+    "an engine": ("engine",),
+    "an engine from two threads": ("engine", "same"),
+    "two engines": ("engine", "engine"),
+    "a store client": ("store",),
+    "a store client from two threads": ("store", "same"),
+    "an engine and a store client": ("engine", "store"),
+}
+"""The users of one process; `same`: the one before, from another thread."""
+
+
+class EngineUser:
+    """An engine object that writes to the peer's memory, each thread to a part of its own."""
+
+    def __init__(self, peer: dict[str, Any], slices: int) -> None:
+        self._engine = load_transfer_engine().TransferEngine()
+        assert self._engine.initialize(LOOPBACK, METADATA, "tcp", "") == 0
+        self._memory = np.random.default_rng(0).integers(
+            0, 256, slices * SLICE_BYTES, dtype=np.uint8
+        )
+        address = self._memory.ctypes.data
+        assert self._engine.batch_register_memory([address], [self._memory.nbytes]) == 0
+        self._peer, self._slices = peer, slices
+
+    def move(self, part: int) -> bool:
+        """One call; whether it succeeded."""
+        offsets = range(0, self._slices * SLICE_BYTES, SLICE_BYTES)
+        there = self._peer["address"] + part * PEER_BYTES // 2
+        code: int = self._engine.batch_transfer_sync_write(
+            self._peer["session"],
+            [self._memory.ctypes.data + offset for offset in offsets],
+            [there + offset for offset in offsets],
+            [SLICE_BYTES] * self._slices,
+        )
+        return code == 0
+
+
+class StoreUser:
+    """A store client that puts objects to the peer's segment, gets them and removes them."""
+
+    def __init__(self, peer: dict[str, Any], slices: int) -> None:
+        self._store = load_mooncake().MooncakeDistributedStore()
+        code = self._store.setup(LOOPBACK, METADATA, 0, 16 * MIB, "tcp", "", peer["master"])
+        assert code == 0
+        self._memory = np.random.default_rng(0).integers(
+            0, 256, slices * SLICE_BYTES, dtype=np.uint8
+        )
+        assert self._store.register_buffer(self._memory.ctypes.data, self._memory.nbytes) == 0
+        self._objects = slices // OBJECT_SLICES
+        self._count = [0, 0]
+
+    def move(self, part: int) -> bool:
+        """One put of all slices and one get; whether both succeeded."""
+        self._count[part] += 1
+        keys = [f"{os.getpid()}-{part}-{self._count[part]}-{n}" for n in range(self._objects)]
+        starts = range(0, self._objects * OBJECT_SLICES * SLICE_BYTES, SLICE_BYTES)
+        pointers = [self._memory.ctypes.data + start for start in starts]
+        per_object = [
+            pointers[n * OBJECT_SLICES : (n + 1) * OBJECT_SLICES] for n in range(self._objects)
+        ]
+        sizes = [[SLICE_BYTES] * OBJECT_SLICES] * self._objects
+        put = self._store.batch_put_from_multi_buffers(keys, per_object, sizes)
+        got = self._store.batch_get_into_multi_buffers(keys, per_object, sizes)
+        for key in keys:
+            self._store.remove(key, True)
+        return not any(put) and all(code > 0 for code in got)
+
+
+USERS: Final[dict[str, Callable[[dict[str, Any], int], EngineUser | StoreUser]]] = {
+    "engine": EngineUser,
+    "store": StoreUser,
+}
+
+
+def run_case(peer: dict[str, Any], kinds: tuple[str, ...], slices: int, out: Connection) -> None:
+    """In a process of its own: what each thread saw. Sends a record."""
+    users: list[EngineUser | StoreUser] = []
+    for kind in kinds:
+        users.append(users[-1] if kind == "same" else USERS[kind](peer, slices))
+    calls, failed = [0] * len(users), [0] * len(users)
+
+    def use(part: int) -> None:
+        end = time.monotonic() + SECONDS
+        # A user ends with its first failure: some leave a connection on which calls hang.
+        while time.monotonic() < end and not failed[part]:
+            calls[part] += 1
+            failed[part] += not users[part].move(part)
+
+    threads = [threading.Thread(target=use, args=(part,)) for part in range(len(users))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ports = [c.raddr.port for c in psutil.Process().net_connections() if c.raddr]
+    connections = sum(port not in peer["control_ports"] for port in ports)
+    out.send({"calls": calls, "failed": failed, "connections": connections})
+    os._exit(0)  # Mooncake's threads may hang.
+
+
+class Peer(ManagedProcess):
+    """A process with an engine, and a segment of the store."""
+
+    def __init__(self, master: MooncakeMaster, folder: Path) -> None:
+        self.master = master
+        self._facts = folder / "facts.json"
+        command = [sys.executable, __file__, "--serve", str(self._facts), master.address]
+        super().__init__("peer", command, ready=self._facts.exists, log_dir=folder)
+
+    def facts(self) -> dict[str, Any]:
+        """Where it is."""
+        ports = [self.master.rpc_port, self.master.metrics_port]
+        read: dict[str, Any] = json.loads(self._facts.read_text())
+        return {**read, "master": self.master.address, "control_ports": ports}
+
+
+def serve(facts: Path, master: str) -> None:
+    """The peer's process, until it is killed."""
+    store = load_mooncake().MooncakeDistributedStore()
+    assert store.setup(LOOPBACK, METADATA, SEGMENT_BYTES, 16 * MIB, "tcp", "", master) == 0
+    engine = load_transfer_engine().TransferEngine()
+    assert engine.initialize(LOOPBACK, METADATA, "tcp", "") == 0
+    memory = np.zeros(PEER_BYTES, np.uint8)
+    assert engine.batch_register_memory([memory.ctypes.data], [PEER_BYTES]) == 0
+    session = f"{LOOPBACK}:{engine.get_rpc_port()}"
+    written = facts.with_suffix(".new")
+    written.write_text(json.dumps({"session": session, "address": memory.ctypes.data}))
+    written.rename(facts)
+    signal.pause()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--slices", type=int, nargs="+", default=[1024, 2000, 3072])
+    parser.add_argument("--out", type=writable_file)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    envs.MC_FORCE_TCP.set("1")
+    if args.serve:
+        serve(Path(args.serve[0]), args.serve[1])
+    emit(provenance(), args.out)
+    spawn = multiprocessing.get_context("spawn")
+    for name, kinds in CASES.items():
+        for slices in args.slices:
+            with tempfile.TemporaryDirectory(prefix="transport-limits-") as folder:
+                master = MooncakeMaster(Path(folder))
+                peer = Peer(master, Path(folder))
+                try:
+                    master.start()
+                    peer.start()
+                    here, there = spawn.Pipe(duplex=False)
+                    user = spawn.Process(target=run_case, args=(peer.facts(), kinds, slices, there))
+                    user.start()
+                    there.close()
+                    record = here.recv() if here.poll(120) else {"hangs": True}
+                    user.kill()
+                    user.join()
+                finally:
+                    peer.kill()
+                    master.kill()
+            emit({"case": name, "slices": slices, **record}, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""A step without memory ends the scheduler with a line that names the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.managers.scheduler.watchdog import StepOutOfMemory, naming_the_remedy
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scheduler_rig import SchedulerRig, prompt
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+_REMEDY = "lower --mem-fraction-static, --max-prefill-tokens or --chunked-prefill-size: "
+
+
+def test_a_shortage_on_the_cpu_names_the_settings() -> None:
+    message = f"{_REMEDY}.*tried to allocate \\d+ bytes"
+    with pytest.raises(StepOutOfMemory, match=message), naming_the_remedy():
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    error = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError, match="shapes differ") as raised, naming_the_remedy():
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("step", ["forward_batch_generation", "process"])
+def test_a_step_without_memory_ends_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    rig = SchedulerRig(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee below.")
+
+    owner = rig.worker if step != "process" else rig.scheduler._parts.results
+    monkeypatch.setattr(owner, step, fail)
+    with pytest.raises(StepOutOfMemory, match=f"{_REMEDY}CUDA out of memory.*2 GiB\\.$"):
+        rig.run(rig.request("r", prompt(1, 8)))
+    rig.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,53 @@
+"""The threads of L3: none is left behind where the system has too few."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.storage.types import StorageUnavailable
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.hanging_store import HangingStore, wait_for
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+class ClosingStore(HangingStore):
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("missing", ["hicache-prefetch", "hicache-backup"])
+def test_without_a_thread_for_l3_its_client_is_closed(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    store, start, before = ClosingStore(), threading.Thread.start, set(threading.enumerate())
+
+    def start_unless_missing(thread: threading.Thread) -> None:
+        if thread.name == missing:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_missing)
+    with pytest.raises(StorageUnavailable, match="no thread for L3: can't start new thread"):
+        StorageIO(
+            lambda: store,
+            namespace="n",
+            page_size=1,
+            page_bytes=8,
+            pages_per_read=4,
+            threshold_pages=1,
+            pass_prefix_keys=False,
+            metrics=HiCacheMetrics(None),
+        )
+    assert store.closed == 1
+    wait_for(lambda: set(threading.enumerate()) <= before)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
