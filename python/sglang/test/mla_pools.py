@@ -12,9 +12,6 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool_host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.test.host_pools import PAGE, PoolKind, fill_with_random_bits
 
-LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
-"""Those of these pools."""
-
 
 def make_mla_pool(
     seed: int = 0,

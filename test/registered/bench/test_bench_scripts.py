@@ -125,6 +125,20 @@ def test_simulate_trace_refuses_a_policy_that_needs_priorities() -> None:
     assert run("hicache/simulate_trace.py", "--policies", "priority", status=2) == []
 
 
+@pytest.mark.parametrize("store", [(), ("--no-store",)])
+def test_bench_keys(store: tuple[str, ...], tmp_path: Path) -> None:
+    output = tmp_path / "keys.jsonl"
+    small = ("--pages", "8", "--rounds", "3", "--output-file", str(output))
+    header, *records = run("hicache/bench_keys.py", *small, *store)
+    assert header.keys() >= EVIDENCE
+    assert len(records) == 4 * 3 * 2
+    asked = [one["pools"] for one in records if "keys_of_question" in one]
+    assert asked == ([] if store else ["kv", "kv, indexer", "kv, mamba"] * 4)
+    for one in records:
+        assert min(one["hash_us"], one["name_us"], one["combine_us"], one["digest_us"]) > 0
+    assert len(output.read_text().splitlines()) == 1 + len(records)
+
+
 @pytest.mark.parametrize("backend", ["file", "mooncake"])
 def test_bench_storage(backend: str) -> None:
     small = ("--mib", "8", "--repeat", "1", "--layers", "4", "--page-sizes", "16")

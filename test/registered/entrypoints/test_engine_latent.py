@@ -16,7 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scheduler_rig import prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 IDS = prompt(1, 200)
@@ -54,11 +54,13 @@ def ask(engine: sglang.Engine, ids: list[int]) -> tuple[list[int], tuple[int, in
     return answer["output_ids"], (found["device"], found["host"], found.get("storage", 0))
 
 
-def test_the_same_words_cold_and_from_every_tier(model: Path) -> None:
+@pytest.mark.parametrize("layout", ["auto", "page_first_kv_split"])
+def test_the_same_words_cold_and_from_every_tier(model: Path, layout: str) -> None:
     with start(model, disable_radix_cache=True) as engine:
         cold, _ = ask(engine, IDS)
     tiers = {
         "enable_hierarchical_cache": True,
+        "hicache_mem_layout": layout,
         "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import PoolKind, page_keys, round_trip, storage_config
 from sglang.test.marks_rig import MarksRig
-from sglang.test.mla_pools import INDEXER_KEYS, LATENT_ROWS, LAYOUTS
+from sglang.test.mla_pools import INDEXER_KEYS, LATENT_ROWS
 from sglang.test.mla_rig import MLARig
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.state_rig import StateRig
@@ -39,7 +40,7 @@ def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize("kind", [MarksRig, MLARig])
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", RIG_LAYOUTS)
 def test_both_parts_come_back_or_both_stay_away(
     cluster: MooncakeCluster, layout: str, kind: type[CacheRig]
 ) -> None:
@@ -62,7 +63,7 @@ def test_both_parts_come_back_or_both_stay_away(
 
 
 @pytest.mark.usefixtures("moves")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", list(HostLayout))
 @pytest.mark.parametrize("kind", [LATENT_ROWS, INDEXER_KEYS], ids=["latent", "indexer"])
 def test_latent_rows_and_indexer_keys_come_back_bit_for_bit(
     cluster: MooncakeCluster, kind: PoolKind, layout: str

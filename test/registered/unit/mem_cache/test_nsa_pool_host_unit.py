@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.host.host_layout import page_byte_order
+from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.memory_pool_host import (
     DSAIndexerPoolHost,
@@ -36,20 +36,15 @@ from sglang.test.host_pools import (
     round_trip,
     storage_config,
 )
-from sglang.test.mla_pools import (
-    INDEXER_KEYS,
-    LATENT_ROWS,
-    LAYOUTS,
-    make_indexer_pool,
-    make_mla_pool,
-)
+from sglang.test.mla_pools import INDEXER_KEYS, LATENT_ROWS, make_indexer_pool, make_mla_pool
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KINDS = pytest.mark.parametrize("kind", [LATENT_ROWS, INDEXER_KEYS], ids=["latent", "indexer"])
 MAKERS = pytest.mark.parametrize("make", [make_mla_pool, make_indexer_pool])
-IN_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+IN_LAYOUTS = pytest.mark.parametrize("layout", list(HostLayout))
+SPLIT = HostLayout.PAGE_FIRST_KV_SPLIT
 
 
 def host_of(device: PagedDevicePool, layout: str) -> AnyHostPool:
@@ -57,11 +52,19 @@ def host_of(device: PagedDevicePool, layout: str) -> AnyHostPool:
     return kind.host_pool_class.make(device, page_num=32, layout=layout)
 
 
-def expected_page(device: PagedDevicePool, page: int, layout: str) -> bytes:
+def expected_parts(device: PagedDevicePool, page: int, layout: str) -> list[bytes]:
     layers = torch.stack([buffer[page_slots([page])] for buffer in device.parts[0]])
-    if page_byte_order(layout) == "token_major":
+    if layout == "page_first":
         layers = layers.transpose(0, 1)
-    return layers.reshape(-1).view(torch.uint8).numpy().tobytes()
+    cut = [10, 2] if layout == SPLIT and device.spec.name is PoolName.KV else [layers.shape[-1]]
+    return [
+        part.reshape(-1).view(torch.uint8).numpy().tobytes()
+        for part in torch.split(layers, cut, dim=-1)
+    ]
+
+
+def expected_page(device: PagedDevicePool, page: int, layout: str) -> bytes:
+    return b"".join(expected_parts(device, page, layout))
 
 
 # -- L1 to L2 and back ---------------------------------------------------------------------------
@@ -100,7 +103,11 @@ def test_page_bytes_follow_the_byte_order(
     assert flat.view(torch.uint8).numpy().tobytes() == expected_page(device, 3, layout)
     layers, item = device.layer_num, device.spec.buffers[0].shape
     tokens_and_layers = (PAGE, layers) if layout == "page_first" else (layers, PAGE)
-    assert host.get_data_page(0, flat=False).shape == (*tokens_and_layers, *item)
+    if len(expected_parts(device, 3, layout)) == 1:
+        assert host.get_data_page(0, flat=False).shape == (*tokens_and_layers, *item)
+    else:
+        with pytest.raises(ValueError, match="unlike parts has only its flat form"):
+            host.get_data_page(0, flat=False)
     host.set_from_flat_data_page(40, flat)
     assert torch.equal(host.get_data_page(40).view(torch.uint8), flat.view(torch.uint8))
 
@@ -126,19 +133,37 @@ def test_gathered_pages_scatter_back(make: Callable[..., PagedDevicePool], layou
 
 
 @MAKERS
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_a_page_is_one_run_of_memory(make: Callable[..., PagedDevicePool], layout: str) -> None:
+@pytest.mark.parametrize("layout", list(HostLayout)[1:])
+def test_a_part_of_a_page_is_one_run_of_memory(
+    make: Callable[..., PagedDevicePool], layout: str
+) -> None:
     device = make()
     host = host_of(device, layout)
     slots = copy_to_host(device, host, [7, 3])
+    expected = [expected_parts(device, page, layout) for page in (7, 3)]
+    assert len(expected[0]) == (2 if (make, layout) == (make_mla_pool, SPLIT) else 1)
     ptrs, sizes = host.get_page_buffer_meta(slots)
-    assert sizes == [host.page_bytes] * 2
-    for ptr, views, page in zip(ptrs, host.get_page_views(slots), (7, 3), strict=True):
-        expected = expected_page(device, page, layout)
-        assert ctypes.string_at(ptr, host.page_bytes) == expected
-        assert [bytes(view) for view in views] == [expected]
+    at = [ctypes.string_at(ptr, size) for ptr, size in zip(ptrs, sizes, strict=True)]
+    assert at == [part for parts in expected for part in parts]
+    assert [[bytes(view) for view in views] for views in host.get_page_views(slots)] == expected
     with pytest.raises(ValueError, match="leave the pool"):
         host.get_page_buffer_meta(page_slots([32]))
+
+
+def test_rows_cut_in_two_lie_in_two_buffers() -> None:
+    host = host_of(make_mla_pool(), SPLIT)
+    assert [list(one.shape) for one in host.get_hybrid_pool_buffer()] == [
+        [32, 3, PAGE, 1, 10], [32, 3, PAGE, 1, 2],
+    ]  # fmt: skip
+    assert (host.get_ksize_per_token(), host.size_per_token) == (60, 72)
+    keys = host_of(make_indexer_pool(), SPLIT)
+    assert [list(one.shape) for one in keys.get_hybrid_pool_buffer()] == [[32, 2, PAGE, 6]]
+
+
+def test_rows_cut_in_two_have_a_byte_order_of_their_own() -> None:
+    orders = [host_of(make_mla_pool(), layout).page_byte_order for layout in HostLayout]
+    assert orders == ["layer_major", "token_major", "layer_major", "layer_major_split"]
+    assert host_of(make_indexer_pool(), SPLIT).page_byte_order == "layer_major"
 
 
 # -- L2 to L3 and back ---------------------------------------------------------------------------
@@ -180,13 +205,8 @@ def test_sizes() -> None:
 
 
 @MAKERS
-def test_a_layout_with_parts_apart_is_refused(make: Callable[..., PagedDevicePool]) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"page_first_kv_split is not for .*use one of: layer_first, page_first, page_first_d",
-    ):
-        host_of(make(), "page_first_kv_split")
-    with pytest.raises(ValueError, match="unknown layout"):
+def test_an_unknown_layout_is_refused(make: Callable[..., PagedDevicePool]) -> None:
+    with pytest.raises(ValueError, match="unknown layout 'page_last'; use auto or one of: layer_f"):
         host_of(make(), "page_last")
 
 

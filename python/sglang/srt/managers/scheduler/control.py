@@ -160,6 +160,7 @@ class ControlHandler:
             "free_tokens": state.pools.allocator.available_size(),
             "evictable_tokens": tree.evictable_size(),
             "used_tokens": state.used_tokens(),
+            **tree.mamba_slots(),
             "new_token_ratio": state.estimate.ratio,
             "busy": self.busy(),
             "counters": dataclasses.asdict(state.counters),

@@ -42,6 +42,8 @@ class _Prefix:
     """Carries the lock."""
     from_device: int
     from_host: int
+    cut: int
+    """Tokens behind it that would be cached if a recurrent state were."""
     branching: int | None
     """Tokens before the place where others turn off from what is known of the prompt, if a
     recurrent state is missing there."""
@@ -237,6 +239,7 @@ class PrefillScheduler:
             node=match.last_device_node,
             from_device=len(match.device_indices),
             from_host=0,
+            cut=match.mamba_cut_length,
             branching=match.mamba_branching_seqlen,
         )
         state.tree.inc_lock_ref(prefix.node)
@@ -316,9 +319,9 @@ class PrefillScheduler:
             storage=storage,
             storage_backend=tree.storage_backend_name,
         )
-        self._report(req, details)
+        self._report(req, details, prefix.cut)
 
-    def _report(self, req: Req, details: CachedTokensDetails) -> None:
+    def _report(self, req: Req, details: CachedTokensDetails, cut: int) -> None:
         """What the client and the metrics are told of the first prefill of `req`."""
         report, num_prompt = req.report, len(req.spec.origin_input_ids)
         report.was_scheduled = True
@@ -327,7 +330,11 @@ class PrefillScheduler:
         if not req.spec.is_probe:
             self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
             self._state.tree.count_lookup(
-                num_prompt, device=details.device, host=details.host, storage=details.storage
+                num_prompt,
+                device=details.device,
+                host=details.host,
+                storage=details.storage,
+                cut=cut,
             )
 
     def _give_up(self, req: Req) -> None:

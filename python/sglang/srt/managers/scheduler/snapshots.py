@@ -82,6 +82,7 @@ class Snapshots:
         slots: StatefulRequest = req.slots
         if slots.mamba_track_slot is None:
             slots.mamba_track_slot = self._take()
+        self._count("prefill", slots.mamba_track_slot)
         if slots.mamba_track_slot is None:
             return 0, 0
         return int(slots.mamba_track_slot), end - begin
@@ -130,10 +131,16 @@ class Snapshots:
             return 0
         if slots.snapshot_slot is None:
             slots.snapshot_slot = self._take()
+        self._count("decode", slots.snapshot_slot)
         if slots.snapshot_slot is None:
             return 0
         slots.snapshot_in_flight = length
         return int(slots.snapshot_slot)
+
+    def _count(self, step: str, slot: torch.Tensor | None) -> None:
+        metrics = self._tree.state_metrics
+        assert metrics is not None, "the tree keeps states"
+        metrics.snapshots.labels(step, "no_slot" if slot is None else "taken").inc()
 
     def _take(self) -> torch.Tensor | None:
         """A slot, int64 `[1]` on the CPU; None: there is no room."""

@@ -205,6 +205,11 @@ class MLATokenToKVPool(KVCache):
         """
         layer_id = layer if isinstance(layer, int) else layer.layer_id
         rows = self.get_key_buffer(layer_id)[loc].to(dst_dtype or self.dtype)
+        return self.split_rows(rows)
+
+    def split_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of rows `[..., kv_lora_rank + qk_rope_head_dim]`: their latent vectors, and their
+        rotated parts."""
         return self._latent(rows), rows[..., self.kv_lora_rank :]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:

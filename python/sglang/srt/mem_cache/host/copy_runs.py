@@ -136,7 +136,7 @@ def runs_from_pool(
     """Copies of whole pages from the device pool to the host: one for each part, layer and page.
 
     Args:
-        parts: Their host memory has a page of a layer in one run.
+        parts: Both sides have a page of a layer in one run.
         page_size: Tokens.
         host_pages: int64 `[n]`; `device_pages` likewise.
     """
@@ -144,6 +144,7 @@ def runs_from_pool(
     for part in parts:
         rows = part.rows
         assert rows.has_page_runs(page_size), "a page of a layer is one run"
+        assert part.has_device_runs, "a page of a layer is one run on the device"
         piece = page_size * rows.row_bytes
         layers = np.array(part.device_addresses, dtype=np.int64)[:, None]
         sources.append((layers + device_pages * piece).reshape(-1))

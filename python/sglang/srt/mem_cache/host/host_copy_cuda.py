@@ -88,6 +88,7 @@ class _KernelCopy(PageCopy):
                 tuple(part.host_address for part in group),
                 group[0].rows,
                 table,
+                group[0].device_stride,
                 self._host_slots,
                 self._device_slots,
                 layers,
@@ -151,8 +152,11 @@ class CudaPageCopier(PageCopier):
         self.backup_tuning = BACKUP_TUNING
         self.staged_load_tuning = StagedLoadTuning()
         self.engine_use = {io: EngineUse.of(self.parts, page_size, io) for io in _BACKENDS}
-        first = self.parts[0].rows
-        same = all(part.rows == first for part in self.parts)
+        first = self.parts[0]
+        same = all(
+            (part.rows, part.device_stride) == (first.rows, first.device_stride)
+            for part in self.parts
+        )
         together = [self.parts] if same else [(part,) for part in self.parts]
         self.groups = [(group, self._device_table(group)) for group in together]
         """Parts with equal rows move in one launch; with each its table of device addresses."""
@@ -185,6 +189,7 @@ class CudaPageCopier(PageCopier):
         return (
             self.engine_use[io_backend].backup
             and first.rows.has_page_runs(self.page_size)
+            and first.has_device_runs
             and min(part.rows.row_bytes for part in self.parts) * self.page_size >= _LONG_RUN_BYTES
         )
 

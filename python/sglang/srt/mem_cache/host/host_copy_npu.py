@@ -32,12 +32,12 @@ BUFFER_BYTES: Final = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Keys or values."""
+    """Keys or values, or some columns of latent rows."""
 
     host: torch.Tensor
-    """`[pages, layers, elements of a page of a layer]`."""
+    """`[pages, layers, page_size, elements of a token]`, contiguous."""
     layers: tuple[torch.Tensor, ...]
-    """Of the device pool, each `[pages, elements of a page of a layer]`."""
+    """Of the device pool, each `[pages, page_size, elements of a token]`."""
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class _Part:
     ) -> _Part:
         """Raises ValueError where a page is not one run of host memory, layer by layer."""
         first = host_layers[0]
-        pages, elements = len(first), first[0].numel()
+        pages, elements, width = len(first), first[0].numel(), first.shape[-1]
         starts = [layer.data_ptr() for layer in host_layers]
         step = elements * first.element_size()
         count = len(host_layers)
@@ -58,7 +58,9 @@ class _Part:
                 "--hicache-mem-layout page_first_kv_split or page_first_direct"
             )
         return cls(
-            host=first.as_strided((pages, count, elements), (count * elements, elements, 1)),
+            host=first.as_strided(
+                (pages, count, page_size, width), (count * elements, elements, width, 1)
+            ),
             layers=tuple(_pages(buffer, page_size) for buffer in device),
         )
 
@@ -145,7 +147,7 @@ class _NpuLoad(PageLoad):
 
 def _pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
     """A layer of a device pool by pages; it has whole pages, the padding page included."""
-    return buffer.view(len(buffer) // page_size, -1)
+    return buffer.view(len(buffer) // page_size, page_size, -1)
 
 
 def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:

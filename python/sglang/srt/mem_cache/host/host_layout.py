@@ -6,6 +6,7 @@ Pure tables and functions: no I/O, no allocation, any thread. The single source 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Final, TypeVar
 
@@ -26,7 +27,8 @@ class HostLayout(StrEnum):
     PAGE_FIRST_DIRECT = "page_first_direct"
     """`(2, P, layer, S, H, D)`: a page's K (and V) is one run, layer-major."""
     PAGE_FIRST_KV_SPLIT = "page_first_kv_split"
-    """Two buffers `(P, layer, S, H, D)`, one for K and one for V."""
+    """A buffer `(P, layer, S, ...)` for each part of a page: K and V, or the latent vectors and the
+    rotated parts of MLA's rows. A page of indexer keys has one part."""
 
 
 class IoBackend(StrEnum):
@@ -47,6 +49,8 @@ class PageByteOrder(StrEnum):
     """K `[token, layer, head, dim]`, then V."""
     LAYER_MAJOR = "layer_major"
     """K `[layer, token, head, dim]`, then V."""
+    LAYER_MAJOR_SPLIT = "layer_major_split"
+    """MLA's rows cut in two: latent vectors `[layer, token, kv_lora_rank]`, then rotated parts."""
 
 
 _BYTE_ORDER: Final[dict[HostLayout, PageByteOrder]] = {
@@ -116,12 +120,12 @@ def check_layout_of_kind(layout: str, known: tuple[HostLayout, ...], kind: str) 
 
 
 def page_byte_order(layout: str) -> str:
-    """The order of a page's bytes in L3. Layouts with the same order can share a namespace."""
+    """The order of a page's bytes in L3, where the layout does not cut rows in two."""
     return _BYTE_ORDER[parse_layout(layout)].value
 
 
 def is_zero_copy(layout: str) -> bool:
-    """Whether a page is one run of bytes per K and V, so that L3 reads and writes it in place."""
+    """Whether each part of a page is one run of bytes, so that L3 reads and writes it in place."""
     return parse_layout(layout) is not HostLayout.LAYER_FIRST
 
 
@@ -131,7 +135,13 @@ def suits_copy_engines(page_bytes: int) -> bool:
 
 
 def resolve_layout_and_io(
-    device: str, io_backend: str, layout: str, has_storage: bool, page_bytes: int
+    device: str,
+    io_backend: str,
+    layout: str,
+    has_storage: bool,
+    page_bytes: int,
+    *,
+    known: Collection[HostLayout] = tuple(HostLayout),
 ) -> tuple[str, str]:
     """Turn the user's two settings, either of which may be `auto`, into a pair that works.
 
@@ -141,6 +151,7 @@ def resolve_layout_and_io(
         layout: `--hicache-mem-layout`.
         has_storage: Whether an L3 backend is configured.
         page_bytes: Of the shorter of K and V of a page, all layers.
+        known: The layouts that every kind of state of the model has: `auto` takes one of them.
 
     Returns:
         `(io_backend, layout)`. What was named explicitly comes back unchanged.
@@ -150,6 +161,8 @@ def resolve_layout_and_io(
             names what can.
     """
     kind, works = _what_works(device, io_backend, layout)
+    if layout == AUTO:
+        works = [(io, one) for io, one in works if one in known] or works
     preferred = _PREFERENCE.get((kind, suits_copy_engines(page_bytes), has_storage), ())
     return next((io.value, one.value) for io, one in (*preferred, *works) if (io, one) in works)
 

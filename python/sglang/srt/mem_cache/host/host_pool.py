@@ -9,7 +9,7 @@ locked, so pools themselves need no lock.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,10 @@ from sglang.srt.constants import GB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.host.host_layout import (
+    HostLayout,
+    check_layout_of_kind,
     is_zero_copy,
+    page_byte_order,
     parse_layout,
 )
 from sglang.srt.mem_cache.host.host_memory import (
@@ -49,8 +52,12 @@ class HostKVCache(ABC, Generic[PoolT]):
             many as that.
 
     Raises:
-        ValueError: The layout or allocator is unknown, or the pool is too small or does not fit.
+        ValueError: The layout or allocator is unknown, this kind of state has no such layout, or
+            the pool is too small or does not fit.
     """
+
+    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = tuple(HostLayout)
+    """Those that the kind of state has."""
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class HostKVCache(ABC, Generic[PoolT]):
         self.device_pool = device_pool
         self.page_size = page_size
         self.layout = parse_layout(layout).value
+        check_layout_of_kind(self.layout, self.LAYOUTS, type(self).__name__)
         self.device = device
         runtime = device_runtime(device_pool.device)
         self.pin_memory = pin_memory and runtime.pins_memory
@@ -184,6 +192,11 @@ class HostKVCache(ABC, Generic[PoolT]):
     @abstractmethod
     def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
         """The inverse of `gather_pages`."""
+
+    @property
+    def page_byte_order(self) -> str:
+        """The order of a page's bytes in L3. Pools of one kind with the same order share pages."""
+        return page_byte_order(self.layout)
 
     @property
     def page_format(self) -> str:

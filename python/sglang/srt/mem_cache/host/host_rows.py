@@ -1,7 +1,7 @@
 """Where the rows of a host pool and of its device pool are, as plain addresses and strides.
 
-A *row* is one token of one layer of one part (K or V). Pure data: what the CUDA copies and their
-tests work from.
+A *row* is one token of one layer of one part of a page (K, V, a latent vector). Pure data: what the
+CUDA copies and their tests work from.
 """
 
 from __future__ import annotations
@@ -45,12 +45,19 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class PartRows:
-    """One part (K or V) on both sides."""
+    """One part of a page on both sides."""
 
     rows: HostRows
     host_address: int
     device_addresses: tuple[int, ...]
-    """Per layer: a contiguous buffer of rows."""
+    """Per layer: where its rows begin."""
+    device_stride: int
+    """Bytes between rows on the device; more than a row where the part is some columns."""
+
+    @property
+    def has_device_runs(self) -> bool:
+        """Whether rows of neighbouring slots adjoin on the device."""
+        return self.device_stride == self.rows.row_bytes
 
 
 def part_rows(host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> PartRows:
@@ -58,7 +65,7 @@ def part_rows(host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor
 
     Args:
         host_layers: Views `[pages, page_tokens, elements]` of the part's layers, equally far apart.
-        device: Buffers `[slots, ...]` of the part's layers, contiguous.
+        device: The part's layers `[slots, ...]`: contiguous rows, equally far apart in all.
     """
     first = host_layers[0]
     page_tokens, elements = first.shape[1:]
@@ -80,4 +87,4 @@ def part_rows(host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor
         layer_stride=layer_stride,
         alignment=math.gcd(_ALIGNMENT, addresses[0], *device_addresses),
     )
-    return PartRows(rows, addresses[0], device_addresses)
+    return PartRows(rows, addresses[0], device_addresses, device[0].stride(0) * size)

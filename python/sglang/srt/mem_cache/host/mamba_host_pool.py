@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 import torch
 
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
-from sglang.srt.mem_cache.host.host_layout import HostLayout, parse_layout
+from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.page_copier import PoolPair
-from sglang.srt.mem_cache.host.parted_host_pool import WITHOUT_SPLIT, PartedPoolHost
+from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
 
 
 class MambaPoolHost(PartedPoolHost[MambaPool]):
@@ -17,13 +17,14 @@ class MambaPoolHost(PartedPoolHost[MambaPool]):
 
     `layer_first` is `[layer, state, ...]`; `page_first` and `page_first_direct`, which differ in
     the order of tokens alone, are `[state, layer, ...]`. Arguments are those of `HostKVCache`; the
-    page size is 1.
-
-    Raises:
-        ValueError: As `PartedPoolHost`; or the layout separates keys from values.
+    page size is 1, and `page_first_kv_split` is refused: a state has no keys and values.
     """
 
-    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = WITHOUT_SPLIT
+    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = (
+        HostLayout.LAYER_FIRST,
+        HostLayout.PAGE_FIRST,
+        HostLayout.PAGE_FIRST_DIRECT,
+    )
 
     def __init__(
         self,
@@ -37,11 +38,6 @@ class MambaPoolHost(PartedPoolHost[MambaPool]):
         *,
         page_num: int | None = None,
     ) -> None:
-        if parse_layout(layout) not in self.LAYOUTS:
-            raise ValueError(
-                f"layout {layout}: recurrent states have no keys and values to keep apart; use "
-                f"{', '.join(one.value for one in self.LAYOUTS)}"
-            )
         super().__init__(
             device_pool,
             host_to_device_ratio,

@@ -1,23 +1,40 @@
-"""Host pools of latent attention (MLA) and of the indexer of sparse attention (DSA).
-
-Both have one part, so that `page_first_kv_split`, which keeps parts in buffers of their own, is
-refused: it would be `page_first_direct`.
-"""
+"""Host pools of latent attention (MLA) and of the indexer of sparse attention (DSA)."""
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
+
+import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
-from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.host.host_layout import HostLayout, PageByteOrder
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
-from sglang.srt.mem_cache.host.parted_host_pool import WITHOUT_SPLIT
 
 
 class MLATokenToKVPoolHost(PagedPoolHost):
-    """Mirrors an `MLATokenToKVPool`: a page is its latent rows."""
+    """Mirrors an `MLATokenToKVPool`: a page is its latent rows.
 
-    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = WITHOUT_SPLIT
+    In `page_first_kv_split` it is their latent vectors, then the rotated parts, each in a buffer of
+    their own: `(page, layer, slot, 1, kv_lora_rank)` and `(page, layer, slot, 1,
+    qk_rope_head_dim)`.
+    """
+
+    @property
+    def page_byte_order(self) -> str:
+        return PageByteOrder.LAYER_MAJOR_SPLIT if self._splits_rows else super().page_byte_order
+
+    @property
+    def _splits_rows(self) -> bool:
+        return self.layout == HostLayout.PAGE_FIRST_KV_SPLIT
+
+    def _device_parts(self, device_pool: PagedDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
+        if not self._splits_rows:
+            return super()._device_parts(device_pool)
+        assert isinstance(device_pool, MLATokenToKVPool)
+        halves = [device_pool.split_rows(rows) for rows in device_pool.kv_buffer]
+        latent, rope = zip(*halves, strict=True)
+        return latent, rope
 
 
 class HasPages(Protocol):
@@ -38,9 +55,8 @@ class _Pages(NamedTuple):
 
 
 class NSAIndexerPoolHost(PagedPoolHost):
-    """Mirrors an `NSAIndexerPool`: a page is its indexer keys. Slots are the anchor's."""
-
-    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = WITHOUT_SPLIT
+    """Mirrors an `NSAIndexerPool`: a page is its indexer keys, one part in every layout. Slots are
+    the anchor's."""
 
     def __init__(
         self,

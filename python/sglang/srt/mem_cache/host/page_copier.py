@@ -17,12 +17,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PoolPair:
-    """A host pool and a device pool, as their copier sees them: parts (K, V), each by layers."""
+    """A host pool and a device pool, as their copier sees them: parts of a page (K and V, latent
+    vectors and rotated parts), each by layers."""
 
     host: tuple[tuple[torch.Tensor, ...], ...]
     """Views `[host_pages, page_size, elements]` of host memory, equally far apart in each part."""
     device: tuple[tuple[torch.Tensor, ...], ...]
-    """Contiguous buffers `[slots, ...]` on the device."""
+    """On the device `[slots, ...]`: contiguous rows, equally far apart in the layers of a part.
+    They adjoin, but where a part is some columns of a buffer."""
     page_size: int
     """Tokens."""
     host_pages: int

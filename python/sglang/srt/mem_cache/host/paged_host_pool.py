@@ -13,13 +13,13 @@ from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
 class PagedPoolHost(PartedPoolHost[PagedDevicePool]):
     """Mirrors a `PagedDevicePool`. Raises as `PartedPoolHost`."""
 
+    def _device_parts(self, device_pool: PagedDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """For each part of a page its layers on the device, `[slots, *item]`: buffers or views."""
+        return tuple(tuple(part) for part in device_pool.parts)
+
     def _make_parts(self) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        wanted = [
-            (self._part_shape(buffer.shape), layers[0].dtype)
-            for buffer, layers in zip(
-                self.device_pool.spec.buffers, self.device_pool.parts, strict=True
-            )
-        ]
+        firsts = [layers[0] for layers in self._device_parts(self.device_pool)]
+        wanted = [(self._part_shape(first.shape[1:]), first.dtype) for first in firsts]
         shape, dtype = wanted[0]
         if self.layout != HostLayout.PAGE_FIRST_KV_SPLIT and wanted == [wanted[0]] * 2:
             both = self._allocate((2, *shape), dtype)
@@ -42,7 +42,7 @@ class PagedPoolHost(PartedPoolHost[PagedDevicePool]):
             host=tuple(
                 tuple(self._layer_pages(part, layer) for layer in layers) for part in self._parts
             ),
-            device=tuple(tuple(part) for part in device_pool.parts),
+            device=self._device_parts(device_pool),
             page_size=self.page_size,
             host_pages=self.page_num,
             device_pages=device_pool.size // self.page_size + 1,
@@ -59,7 +59,7 @@ class PagedPoolHost(PartedPoolHost[PagedDevicePool]):
         return pages.view(self.page_num, self.page_size, -1)
 
     def _page_shape(self) -> tuple[int, ...]:
-        items = [buffer.shape for buffer in self.device_pool.spec.buffers]
+        items = [layers[0].shape[1:] for layers in self._device_parts(self.device_pool)]
         if items != [items[0]] * len(items):
             raise ValueError("a page of unlike parts has only its flat form")
         parts = (len(items),) if len(items) > 1 else ()

@@ -1,15 +1,14 @@
-"""Host pools whose pages have parts: one for each buffer of the device pool's spec."""
+"""Host pools whose pages have parts: keys and values, latent vectors, states."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.host.host_copy import PageView, page_view
-from sglang.srt.mem_cache.host.host_layout import HostLayout, check_layout_of_kind
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.page_copier import (
@@ -21,22 +20,13 @@ from sglang.srt.mem_cache.host.page_copier import (
 
 PoolT = TypeVar("PoolT", bound=BaseDevicePool)
 
-WITHOUT_SPLIT = (HostLayout.LAYER_FIRST, HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT)
-"""The layouts of state without keys and values to keep apart."""
-
 
 class PartedPoolHost(HostKVCache[PoolT]):
-    """Mirrors a device pool, buffer by buffer.
+    """Mirrors a device pool, part by part.
 
-    A *part* is one buffer of the spec, over all layers: keys, values, latent rows, states. A page's
-    bytes are its parts, one after the other.
-
-    Raises:
-        ValueError: This kind of state has no such layout, or as `HostKVCache`.
+    A *part* is one buffer of the spec, or some columns of it, over all layers: keys, values, latent
+    rows, states. A page's bytes are its parts, one after the other. Raises as `HostKVCache`.
     """
-
-    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = tuple(HostLayout)
-    """Those that the kind of state has."""
 
     kv_buffer: list[torch.Tensor]
     _parts: tuple[torch.Tensor, ...]
@@ -49,14 +39,14 @@ class PartedPoolHost(HostKVCache[PoolT]):
 
     @classmethod
     def shortest_part_bytes(cls, device_pool: PoolT) -> int:
-        return min(_part_bytes(device_pool))
+        spec = device_pool.spec
+        return min(buffer.num_bytes for buffer in spec.buffers) * len(spec.layers)
 
     def get_ksize_per_token(self) -> int:
         """Bytes of one slot in the first part, over all layers."""
-        return _part_bytes(self.device_pool)[0]
+        return self._parts[0].nbytes // self.size
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
-        check_layout_of_kind(self.layout, self.LAYOUTS, type(self).__name__)
         buffers, self._parts = self._make_parts()
         return buffers
 
@@ -136,8 +126,3 @@ class PartedPoolHost(HostKVCache[PoolT]):
             )
             for part in self._parts
         ]
-
-
-def _part_bytes(pool: BaseDevicePool) -> list[int]:
-    """For each part the bytes of one slot over all layers."""
-    return [buffer.num_bytes * pool.layer_num for buffer in pool.spec.buffers]

@@ -74,7 +74,7 @@ class _Stage:
     """Two buffers that are filled and emptied in turn, and the stream of the copy engine.
 
     Args:
-        groups: K and V, in one group or two.
+        groups: The parts of a page, in one group or two.
         page_size: Tokens.
         layers: That a buffer holds of each page.
         device: Of the device pool.
@@ -159,6 +159,7 @@ class _Stage:
                 tuple(base + offset for offset in self._offsets[done : done + len(group)]),
                 rows,
                 table,
+                group[0].device_stride,
                 self._rows_in_buffer[: len(chunk.slots)],
                 chunk.slots,
                 layers,

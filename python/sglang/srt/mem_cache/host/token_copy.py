@@ -1,8 +1,9 @@
 """Triton kernel that moves tokens between a device pool and page-locked host memory.
 
-A *row* is one token of one layer of one part (K or V). The host side may have any of the layouts
-whose rows are whole: a row's address is linear in (host page, token in page, layer). The kernel
-reads and writes host memory itself, so a token is as good as a page: nothing depends on runs.
+A *row* is one token of one layer of one part of a page (K, V). The host side may have any of the
+layouts whose rows are whole: a row's address is linear in (host page, token in page, layer). The
+kernel reads and writes host memory itself, so a token is as good as a page: nothing depends on
+runs.
 
 Importing this module needs triton.
 """
@@ -40,6 +41,7 @@ def _copy_tokens(
     TO_HOST: tl.constexpr,
     PARTS: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
+    DEVICE_STRIDE: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -79,7 +81,7 @@ def _copy_tokens(
             + (host_slot % PAGE_TOKENS) * TOKEN_STRIDE
             + layer.to(tl.int64) * LAYER_STRIDE
         )
-        device_row = device_slot * ROW
+        device_row = device_slot * DEVICE_STRIDE
         mask = there[:, None] & (cols < ROW)[None, :]
         host = tl.multiple_of(host_base.to(tl.pointer_type(ELEMENT)), ALIGNMENT)
         device = tl.multiple_of(device_base.to(tl.pointer_type(ELEMENT)), ALIGNMENT)
@@ -95,6 +97,7 @@ def copy_tokens(
     host_addresses: tuple[int, ...],
     rows: HostRows,
     device_table: torch.Tensor,
+    device_stride: int,
     host_slots: torch.Tensor,
     device_slots: torch.Tensor,
     layers: range,
@@ -107,8 +110,8 @@ def copy_tokens(
     Args:
         host_addresses: Address of each part (one or two) in memory that the device can reach.
         rows: Where the rows of each part are.
-        device_table: int64 `[parts, layers of the pool]` on the device: addresses of contiguous
-            buffers whose rows are `rows.row_bytes` apart.
+        device_table: int64 `[parts, layers of the pool]` on the device: addresses of rows.
+        device_stride: Bytes between rows there.
         host_slots: int64 `[tokens]` on the device.
         device_slots: int64 `[tokens]` on the device.
         layers: Consecutive layers.
@@ -116,7 +119,7 @@ def copy_tokens(
         tuning: How much of the device to take.
     """
     count = len(host_slots)
-    element = _element_bytes(rows)
+    element = _element_bytes(rows, device_stride)
     row = rows.row_bytes // element
     cols = min(triton.next_power_of_2(row), tuning.tile_bytes // element)
     tokens = max(1, tuning.tile_bytes // element // cols)
@@ -135,6 +138,7 @@ def copy_tokens(
         TO_HOST=to_host,
         PARTS=len(host_addresses),
         TABLE_STRIDE=device_table.shape[1],
+        DEVICE_STRIDE=device_stride // element,
         PAGE_TOKENS=rows.page_tokens,
         PAGE_STRIDE=rows.page_stride // element,
         TOKEN_STRIDE=rows.token_stride // element,
@@ -148,7 +152,7 @@ def copy_tokens(
     )
 
 
-def _element_bytes(rows: HostRows) -> int:
+def _element_bytes(rows: HostRows, device_stride: int) -> int:
     """The widest element that every row consists of and starts at a multiple of."""
     strides = (rows.row_bytes, rows.page_stride, rows.token_stride, rows.layer_stride)
-    return math.gcd(8, rows.alignment, *strides)
+    return math.gcd(8, rows.alignment, device_stride, *strides)

@@ -20,7 +20,11 @@ from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
-from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
+from sglang.srt.mem_cache.host.host_layout import (
+    HostLayout,
+    check_layout_of_kind,
+    resolve_layout_and_io,
+)
 from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
@@ -60,6 +64,10 @@ class _Plan:
     @property
     def name(self) -> PoolName:
         return self.device_pool.spec.name
+
+    @property
+    def layouts(self) -> tuple[HostLayout, ...]:
+        return self.host_pool_class.LAYOUTS
 
     @property
     def device_bytes(self) -> int:
@@ -117,7 +125,10 @@ def build_kv_host_stack(
         layout,
         has_storage,
         anchor.host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
+        known=[one for one in HostLayout if all(one in plan.layouts for plan in plans)],
     )
+    for plan in plans:
+        check_layout_of_kind(layout, plan.layouts, f"host pool {plan.name}")
     pages = _pages_of_pools(plans, ratio, size_gb)
     _check_all_fit(plans, pages, sharers)
     entries: list[PoolEntry] = []

@@ -16,7 +16,6 @@ from sglang.srt.arg_groups.extra_config import (
 )
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.state_spec import RankSplit
-from sglang.srt.mem_cache.host.host_layout import page_byte_order
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
@@ -182,7 +181,7 @@ class StorageAttachment:
             weights_identity=self._weights_identity,
             kv_dtype=str(pool.dtype),
             page_size=self._controller.page_size,
-            page_byte_order=page_byte_order(group.anchor.layout),
+            page_byte_order=group.anchor.page_byte_order,
             extra_pools=tuple(
                 f"{name} {pool.page_format}" for name, pool in group.extra_pools.items()
             )

@@ -327,13 +327,20 @@ class HiRadixCache(RadixCache):
 
     # ---- books -----------------------------------------------------------------------------
 
-    def count_lookup(self, prompt_tokens: int, *, device: int, host: int, storage: int) -> None:
+    def count_lookup(
+        self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
+    ) -> None:
+        super().count_lookup(prompt_tokens, device=device, host=host, storage=storage, cut=cut)
         found = {"device": device, "host": host}
         if self.storage_backend_name is not None:
             found["storage"] = storage
         self.metrics.count_lookup(prompt_tokens, found)
 
     def read_metrics(self) -> None:
+        super().read_metrics()
+        if self.state_metrics is not None and self.host_states is not None:
+            states = self.host_states.pool
+            self.state_metrics.set_host(total=states.size, free=states.available_size())
         used = self.host_pool.size - self.host_pool.available_size()
         self.metrics.set_state(used, self.is_busy())
         self.metrics.host_stuck.set(self.storage_prefetch.stuck_tokens())
@@ -353,10 +360,11 @@ class HiRadixCache(RadixCache):
 
 def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostStates | None:
     """The books of the states in L2, if the tree has states; room for one is made by them."""
-    if states_of(tree) is None:
+    states = states_of(tree)
+    if states is None:
         return None
     entry = controller.mem_pool_host.entries[PoolName.MAMBA]
-    host_states = HostStates(tree, entry.host_pool)
+    host_states = HostStates(tree, entry.host_pool, states.metrics)
     entry.host_evict_fn = host_states.evict
     return host_states
 

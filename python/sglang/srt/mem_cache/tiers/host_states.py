@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.tree.integrity import PageBooks
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host.host_pool import AnyHostPool
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -26,10 +27,12 @@ class HostStates:
     Args:
         tree: Whose nodes.
         pool: L2, of the states.
+        metrics: Counts evictions.
     """
 
-    def __init__(self, tree: PrefixTree, pool: AnyHostPool) -> None:
+    def __init__(self, tree: PrefixTree, pool: AnyHostPool, metrics: StateMetrics) -> None:
         self.pool = pool
+        self._evicted = metrics.evicted.labels("host")
         self._tree = tree
         self._heap = tree.add_heap(_may_lose_host_state, of_states=True)
 
@@ -60,6 +63,7 @@ class HostStates:
         if node.mamba_host_value is not None:
             self.pool.free(node.mamba_host_value)
             node.set_mamba_host_value(None)
+            self._evicted.inc()
 
     def alloc(self) -> torch.Tensor | None:
         """A host slot, int64 `[1]`; evicts for it. None where all are in use."""

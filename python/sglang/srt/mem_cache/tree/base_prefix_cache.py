@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
     from sglang.srt.mem_cache.tree.digest import Books
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
+    from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -165,6 +166,8 @@ class MatchResult(NamedTuple):
     """Where the pages reach further than the match: the last position among them at which a
     snapshot would have made the match longer."""
     cache_protected_len: int | None = None
+    mamba_cut_length: int = 0
+    """Tokens behind the match whose pages some tier has, but no state that continues them."""
 
 
 class Workload(NamedTuple):
@@ -187,6 +190,8 @@ class BasePrefixCache(ABC):
     """Nothing is kept across requests."""
     administration: StorageAdministration | None = None
     """Changes of L3 at run time; None: this cache has no tiers below L1."""
+    state_metrics: StateMetrics | None = None
+    """Counts what happens to recurrent states; None: the model has none."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -278,6 +283,11 @@ class BasePrefixCache(ABC):
         """States on the device that can be evicted."""
         return 0
 
+    def mamba_slots(self) -> dict[str, int]:
+        """Slots of recurrent states on the device: how many there are, and how many are free,
+        evictable or used; empty where the model has none."""
+        return {}
+
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         """Reserve device slots for the host part of a match and queue its copy.
 
@@ -364,9 +374,11 @@ class BasePrefixCache(ABC):
         """L3's backend, its configuration without secrets, policies; empty without such a tier."""
         return {}
 
-    def count_lookup(self, prompt_tokens: int, *, device: int, host: int, storage: int) -> None:
-        """Count for the metrics that a prompt was looked up, and how many of its tokens each tier
-        had that no tier above it had."""
+    def count_lookup(
+        self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
+    ) -> None:
+        """Count for the metrics that a prompt was looked up, how many of its tokens each tier had
+        that no tier above it had, and how many lacked a recurrent state alone (`cut`)."""
 
     def read_metrics(self) -> None:
         """Bring up to date the metrics that are set when they are read."""

@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
+from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class RadixCache(BasePrefixCache):
         self.tree = make_tree(params) if tree is None else tree
         self._flows = tuple(flows)
         self.states = states_of(self.tree)
+        self._mamba_pool = mamba_pool_of(params)
+        if self.states is not None:
+            self.state_metrics = self.states.metrics
+        elif self._mamba_pool is not None:
+            self.state_metrics = StateMetrics(params.metrics_registry)
         self._evict = self.tree.evict_from_device if evict is None else evict
         if evict_states is None and self.states is not None:
             evict_states = self.states.evict
@@ -276,6 +282,32 @@ class RadixCache(BasePrefixCache):
     def mamba_evictable_size(self) -> int:
         return 0 if self.states is None else self.states.evictable
 
+    def mamba_slots(self) -> dict[str, int]:
+        pool = self._mamba_pool
+        if pool is None:
+            return {}
+        free, evictable = pool.available_size(), self.mamba_evictable_size()
+        return {
+            "max_mamba_cache_size": pool.size,
+            "free_mamba_slots": free,
+            "evictable_mamba_slots": evictable,
+            "used_mamba_slots": pool.size - free - evictable,
+        }
+
+    def count_lookup(
+        self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
+    ) -> None:
+        if self.state_metrics is not None:
+            self.state_metrics.cut.inc(cut)
+
+    def read_metrics(self) -> None:
+        if self.state_metrics is not None and self._mamba_pool is not None:
+            self.state_metrics.set_device(
+                total=self._mamba_pool.size,
+                free=self._mamba_pool.available_size(),
+                evictable=self.mamba_evictable_size(),
+            )
+
     def evictable_size(self) -> int:
         return self.tree.evictable
 
@@ -318,7 +350,8 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
     pool = mamba_pool_of(params)
     if pool is not None and not params.disable:
         alignment = params.mamba_snapshot_alignment or params.page_size
-        components.append(StateComponent(pool, alignment))
+        metrics = StateMetrics(params.metrics_registry)
+        components.append(StateComponent(pool, alignment, metrics))
     return PrefixTree(
         params.token_to_kv_pool_allocator, params.page_size, params.eviction_policy, components
     )

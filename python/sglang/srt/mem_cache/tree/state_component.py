@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
 from sglang.srt.mem_cache.tree.component import TreeComponent
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap
 from sglang.srt.mem_cache.tree.integrity import PageBooks
+from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class StateComponent(TreeComponent):
     Args:
         pool: Where the states are.
         alignment: Tokens: positions at which a forward can take a snapshot are multiples of it.
+        metrics: Counts what happens to states, in all tiers.
 
     Attributes:
         evictable: States on the device that nothing locks.
@@ -54,10 +56,14 @@ class StateComponent(TreeComponent):
 
     heap: EvictionHeap
 
-    def __init__(self, pool: MambaPool, alignment: int) -> None:
+    def __init__(
+        self, pool: MambaPool, alignment: int, metrics: StateMetrics | None = None
+    ) -> None:
         self.pool = pool
         self.alignment = alignment
+        self.metrics = metrics or StateMetrics(None)
         self.evictable = 0
+        self._evicted = self.metrics.evicted.labels("device")
         self._tree: PrefixTree
 
     def bind(self, tree: PrefixTree) -> None:
@@ -95,6 +101,7 @@ class StateComponent(TreeComponent):
         return match._replace(
             mamba_host_hit_length=int(end.parent is not None and not _is_ready(end)),
             mamba_branching_seqlen=branching if branching > matched else None,
+            mamba_cut_length=known - matched,
         )
 
     def copy_to(self, node: TreeNode, slot: torch.Tensor) -> None:
@@ -173,6 +180,7 @@ class StateComponent(TreeComponent):
         assert slot is not None and node.mamba_lock_ref == 0, f"{node}: its state is in use"
         node.set_mamba_value(None)
         self.evictable -= 1
+        self._evicted.inc()
         return slot
 
     def needs(self, node: TreeNode) -> bool:

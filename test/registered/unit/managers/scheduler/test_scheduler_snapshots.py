@@ -88,6 +88,29 @@ def test_decoding_leaves_snapshots_for_the_next_turn(oracle: Oracle) -> None:
     rig.assert_clean()
 
 
+def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: Oracle) -> None:
+    """Where steps overlap, a step runs already when the CPU learns that the request has stopped:
+    its snapshot stands behind a token too many, and so does the running state."""
+    rig = rig_of(oracle)
+    ends: set[int] = set()
+    for length in range(17, 17 + 8 * PAGE):
+        tokens = prompt(100 + length, length)
+        words = oracle.words(tokens, 12)
+        at = max(index for index, word in enumerate(words) if words.index(word) == index)
+        stops = greedy(24, ignore_eos=False, stop_token_ids=[words[at]])
+        rig.run(rig.request(f"stops {length}", tokens, stops))
+        assert rig.results[f"stops {length}"].output_ids == words[: at + 1]
+        # The last token was not computed, but by the step that nobody waited for.
+        end = length + at
+        ends.add(end % (4 * PAGE))
+        of_prompt, of_answer = (length - 1) // PAGE * PAGE, end - end % (4 * PAGE)
+        turn = [*tokens, *words[: at + 1], *prompt(99, 3)]
+        reused = run(rig, oracle, f"next {length}", turn, 4)
+        assert reused == (of_answer if of_answer > length else of_prompt)
+    rig.assert_clean()
+    assert ends == set(range(4 * PAGE)), "ends of all kinds, one before a snapshot included"
+
+
 def test_no_buffer_takes_snapshots_of_prompts_alone(oracle: Oracle) -> None:
     rig = rig_of(oracle, mamba_scheduler_strategy="no_buffer")
     tokens = prompt(3, 10)

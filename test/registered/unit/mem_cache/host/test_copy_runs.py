@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.host.copy_runs import CopyRuns, PageRuns, join_runs, runs_from_pool
-from sglang.srt.mem_cache.host.host_copy_cuda import EngineUse
+from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import (
@@ -23,6 +27,7 @@ from sglang.test.host_pools import (
     make_host_pool,
     page_slots,
 )
+from sglang.test.mla_pools import make_mla_pool
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -31,11 +36,23 @@ ROW = 2 * 4 * 2  # heads, dim, bf16
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_first_kv_split"]
 
 
-def parts_of(host: MHATokenToKVPoolHost, device: MHATokenToKVPool) -> list[PartRows]:
-    return [
-        part_rows([host._layer_pages(part, layer) for layer in range(LAYERS)], buffers)
-        for part, buffers in ((host.k_buffer, device.k_buffer), (host.v_buffer, device.v_buffer))
-    ]
+def unlike_heads(seed: int = 0) -> PagedDevicePool:
+    return make_device_pool(v_head_dim=6, seed=seed)
+
+
+KINDS = [make_device_pool, unlike_heads, make_mla_pool]
+
+
+def host_of(device: PagedDevicePool, layout: str) -> PagedPoolHost:
+    if isinstance(device, MLATokenToKVPool):
+        return MLATokenToKVPoolHost.make(device, page_num=32, layout=layout)
+    assert isinstance(device, MHATokenToKVPool)
+    return make_host_pool(device, layout)
+
+
+def parts_of(host: PagedPoolHost, device: PagedDevicePool) -> list[PartRows]:
+    pools = host._paired_with(device)
+    return [part_rows(*part) for part in zip(pools.host, pools.device, strict=True)]
 
 
 def do(runs: CopyRuns) -> None:
@@ -56,7 +73,7 @@ def move_rows(
         for layer in layers:
             at = buffer + page * rows.page_stride + token * rows.token_stride
             at += (layer - layers.start) * rows.layer_stride
-            on_device = part.device_addresses[layer] + slot * rows.row_bytes
+            on_device = part.device_addresses[layer] + slot * part.device_stride
             to, source = (at, on_device) if to_buffer else (on_device, at)
             ctypes.memmove(to, source, rows.row_bytes)
 
@@ -78,21 +95,46 @@ def test_runs_from_the_pool_are_a_page_of_a_layer_each(layout: str, v_head_dim: 
 def test_runs_from_the_pool_need_a_page_of_a_layer_in_one_piece() -> None:
     device = make_device_pool()
     parts = parts_of(make_host_pool(device, "page_first"), device)
-    with pytest.raises(AssertionError, match="one run"):
+    with pytest.raises(AssertionError, match=r"is one run$"):
         runs_from_pool(parts, PAGE, np.array([1]), np.array([1]))
+    rows = make_mla_pool()
+    cut = parts_of(host_of(rows, "page_first_kv_split"), rows)
+    with pytest.raises(AssertionError, match="one run on the device"):
+        runs_from_pool(cut, PAGE, np.array([1]), np.array([1]))
+
+
+def test_columns_of_rows_lie_a_whole_row_apart_on_the_device() -> None:
+    device = make_mla_pool()
+    whole, (latent, rope) = (parts_of(host_of(device, layout), device) for layout in LAYOUTS[-2:])
+    assert [(one.rows.row_bytes, one.device_stride) for one in (*whole, latent, rope)] == [
+        (24, 24), (20, 24), (4, 24),
+    ]  # fmt: skip
+    assert [whole[0].has_device_runs, latent.has_device_runs] == [True, False]
+    first = device.kv_buffer[0].data_ptr()
+    assert (latent.device_addresses[0], rope.device_addresses[0]) == (first, first + 20)
+
+
+@pytest.mark.parametrize(("layout", "straight"), [(LAYOUTS[-2], True), (LAYOUTS[-1], False)])
+def test_copy_engines_take_no_columns_straight_from_the_pool(layout: str, straight: bool) -> None:
+    """Long pages of latent rows do go straight from the pool, where rows are whole."""
+    device = MLATokenToKVPool(128, 64, torch.bfloat16, 1024, 1024, 1, "cpu")
+    host = MLATokenToKVPoolHost.make(device, page_num=2, layout=layout)
+    copier = CudaPageCopier(host._paired_with(device))
+    assert copier.prefers_cpu_slots("direct") is straight
+    assert copier.engine_use["direct"].backup
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("v_head_dim", [None, 6])
+@pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("pages", [[3, 1, 15, 8], [5, 6, 7], [9], [2, 3, 9, 10]])
 @pytest.mark.parametrize("layers_at_once", [1, 2, 3])
 def test_runs_move_what_the_layout_says(
-    layout: str, v_head_dim: int | None, pages: list[int], layers_at_once: int
+    layout: str, make: Callable[..., PagedDevicePool], pages: list[int], layers_at_once: int
 ) -> None:
     if layout == "page_first":
         layers_at_once = LAYERS
-    device = make_device_pool(v_head_dim=v_head_dim)
-    host = make_host_pool(device, layout)
+    device = make()
+    host = host_of(device, layout)
     into = [4, 9, 2, 6][: len(pages)]
     buffer = torch.zeros(1 << 16, dtype=torch.uint8)
     offset, start = 64, buffer.data_ptr() + 64
@@ -102,12 +144,12 @@ def test_runs_move_what_the_layout_says(
         move_rows(runs, part, start, into, range(LAYERS), to_buffer=True)
         do(runs.runs(np.array(pages), LAYERS, offset).to_host(buffer.data_ptr()))
     # The CPU's own copy reads the pool by its layout.
-    other = make_device_pool(v_head_dim=v_head_dim, seed=1)
+    other = make(seed=1)
     copy_to_device(host, other, page_slots(pages), into)
     wanted = page_slots(into)
     assert device_bytes(other, wanted) == device_bytes(device, wanted)
 
-    third = make_device_pool(v_head_dim=v_head_dim, seed=2)
+    third = make(seed=2)
     untouched = device_bytes(third, page_slots([0, 3]))
     for part in parts_of(host, third):
         runs = PageRuns(part, PAGE, layers_at_once, 7)
@@ -191,7 +233,7 @@ def test_copy_engines_get_what_they_do_better(
         "page_first_direct": (page_size, page, row if page_size > 1 else page, layer),
     }[layout]
     rows = HostRows(row, page_tokens, page_stride, token_stride, layer_stride, alignment=16)
-    part = PartRows(rows, 0, tuple(range(layers)))
+    part = PartRows(rows, 0, tuple(range(layers)), row)
     assert EngineUse.of([part, part], page_size, io_backend) == EngineUse(load, backup)
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
-from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.host import host_layout, page_copier
 from sglang.srt.mem_cache.host.host_copy_npu import NpuPageCopier, _runs
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.page_copier import PoolPair, register_page_copier
+from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.test.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 from sglang.test.host_pools import (
@@ -24,6 +25,7 @@ from sglang.test.host_pools import (
     make_host_pool,
     page_slots,
 )
+from sglang.test.mla_pools import make_mla_pool
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 register_npu_ci(est_time=3, suite="base-a-test-npu")
@@ -47,7 +49,7 @@ def as_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return use
 
 
-def load(host: MHATokenToKVPoolHost, pool: MHATokenToKVPool, slots: torch.Tensor) -> None:
+def load(host: PagedPoolHost, pool: PagedDevicePool, slots: torch.Tensor) -> None:
     begun = host.begin_load(pool, slots, page_slots(INTO), IO)
     for layer in range(pool.layer_num):
         begun.issue(layer)
@@ -75,6 +77,22 @@ def test_pages_go_to_the_host_and_come_back_bit_exact(
     assert slots is not None
     # Runs of two and of one page, and back to front.
     slots = slots.view(5, PAGE)[[3, 4, 1, 0, 2]].reshape(-1)
+    host.backup_from_device_all_layer(source, slots, page_slots(PAGES), IO)
+    load(host, target, slots)
+    assert device_bytes(target, page_slots(INTO)) == device_bytes(source, page_slots(PAGES))
+    assert device_bytes(target, rest) == untouched
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_latent_rows_whole_or_cut_in_two_come_back_bit_exact(
+    as_npu: Callable[[int], None], layout: str
+) -> None:
+    source, target = make_mla_pool(), make_mla_pool(1)
+    rest = page_slots([page for page in range(17) if page not in INTO])
+    untouched = device_bytes(target, rest)
+    as_npu(500)
+    host = MLATokenToKVPoolHost.make(source, page_num=8, layout=layout)
+    slots = page_slots([6, 7, 1, 0, 4])
     host.backup_from_device_all_layer(source, slots, page_slots(PAGES), IO)
     load(host, target, slots)
     assert device_bytes(target, page_slots(INTO)) == device_bytes(source, page_slots(PAGES))

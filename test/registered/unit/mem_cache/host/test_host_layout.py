@@ -61,6 +61,17 @@ def test_what_cannot_work_names_what_can(device: str, io: str, layout: str, mess
         resolve_layout_and_io(device, io, layout, True, 1 << 20)
 
 
+def test_auto_takes_a_layout_that_every_kind_of_state_has() -> None:
+    known = [one for one in HostLayout if one is not HostLayout.PAGE_FIRST_KV_SPLIT]
+
+    def chosen(device: str, layout: str) -> str:
+        return resolve_layout_and_io(device, "auto", layout, True, 64, known=known)[1]
+
+    assert chosen("npu", "auto") == "page_first_direct"
+    assert chosen("cpu", "auto") == "page_first_direct"
+    assert chosen("npu", "page_first_kv_split") == "page_first_kv_split", "as it was named"
+
+
 def test_only_page_first_is_token_major() -> None:
     token_major = {layout for layout in HostLayout if page_byte_order(layout) == "token_major"}
     assert token_major == {HostLayout.PAGE_FIRST}

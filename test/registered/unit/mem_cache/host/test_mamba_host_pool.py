@@ -80,7 +80,9 @@ def test_a_store_gets_both_buffers_temporal_first(layout: str) -> None:
 
 
 def test_layouts_that_make_no_sense_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"page_first_kv_split: recurrent states .*layer_first"):
+    with pytest.raises(
+        ValueError, match=r"page_first_kv_split is not for MambaPoolHost; use .*layer_first, p"
+    ):
         host_of(filled(), "page_first_kv_split")
     with pytest.raises(ValueError, match="scatters"):
         host_of(filled(), "layer_first").get_page_buffer_meta(torch.tensor([0]))

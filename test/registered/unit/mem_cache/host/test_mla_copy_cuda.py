@@ -25,7 +25,10 @@ PAIRS = [
     ("page_first", "kernel"),
     ("layer_first", "direct"),
     ("page_first_direct", "direct"),
+    ("page_first_kv_split", "direct"),
+    ("page_first_kv_split", "kernel"),
 ]
+"""The last two are not offered on CUDA; the copies know them all the same."""
 NUM_PAGES = 48
 LAYERS = 6
 

@@ -144,7 +144,7 @@ def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_t
     staged: list[int] = []
 
     def launch(*args: Any, **_: Any) -> None:
-        launched.append((args[5], args[3].tolist(), args[4].tolist()))
+        launched.append((args[6], args[4].tolist(), args[5].tolist()))
 
     def stage(_: CpuRuntime, tensor: torch.Tensor) -> torch.Tensor:
         staged.append(len(tensor))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -172,7 +172,6 @@ class HostPool(RuleBasedStateMachine):
         seed: int,
     ) -> None:
         make_device, host_class = kind
-        assume(layout in host_class.LAYOUTS)
         self.page = page
         self.device = make_device(num_pages=8, page_size=page, seed=seed)
         self.host = host_class.make(self.device, page_num=16, layout=layout)

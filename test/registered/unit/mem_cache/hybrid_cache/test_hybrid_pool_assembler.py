@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
@@ -45,6 +45,11 @@ MARK_PAGE, STATE = 16, 16
 LATENT_PAGE = PAGE * 3 * 12 * 2  # layers, elements of a row, bf16
 KEYS_PAGE = PAGE * 2 * 6 * 2  # layers, elements of a key, bf16
 
+STATE_SPEC = MambaSpec.of_shapes(
+    (1, 3), (1, 2, 2), (3, 2), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
+)
+STATE_BYTES = 2 * (4 * 4 + 6 * 2)
+
 
 def three_pools() -> ModelPools:
     """16 pages of KV with a mark each, and 8 states."""
@@ -56,6 +61,11 @@ def three_pools() -> ModelPools:
 def sparse_model() -> ModelPools:
     """16 pages of latent rows in three layers, and of indexer keys in two of them."""
     return ModelPools.of([make_mla_pool(), make_indexer_pool()])
+
+
+def with_states(size: int = 8) -> ModelPools:
+    """16 pages of KV, and `size` states."""
+    return ModelPools.of([make_device_pool(), MambaPool(STATE_SPEC, size, "cpu")], 4)
 
 
 def build(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
@@ -192,10 +202,6 @@ def test_pools_that_do_not_fit_together_are_named_with_their_bytes() -> None:
 def test_a_layout_that_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layout"):
         build(three_pools(), layout="diagonal")
-    with pytest.raises(
-        ValueError, match=r"host pool kv: --hicache-mem-layout page_first_kv_split "
-    ):
-        build(sparse_model(), layout="page_first_kv_split")
 
 
 def test_a_sparse_model_that_does_not_fit_is_refused_with_the_bytes_of_each_pool() -> None:
@@ -208,11 +214,20 @@ def test_a_sparse_model_that_does_not_fit_is_refused_with_the_bytes_of_each_pool
         build(sparse_model(), size_gb=(both - 0.5) / 1e9)
 
 
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_all_pools_of_a_sparse_model_have_the_same_layout(layout: HostLayout) -> None:
+    group = build(sparse_model(), layout=layout)
+    assert {entry.host_pool.layout for entry in group.entries.values()} == {layout.value}
+    assert group.nbytes == 32 * (LATENT_PAGE + KEYS_PAGE)
+    assert len(group.anchor.get_hybrid_pool_buffer()) == (2 if "split" in layout else 1)
+
+
 @pytest.mark.parametrize("error", [MemoryError("the driver refused"), RuntimeError("no memory")])
 @pytest.mark.parametrize(
     ("make", "number", "refused"),
     [
         (three_pools, 3, "mamba: no memory for 256 bytes"),
+        (with_states, 3, f"mamba: no memory for {16 * STATE_BYTES} bytes"),
         (sparse_model, 2, f"indexer: no memory for {32 * KEYS_PAGE} bytes"),
         (sparse_model, 1, f"kv: no memory for {32 * LATENT_PAGE} bytes"),
     ],
@@ -264,15 +279,6 @@ def test_specs_are_checked() -> None:
 
 # -- recurrent states ----------------------------------------------------------------------------
 
-STATE_SPEC = MambaSpec.of_shapes(
-    (1, 3), (1, 2, 2), (3, 2), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
-)
-STATE_BYTES = 2 * (4 * 4 + 6 * 2)
-
-
-def with_states(size: int = 8) -> ModelPools:
-    return ModelPools.of([make_device_pool(), MambaPool(STATE_SPEC, size, "cpu")], 4)
-
 
 def build_with_states(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
     asked: dict[str, Any] = {
@@ -290,27 +296,18 @@ def test_host_sizes_of_pages_and_states_are_in_the_ratio_of_the_device() -> None
     assert page_nums(in_gb) == {"kv": 48, "mamba": 24}, "each pool's part is taken once"
 
 
-def test_a_stack_with_states_that_cannot_be_built_names_the_pool_and_leaves_nothing() -> None:
+def test_a_stack_with_states_that_cannot_be_built_names_the_pool_and_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse_allocation(monkeypatch, 1, AssertionError("memory was taken"))
     with pytest.raises(ValueError, match="keeps kv, and no recurrent states"):
         build_with_states(ModelPools.of([make_device_pool()]))
     with pytest.raises(ValueError, match=f"pool mamba gets 44 .*takes {STATE_BYTES}"):
         build_with_states(with_states(), ratio=0.1)
-    made: list[weakref.ref[torch.Tensor]] = []
-    allocate = HostTensorAllocator.allocate
-
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = allocate(*args, **kwargs)
-        made.append(weakref.ref(tensor))
-        return tensor
-
-    with (
-        patch.object(HostTensorAllocator, "allocate", watched),
-        pytest.raises(ValueError, match="host pool mamba: layout page_first_kv_split"),
+    with pytest.raises(
+        ValueError, match="page_first_kv_split is not for host pool mamba; use one of: layer_first"
     ):
         build_with_states(with_states(), layout="page_first_kv_split")
-    gc.collect()
-    assert made
-    assert all(one() is None for one in made)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,28 @@ def test_no_policy_loses_a_page_or_a_byte_under_pressure(policy: str) -> None:
     rig.close()
 
 
+def test_a_host_node_with_any_child_on_the_host_is_no_leaf() -> None:
+    """Two prompts go on from one start, all of it on the host alone: the start leaves last."""
+    rig = two_tiers(32, hicache_ratio=2.0)
+    start, first, second = list(range(8)), list(range(100, 108)), list(range(200, 208))
+    for tail in (first, second):
+        rig.run([*start, *tail])
+        rig.settle()
+    rig.tree.evict(EvictParams(num_tokens=1000))
+    assert rig.tree.total_size() == 0
+
+    def on_host(tail: list[int]) -> int:
+        path = rig.hi.tree.walk(RadixKey([*start, *tail]))
+        return sum(len(node.key) for node in path if node.backuped)
+
+    assert (on_host(first), on_host(second)) == (16, 16)
+    for left in ({8, 16}, {8}, {0}):
+        assert rig.hi.evict_host(1) == 8
+        assert {on_host(first), on_host(second)} == left
+        rig.hi.check_integrity()
+    rig.close()
+
+
 def test_write_back_writes_when_l1_is_left_and_not_before() -> None:
     rig = two_tiers(hicache_write_policy="write_back")
     rig.run(range(16))

@@ -71,6 +71,23 @@ def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
     built.scheduler.close()
 
 
+@pytest.mark.parametrize(("page_size", "alignment"), [(1, 64), (48, 192), (128, 128)])
+def test_snapshots_end_with_a_page_and_with_a_chunk_of_the_kernel(
+    hybrid: Path, page_size: int, alignment: int
+) -> None:
+    args = ServerArgs(
+        model_path=str(hybrid),
+        tokenizer_path=str(BUILTIN_MODEL_DIR),
+        max_total_tokens=384,
+        page_size=page_size,
+        mamba_track_interval=384,
+        device="cpu",
+    ).resolve()
+    built = build_scheduler(args)
+    assert built.scheduler.state.tree.mamba_snapshot_alignment == alignment
+    built.scheduler.close()
+
+
 def test_snapshots_while_decoding_are_where_snapshots_can_be(hybrid: Path) -> None:
     args = ServerArgs(
         model_path=str(hybrid),
