@@ -53,7 +53,7 @@ def test_it_runs_until_a_signal_and_leaves_no_process(tmp_path: Path) -> None:
         process = subprocess.Popen([*COMMAND, "--port", str(port)], stdout=out, stderr=out)
     try:
         assert wait_until(lambda: "Ctrl-C ends it" in log.read_text(), TIMEOUT), log.read_text()
-        assert is_healthy(url)
+        assert wait_until(lambda: is_healthy(url), TIMEOUT)
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3  # master, node, server
         command = shlex.split(re.findall(r"^curl .*", log.read_text(), re.MULTILINE)[-1])
@@ -61,7 +61,7 @@ def test_it_runs_until_a_signal_and_leaves_no_process(tmp_path: Path) -> None:
         assert "2846" in answer["choices"][0]["message"]["content"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 0, log.read_text()
-        assert wait_until(lambda: not any(map(is_alive, family)), 10)
+        assert wait_until(lambda: not any(map(is_alive, family)), 30)
         assert not is_healthy(url)
     finally:
         if process.poll() is None:

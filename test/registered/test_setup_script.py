@@ -20,7 +20,7 @@ PIP = """
 echo "Collecting small"
 echo "  Downloading small-1.0-py3-none-any.whl (20 kB)"
 echo "  Downloading large-2.0-py3-none-any.whl (202.5 MB)"
-sleep 1.5
+sleep 3
 echo "Installing collected packages: small, large, last"
 """
 

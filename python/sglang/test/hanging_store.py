@@ -25,14 +25,30 @@ from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
-STUCK_S = 0.05
-"""Stands in for three seconds."""
+
+class StandingClock:
+    """Time that passes only where a test or its store says so; in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def pass_too_long(self) -> None:
+        """For a call of the store."""
+        self.now += 10.0
 
 
 class HangingStore(HiCacheStorage):
     """Has every page and answers probes; a transfer of a page in `hangs` takes too long."""
 
     def __init__(self) -> None:
+        self.clock = StandingClock()
+        self.goes_on = threading.Event()
+        """Transfers that hang wait for it."""
+        self.goes_on.set()
         self.hangs: set[str] = set()
         self.raises = self.is_mute = False
         self.asked: list[list[str]] = []
@@ -71,7 +87,8 @@ class HangingStore(HiCacheStorage):
             return self.moved  # type: ignore[return-value]
         if not self.hangs & set(self.asked[-1]):
             return {"kv": [CacheOutcome.LANDED] * len(keys)}
-        time.sleep(STUCK_S * 1.5)
+        self.clock.pass_too_long()
+        assert self.goes_on.wait(30)
         if self.raises:
             raise StorageUnavailable("timed out")
         return {"kv": [CacheOutcome.FAILED] * len(keys)}
@@ -79,7 +96,7 @@ class HangingStore(HiCacheStorage):
     batch_set_v2 = batch_get_v2
 
     def probe(self) -> bool:
-        return self.probe_gate.wait(10)
+        return self.probe_gate.wait(30)
 
     def get(self, *args: object, **kwargs: object) -> torch.Tensor | None:
         raise NotImplementedError
@@ -91,16 +108,18 @@ class HangingStore(HiCacheStorage):
 
 
 class HangingBench:
-    """A `StorageIO` on a hanging store."""
+    """A `StorageIO` on a hanging store, whose clock counts."""
 
     def __init__(self) -> None:
         self.store = HangingStore()
+        self.clock = self.store.clock
         self.metrics = HiCacheMetrics(None)
         self.io = StorageIO(
             lambda: self.store,
             namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, threshold_pages=1,
             pass_prefix_keys=False, metrics=self.metrics,
         )  # fmt: skip
+        self.io.store._breaker._clock = self.clock.monotonic
 
     def read(self, *pages: str) -> CacheOutcome | None:
         """Read `pages` to the end; how it ended."""
@@ -136,12 +155,12 @@ class HangingBench:
         return pages
 
     def let_the_pause_pass(self) -> None:
-        self.io.store._breaker._retry_at = time.monotonic()
+        self.io.store._breaker._retry_at = self.clock.now
 
 
 def wait_for(condition: object) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

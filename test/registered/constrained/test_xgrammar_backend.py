@@ -111,10 +111,8 @@ def test_errors_of_bad_texts_name_the_field(
 
 def test_an_endless_compilation_is_killed_and_cached_as_failed(backend: GrammarBackend) -> None:
     assert outcome(backend.get("regex", "warm")) == "ready"
-    start = time.monotonic()
     ticket = backend.get("regex", ENDLESS_REGEX)
-    assert time.monotonic() - start < 0.5
-    assert ticket.state is TicketState.COMPILING
+    assert ticket.state is TicketState.COMPILING, "it is not waited for"
     with pytest.raises(RuntimeError, match="still compiling"):
         _ = ticket.grammar
     # The other compile thread serves meanwhile.
@@ -126,7 +124,7 @@ def test_an_endless_compilation_is_killed_and_cached_as_failed(backend: GrammarB
 
 
 def test_long_compilations_of_one_client_do_not_delay_another() -> None:
-    backend = make(GrammarLimits(compile_timeout=300, queue_timeout=300, first_try=0.2))
+    backend = make(GrammarLimits(compile_timeout=300, queue_timeout=300))
     try:
         assert outcome(backend.get("regex", "warm")) == "ready"
         slow = [backend.get("regex", ENDLESS_REGEX + "b" * i) for i in range(6)]

@@ -27,6 +27,8 @@ register_cpu_ci(est_time=28, suite="base-b-test-cpu")
 GIB: Final = 1 << 30
 GROWTH_BYTES: Final = 256 * MIB
 """Memory that one hostile request may add to the server process: a few copies of a body."""
+MOST_S: Final = 25.0
+"""For a second's work on a machine that also runs other tests."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def test_too_long_fields_are_refused_at_once_by_name(
     assert field in error["message"]
     assert error["param"] is not None
     # Tokenizing it would take a minute and block other long prompts.
-    assert took < 5
+    assert took < MOST_S
 
 
 def test_health_answers_while_large_bodies_are_refused(server: EngineServer) -> None:
@@ -177,7 +179,7 @@ def test_health_answers_while_large_bodies_are_refused(server: EngineServer) -> 
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
         slowest = max(slowest, time.monotonic() - began)
         sender.join(0.01)
-    assert slowest < 5
+    assert slowest < MOST_S
 
 
 MALFORMED: Final[list[tuple[bytes, str]]] = [

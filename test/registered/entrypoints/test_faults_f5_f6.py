@@ -28,6 +28,8 @@ PAGES: Final = 120
 PROMPT: Final = [300 + (number * 7919) % 1500 for number in range(PAGES * PAGE + 10)]
 DRAIN_BOUND_S: Final = 20.0
 DEATH_BOUND_S: Final = 10.0
+GONE_S: Final = 30.0
+"""For processes to end that were killed, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +132,10 @@ def test_f5_storage_survives_sigterm_and_sigkill_does_not_hinder_a_restart(
     assert running[0].begun.wait(30)
     family, directory = members(server), ipc_directory(server)
     os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait(10)
-    assert wait_until(lambda: not any(map(is_alive, family)), 2.0, 0.02), family
+    server.process.wait(GONE_S)
+    assert wait_until(lambda: not any(map(is_alive, family)), GONE_S, 0.02), family
     for client in running:
-        client.join(10)
+        client.join(GONE_S)
         assert "error" in client.last
     assert is_port_available("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     # The last process removes the directory, as after a normal end.
@@ -157,8 +159,8 @@ def test_f5_the_next_start_cleans_up_after_a_process_tree_killed_at_once() -> No
                 member.suspend()  # No process may notice a death and clean up.
             for member in family:
                 member.kill()
-            killed.process.wait(10)
-            assert wait_until(lambda: not any(map(is_alive, family)), 10.0, 0.02), family
+            killed.process.wait(GONE_S)
+            assert wait_until(lambda: not any(map(is_alive, family)), GONE_S, 0.02), family
             assert sorted(os.listdir(orphan)) == ["detokenizer", "scheduler", "tokenizer"]
             killed.start()
             assert not orphan.exists()
@@ -187,11 +189,11 @@ def kill_and_judge(server: EngineServer, name: str) -> None:
     assert status not in (0, -signal.SIGKILL)
     assert time.monotonic() - began < DEATH_BOUND_S
     for client in clients:
-        client.join(5)
+        client.join(GONE_S)
         assert not client.is_alive()
         assert name in client.last["error"]["message"], client.last
     assert clients[1].status == 503
-    assert wait_until(lambda: not any(map(is_alive, family)), 2.0, 0.02), family
+    assert wait_until(lambda: not any(map(is_alive, family)), GONE_S, 0.02), family
     assert not directory.exists()
     last = server.process.log_tail(2)
     assert f"{name} (pid {victim.pid}, killed by SIGKILL)" in last

@@ -13,6 +13,8 @@ import openai
 import psutil
 import pytest
 
+from sglang.srt.utils.network import wait_until
+from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
@@ -57,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
         before = compile_processes(running)
         assert before, "constraints were compiled elsewhere"
         assert running.stop() == 0
-        assert not any(process.is_running() for process in before)
+        assert wait_until(lambda: not any(map(is_alive, before)), 30)
 
 
 @pytest.fixture(scope="module")

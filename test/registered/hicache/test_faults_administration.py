@@ -125,7 +125,7 @@ def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: Eng
     began = time.monotonic()
     reply = administer(server, "PUT", **MOONCAKE, hicache_storage_backend_extra_config_json=gone)
     assert reply.status == 400 and "MOONCAKE_MASTER" in text_of(reply)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "less than Mooncake itself would try"
     assert administer(server, "GET").body["hicache_storage_backend"] is None
 
     # Attaching twice is idempotent; policies can change; another backend needs a detach first.

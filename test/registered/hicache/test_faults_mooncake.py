@@ -7,9 +7,10 @@ compares every reused prefix with the expected KV of its tokens.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -45,13 +46,15 @@ class HoleAfterExists(MooncakeStore):
         return result
 
 
-class SlowGets(MooncakeStore):
-    """Delays each get before it touches memory, like a congested link."""
+class HeldGets(MooncakeStore):
+    """Holds each get back before it touches memory, like a congested link."""
+
+    goes_on: ClassVar[threading.Event]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> Any:
-        time.sleep(0.3)
+        assert type(self).goes_on.wait(60)
         return super().batch_get_v2(transfers, extra_info)
 
 
@@ -117,16 +120,20 @@ def test_what_was_written_is_read_by_another_engine(make_rig: Callable[..., Cach
     reader.settle()
 
 
-def test_c1_nothing_is_published_before_it_has_landed(make_rig: Callable[..., CacheRig]) -> None:
+def test_c1_nothing_is_published_before_it_has_landed(
+    make_rig: Callable[..., CacheRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(make_rig())
-    reader = make_rig(SlowGets, hicache_storage_prefetch_policy="best_effort")
+    monkeypatch.setattr(HeldGets, "goes_on", threading.Event(), raising=False)
+    reader = make_rig(HeldGets, hicache_storage_prefetch_policy="best_effort")
     prompt = [*PROMPT, 1]
     reader.arrive("first", prompt)
-    # Cut while the get sleeps: the hit is known, but nothing has landed, so nothing may be used.
+    # Cut while the get is held: the hit is known, but nothing has landed, so nothing may be used.
     reader.until(lambda: reader.hi.storage_prefetch.board.operations()[0].hit_pages == PAGES)
     assert reader.tree.check_prefetch_progress("first")
     request, reused = reader.admit("first", prompt)
     assert reused == Reused()
+    HeldGets.goes_on.set()
     reader.finish(request)
     reader.settle()
 

@@ -20,7 +20,8 @@ register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 L2_PAGES = 256
 PROMPTS = [[*range(1000 * number, 1000 * number + 40 * PAGE), 7] for number in range(5)]
 TIMEOUT_S = 1.0
-EPSILON_S = 1.0
+EPSILON_S = 20.0
+"""Of a busy machine; less than the get of a hanging node takes."""
 
 
 def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:

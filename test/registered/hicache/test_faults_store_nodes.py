@@ -26,8 +26,9 @@ register_cpu_ci(est_time=26, suite="base-b-test-cpu")
 
 PAGES = 100
 PROMPT = [*range(PAGES * PAGE), 7]
-EPSILON_S = 1.0
-"""Seconds that a request may take beyond its timeout, on a machine that also runs other tests."""
+EPSILON_S = 20.0
+"""Seconds that a request may take beyond its timeout, on a machine that also runs other tests. Who
+waited for a node that does not answer would wait for a minute."""
 
 
 class StoppedInMidGet(MooncakeStore):
@@ -52,14 +53,14 @@ def written(rigs: StorageRigs) -> None:
 
 
 def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"default_kv_lease_ttl": 500}
+    flags = {"default_kv_lease_ttl": 1500}
     with MooncakeCluster(segment_size="64mb", master_flags=flags) as cluster:
         node = cluster.nodes[0]
 
         def slow(number: int) -> None:
             if number == 0:
                 node.suspend()
-                threading.Timer(1.2, node.resume).start()
+                threading.Timer(2.5, node.resume).start()
 
         monkeypatch.setattr(StoppedInMidGet, "before_get", staticmethod(slow), raising=False)
         with StorageRigs.on(cluster) as rigs:

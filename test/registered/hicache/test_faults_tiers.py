@@ -79,7 +79,7 @@ def test_c10_a_store_that_keeps_timing_out(
             reader.run(PROMPT)
             reader.flush()
             rounds += 1
-        assert rounds > 20, "an unavailable store costs no time"
+        assert rounds > 10, "an unavailable store costs no time: a timeout each would be 8 rounds"
         assert len(TimesOut.asked) == len(set(TimesOut.asked)), "a key timed out twice"
         assert storage_io_of(reader).is_open
         assert reader.hi.metrics.breaker_open._value.get() == 1

@@ -41,7 +41,8 @@ HICACHE: Final = (
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     folder: Path = tmp_path_factory.mktemp("store")
     with EngineServer(
-        "--enable-metrics", "--hicache-storage-backend", "file", "--page-size", str(PAGE),
+        "--enable-metrics", "--hicache-storage-backend", "file",
+        "--hicache-storage-prefetch-policy", "wait_complete", "--page-size", str(PAGE),
         "--max-total-tokens", str(16 * PAGE), "--hicache-ratio", "4",
         env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(folder)},
     ) as running:  # fmt: skip

@@ -184,7 +184,7 @@ def test_an_absent_client_is_reported_at_once(client: StandaloneClient) -> None:
                 protocol="tcp",
             )
         )
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 30, "Mooncake itself would try for longer"
 
 
 def moves(store: MooncakeStore, move: PoolTransfer) -> bool:
@@ -210,9 +210,9 @@ def test_a_killed_client_serves_again_after_a_restart(tmp_path: Path) -> None:
         # Its engine checks it about once a second, and does not notice a faster restart.
         wait_until(lambda: store._client.store.health_check() != 0, timeout=30)
         process.start()
-        wait_until(store.probe, timeout=30)
+        assert wait_until(store.probe, timeout=60)
         # The master forgets the objects of the dead process after `client_ttl`.
-        wait_until(lambda: moves(store, move), timeout=60)
+        assert wait_until(lambda: moves(store, move), timeout=60)
         store.close()
     finally:
         process.kill()

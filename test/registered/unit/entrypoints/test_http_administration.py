@@ -51,6 +51,8 @@ def test_information(server: FrontServer, client: httpx.Client) -> None:
 
 def test_probes_that_come_together_or_soon_after_are_one_request() -> None:
     with front_server() as server:
+        # A machine under load may take more than the second for which an answer is fresh.
+        server.context.probe._fresh_seconds = 600.0
         server.scheduler.hold.set()
         statuses: list[int] = []
 
@@ -68,9 +70,8 @@ def test_probes_that_come_together_or_soon_after_are_one_request() -> None:
             thread.join()
         probe()
         assert statuses == [200] * 21
-        # A machine under load may take more than the second for which an answer is fresh.
         sent = [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)]
-        assert len(sent) <= 2
+        assert len(sent) == 1
 
 
 def test_flush_waits_as_long_as_asked(server: FrontServer, client: httpx.Client) -> None:

@@ -93,7 +93,7 @@ def sent_until_refused(peer: socket.socket, piece: bytes, most: int) -> int:
 
 
 @contextmanager
-def serving(max_idle: int = 64, discard_seconds: float = 5.0) -> Iterator[Served]:
+def serving(max_idle: int = 64, discard_seconds: float = 60.0) -> Iterator[Served]:
     protocol = bounded_protocol(max_idle)
     protocol.discard_seconds = discard_seconds
     served = Served(get_free_port(), protocol)

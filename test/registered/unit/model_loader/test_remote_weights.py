@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from pathlib import Path
 
 import msgspec
@@ -133,9 +132,7 @@ def test_a_seed_that_hangs(rig: WeightRig, monkeypatch: pytest.MonkeyPatch, cont
     monkeypatch.setattr(source_module, "_BATCH_TIMEOUT_S", 0.2)
     hanging = Hanging(contacts=contacts)
     rig.fakes.answer = hanging
-    started = time.monotonic()
-    assert "has not given tensor 'model." in refusal(rig)
-    assert time.monotonic() - started < 3
+    assert "has not given tensor 'model." in refusal(rig), "told while it still hangs"
     hanging.go_on.set()
     assert wait_until(lambda: not rig.engine.describe()["transfers_under_way"], 10)
 

@@ -111,7 +111,7 @@ def test_the_next_in_the_line_goes_on_when_the_first_gives_up() -> None:
 
     starter = threading.Thread(target=start_when_the_first_waits)
     starter.start()
-    assert not budget.acquire(5, time.monotonic() + 0.2)
+    assert not budget.acquire(5, time.monotonic() + 1.0)
     assert passed.wait(10)
     starter.join(10)
     thread.join(10)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,13 +15,18 @@ from sglang.srt.distributed.device_communicators import peer as peer_module
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.distributed.device_communicators.peer import CallFailed, ConnectionGone
+from sglang.srt.distributed.device_communicators.peer import (
+    STALLED_AFTER_S,
+    CallFailed,
+    ConnectionGone,
+)
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     BlockOutcome,
     PeerStalled,
     PeerUnreachable,
     RangeInUse,
+    Transfer,
     TransferError,
     TransferOp,
 )
@@ -35,6 +44,31 @@ from sglang.test.fake_transfer_engine import (
 )
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+
+class LaterClock:
+    """What a peer takes for the time: the real one, and `ahead` seconds."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        patch.setattr(peer_module, "time", self)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@contextmanager
+def calling(engine: MooncakeTransferEngine, peer: str) -> Iterator[list[Transfer]]:
+    """A transfer of one block in another thread, which has ended when the block has."""
+    ended: list[Transfer] = []
+
+    def call() -> None:
+        ended.append(engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=None))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    yield ended
+    thread.join(30)
 
 
 def statuses(outcomes: list[BlockOutcome]) -> str:
@@ -100,8 +134,9 @@ def test_a_peer_that_ends_in_between(
 def test_what_hangs_stays_in_flight_until_it_returns(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str, code: int, end: str
 ) -> None:
+    engine.transfer(peer, TransferOp.READ, apart(1), timeout=10)
     fakes.answer = hanging = Hanging(code)
-    transfer = engine.transfer(peer, TransferOp.READ, apart(600), timeout=0.2)
+    transfer = engine.transfer(peer, TransferOp.READ, apart(600), timeout=1.0)
     assert not transfer.is_settled
     assert transfer.in_flight == list(range(512)), "the first batch is in the library"
     assert set(transfer.outcomes[512:]) == {BlockOutcome.NOT_SENT}
@@ -151,14 +186,18 @@ def test_calls_to_a_peer_that_hangs_do_not_pile_up(
     peer: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peer_module, "STALLED_AFTER_S", 0.05)
+    clock = LaterClock(monkeypatch)
     fakes.answer = hanging = Hanging()
-    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.1)
-    for _ in range(3):
-        with pytest.raises(PeerStalled, match=f"peer {peer} has not answered a call for 0 s"):
-            engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
-    assert len(fakes.calls) == 1
-    hanging.go_on.set()
+    with calling(engine, peer):
+        assert hanging.entered.wait(10)
+        clock.ahead = 2 * STALLED_AFTER_S
+        for _ in range(3):
+            with pytest.raises(
+                PeerStalled, match=rf"peer {peer} has not answered a call for 4\d s"
+            ):
+                engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=None)
+        assert len(fakes.calls) == 1
+        hanging.go_on.set()
     assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 10)
     assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
 
@@ -312,16 +351,17 @@ def test_a_slow_peer_is_not_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Calls that succeed beside a long one show that it moves."""
-    monkeypatch.setattr(peer_module, "STALLED_AFTER_S", 0.3)
+    clock = LaterClock(monkeypatch)
     hanging = Hanging()
     fakes.answer = lambda at, call: hanging(at, call) if len(fakes.calls) == 1 else 0
-    long = engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.01)
-    assert hanging.entered.wait(10)
-    for _ in range(8):
-        assert not long.wait(0.1)
-        assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
-    hanging.go_on.set()
-    assert long.wait(10)
+    with calling(engine, peer) as ended:
+        assert hanging.entered.wait(10)
+        for _ in range(3):
+            clock.ahead += STALLED_AFTER_S / 2
+            assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=None).is_done
+        assert not ended
+        hanging.go_on.set()
+    assert [transfer.is_done for transfer in ended] == [True]
 
 
 if __name__ == "__main__":

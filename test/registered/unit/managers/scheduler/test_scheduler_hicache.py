@@ -314,8 +314,8 @@ def test_a_burst_is_divided_between_a_slow_store_and_the_model(model: Path, poli
         prompts = {f"burst-{seed}": prompt(seed, 100) for seed in range(10)}
         cold = SchedulerRig(model, disable_radix_cache=True, pool_tokens=2048)
         words = dict(zip(prompts, cold.generate(prompts.values()), strict=True))
-        # Computing costs a quarter more than reading: alone every prompt is read.
-        SlowParts(rig, read_s=0.0004, compute_s=0.0005)
+        # Computing costs more than twice as much as reading: alone every prompt is read.
+        SlowParts(rig, read_s=0.0004, compute_s=0.001)
         for rid, ids in prompts.items():
             ask(rig, f"computed-{rid}", ids)
         flush(rig)
@@ -335,9 +335,9 @@ def test_a_burst_is_divided_between_a_slow_store_and_the_model(model: Path, poli
         if policy == "wait_complete":
             assert (read, overtaken) == (10, None)
         else:
-            # Six and four, if nothing but the model and the store took time.
+            # Seven and three, if nothing but the model and the store took time.
             assert computed == overtaken
-            assert 2 <= computed <= 6, from_store
+            assert 1 <= computed <= 8, from_store
     finally:
         rig.close()
 

@@ -1,4 +1,4 @@
-"""A bench with a hanging store, whose waits are short."""
+"""A bench with a hanging store, for which time passes as it says."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from sglang.srt.mem_cache.l3 import guarded_store, storage_writes
-from sglang.test.hanging_store import STUCK_S, HangingBench
+from sglang.test.hanging_store import HangingBench
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingBench]:
-    monkeypatch.setattr(guarded_store, "_STUCK_AFTER_S", STUCK_S)
     monkeypatch.setattr(storage_writes, "_GATHER_S", 0.0)
     made = HangingBench()
+    monkeypatch.setattr(guarded_store, "time", made.clock)
     yield made
     made.store.probe_gate.set()
+    made.store.goes_on.set()
     assert made.io.close()

@@ -62,8 +62,10 @@ def test_c10_nobody_waits_behind_a_probe_that_hangs(bench: HangingBench) -> None
     bench.let_the_pause_pass()
     bench.store.probe_gate.clear()
     behind = bench.submit("good")
+    wait_for(lambda: bench.io.store.is_calling)
     assert bench.io.available
-    wait_for(lambda: not bench.io.available)
+    bench.clock.pass_too_long()
+    assert not bench.io.available
     bench.store.probe_gate.set()
     wait_for(lambda: behind.ended)
     assert bench.io.available

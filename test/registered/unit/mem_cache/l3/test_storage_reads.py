@@ -69,10 +69,12 @@ def test_prompts_of_one_tick_are_one_question(bench: HangingBench) -> None:
 
 def test_who_misses_does_not_wait_for_who_reads(bench: HangingBench) -> None:
     bench.store.absent, bench.store.hangs = {"b"}, {"a"}
+    bench.store.goes_on.clear()
     reads, misses = bench.operation("a"), bench.operation("b")
     bench.io.submit_prefetches([reads, misses])
     wait_for(lambda: misses.ended)
     assert not reads.ended
+    bench.store.goes_on.set()
     wait_for(lambda: reads.ended)
 
 

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
 )
+from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL, next_group
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.l3.storage_operation import (
@@ -41,8 +42,12 @@ def test_a_write_goes_along_only_with_what_it_hangs_on() -> None:
     assert next_group([second, operation(None)])[0] is second
 
 
+FIRST = "first"
+"""A page whose write keeps the thread busy."""
+
+
 class RecordingStore(HangingStore):
-    """Keeps what is written; refuses what holds `refused`."""
+    """Keeps what is written beside `FIRST`; refuses what holds `refused`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +56,9 @@ class RecordingStore(HangingStore):
 
     def batch_set_v2(self, transfers: Any, extra_info: object = None) -> dict[str, Any]:
         keys = [key.rsplit("/", 1)[-1] for key in transfers[0].keys]
+        if keys == [FIRST]:
+            assert self.goes_on.wait(30)
+            return {"kv": [CacheOutcome.LANDED]}
         self.calls.append(keys)
         assert len(transfers[0].host_indices) == len(keys)
         if self.refused not in keys:
@@ -60,11 +68,15 @@ class RecordingStore(HangingStore):
         return {"kv": [*[CacheOutcome.LANDED] * good, CacheOutcome.FAILED, *rest]}
 
 
-def write_at_once(io: StorageIO, chains: list[list[str]]) -> list[StorageOperation]:
-    """Queue one write a chain, all within a moment; those of the same first letter follow each
-    other. Returns them when all have ended."""
+def write_at_once(
+    recording: tuple[RecordingStore, StorageIO], chains: list[list[str]]
+) -> list[StorageOperation]:
+    """Queue one write a chain, behind a first that hangs until all are there; those of the same
+    first letter follow each other. Returns them when all have ended."""
+    store, io = recording
+    store.goes_on.clear()
     operations: list[StorageOperation] = []
-    for pages in chains:
+    for pages in [[FIRST], *chains]:
         before = [o for o in operations if o.hashes[0][0] == pages[0][0]]
         operation = StorageOperation(
             node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
@@ -72,14 +84,18 @@ def write_at_once(io: StorageIO, chains: list[list[str]]) -> list[StorageOperati
             after=before[-1] if before else None, epoch=0,
         )  # fmt: skip
         operations.append(operation)
-    for operation in operations:
+    io.submit_backup(operations[0])
+    wait_for(lambda: io.store.is_calling)
+    for operation in operations[1:]:
         io.submit_backup(operation)
+    store.goes_on.set()
     wait_for(lambda: all(operation.ended for operation in operations))
-    return operations
+    return operations[1:]
 
 
 @pytest.fixture
-def recording() -> Iterator[tuple[RecordingStore, StorageIO]]:
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RecordingStore, StorageIO]]:
+    monkeypatch.setattr(storage_writes, "_GATHER_S", 0.0)
     store = RecordingStore()
     io = StorageIO(
         lambda: store,
@@ -93,8 +109,8 @@ def recording() -> Iterator[tuple[RecordingStore, StorageIO]]:
 def test_nodes_that_queue_up_are_written_in_one_call(
     recording: tuple[RecordingStore, StorageIO],
 ) -> None:
-    store, io = recording
-    operations = write_at_once(io, [["a1", "a2"], ["b1"], ["a3"]])
+    store, _ = recording
+    operations = write_at_once(recording, [["a1", "a2"], ["b1"], ["a3"]])
     assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
     assert store.calls == [["a1", "a2", "b1", "a3"]]
 
@@ -102,9 +118,9 @@ def test_nodes_that_queue_up_are_written_in_one_call(
 def test_a_call_takes_no_more_pages_than_it_may(
     recording: tuple[RecordingStore, StorageIO],
 ) -> None:
-    store, io = recording
+    store, _ = recording
     whole = [f"b{i}" for i in range(PAGES_PER_CALL)]
-    operations = write_at_once(io, [["a1"], whole, ["a2"]])
+    operations = write_at_once(recording, [["a1"], whole, ["a2"]])
     assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
     assert max(map(len, store.calls)) == PAGES_PER_CALL
     assert sorted(key for call in store.calls for key in call) == sorted([*whole, "a1", "a2"])
@@ -113,9 +129,9 @@ def test_a_call_takes_no_more_pages_than_it_may(
 def test_one_refused_page_takes_its_own_chain_down_and_no_other(
     recording: tuple[RecordingStore, StorageIO],
 ) -> None:
-    store, io = recording
+    store, _ = recording
     store.refused = "a2"
-    a, b, after_a = write_at_once(io, [["a1", "a2"], ["b1"], ["a3"]])
+    a, b, after_a = write_at_once(recording, [["a1", "a2"], ["b1"], ["a3"]])
     assert (a.outcome, b.outcome) == (CacheOutcome.FAILED, CacheOutcome.LANDED)
     assert after_a.outcome is CacheOutcome.SHORT
     assert not any("a3" in call for call in store.calls[1:])
