@@ -151,7 +151,6 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill: SGLang has it"),
         (["--disaggregation-ib-device", "mlx5_0"], "no effect with --disaggregation-mode null"),
         (["--tp-size", "0"], "--tp-size 0: must be at least 1"),
-        (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size 2: SGLang has it"),
         (["--tp-size", "4", "--attn-cp-size", "3"], "3 does not divide --tp-size 4"),
         (["--nnodes", "2"], "--nnodes 2 does not divide --tp-size 1"),
         (["--tp", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr HOST:PORT"),

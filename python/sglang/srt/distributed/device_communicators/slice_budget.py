@@ -1,8 +1,8 @@
 """Bounds how many slices one user of Mooncake's transport has in flight, over all threads.
 
-A slice is one buffer of one request. Beyond 2,048 in flight to a peer Mooncake's TCP transport fails
-or hangs for a minute, and the connection stays broken after that. Each engine object and each store
-client has a transport, so that each has a budget: `docs/transports.md`, "Beside the store".
+A slice is one buffer of one request. Beyond 2,048 in flight to a peer Mooncake's TCP transport
+fails or hangs for a minute, and the connection stays broken after that. Each engine object and each
+store client has a transport, so that each has a budget: `docs/transports.md`, "Beside the store".
 """
 
 from __future__ import annotations

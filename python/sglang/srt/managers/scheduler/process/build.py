@@ -26,9 +26,9 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
-from sglang.srt.managers.scheduler.process.watchdog import ForwardWatchdog
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
+from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache

@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.process.build import build_scheduler
 from sglang.srt.managers.scheduler.process.channel import ZmqChannel
 from sglang.srt.managers.scheduler.process.other_ranks import OtherRanks, share_cores
-from sglang.srt.managers.scheduler.process.watchdog import ForwardWatchdog
+from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
