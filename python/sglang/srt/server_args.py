@@ -235,6 +235,12 @@ class ServerArgs:
         "Serve whole requests (null), or only their prefill or decode half.",
         choices=("null", "prefill", "decode"),
     )
+    disaggregation_transfer_backend: str = flag(
+        "mooncake", "What moves keys and values between the halves.", choices=("mooncake",)
+    )
+    disaggregation_bootstrap_port: int = flag(
+        8998, "Port of a prefill server's bootstrap server, where decode servers find its ranks."
+    )
     disaggregation_ib_device: str | None = flag(
         None,
         "InfiniBand devices of transfers between the halves: a list, a JSON object by GPU, or a "

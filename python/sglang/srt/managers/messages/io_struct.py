@@ -31,6 +31,16 @@ class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 # ---- server -> scheduler -------------------------------------------------------------------
 
 
+class Bootstrap(msgspec.Struct, frozen=True):
+    """The room in which a prefill and a decode server work on one request, and where they meet."""
+
+    host: str
+    """Of the prefill server's bootstrap server."""
+    port: int
+    room: int
+    """63 bits, drawn by whoever sends the request to both."""
+
+
 class TokenizedGenerateReqInput(Message):
     """One request, checked against every limit and ready to be scheduled."""
 
@@ -49,6 +59,8 @@ class TokenizedGenerateReqInput(Message):
     priority: int = 0
     sample_of: str | None = None
     """Another request with the same prompt, which has to be computed first."""
+    bootstrap: Bootstrap | None = None
+    """Set on a server that only prefills or only decodes; None: this server does both."""
     created_time: float = 0.0
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -87,6 +88,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start_len: int = -1
     """Prompt logprobs from this token on; -1: of the output alone."""
     no_stop_trim: bool = False
+    bootstrap: Bootstrap | None = None
+    """Where the other half of the request is computed; None: here."""
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0

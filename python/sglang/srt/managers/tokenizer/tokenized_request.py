@@ -48,5 +48,6 @@ def tokenized(
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
         priority=request.priority,
         sample_of=request.sample_of,
+        bootstrap=request.bootstrap,
         created_time=created_time,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -37,6 +37,8 @@ class RequestSpec:
     priority: int = 0
     sample_of: str | None = None
     """The request that computes the same prompt first."""
+    bootstrap: Bootstrap | None = None
+    """Where the other half of the request is computed; None: here."""
     is_probe: bool = False
     """A health check: neither counted nor cached."""
 
@@ -70,5 +72,6 @@ class RequestSpec:
             extra_key=message.extra_key,
             priority=message.priority,
             sample_of=message.sample_of,
+            bootstrap=message.bootstrap,
             is_probe=is_probe,
         )
