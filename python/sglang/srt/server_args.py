@@ -370,11 +370,8 @@ def _not_yet(args: ServerArgs, field: str, what: str) -> ValueError:
 
 def _check_not_yet(args: ServerArgs) -> None:
     """Refuse values that SGLang supports and this engine does not support yet."""
-    if args.disaggregation_mode != "null":
-        raise _not_yet(
-            args, "disaggregation_mode", "a server prefills and decodes; leave it at null"
-        )
-    refuse_ignored(args, "disaggregation_ib_device", "with --disaggregation-mode null")
+    if args.disaggregation_mode == "null":
+        refuse_ignored(args, "disaggregation_ib_device", "with --disaggregation-mode null")
 
 
 def _resolve_cache(args: ServerArgs) -> ServerArgs:

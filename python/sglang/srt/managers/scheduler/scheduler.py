@@ -90,6 +90,8 @@ class Scheduler:
             self._settle()
             self._parts.input.end_aborted()
         self._parts.control.tick()
+        self._parts.half.tick()
+        self._parts.results.follow_half()
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
             self._is_verified = False
@@ -146,6 +148,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the threads of the cache and what compiles grammars."""
+        self._parts.half.close()
         self._parts.grammar.close()
         self._state.tree.shutdown()
 

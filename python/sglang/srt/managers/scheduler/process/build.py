@@ -15,6 +15,8 @@ from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.disaggregation.common.bootstrap_client import find_endpoint
+from sglang.srt.disaggregation.halves import HalfServer, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
@@ -84,6 +86,8 @@ class BuiltScheduler:
     """With what depends on the machine filled in."""
     tiers: list[str]
     """One line per tier: its size, and why that size."""
+    route: dict[str, str]
+    """Where decode servers find a prefill server's rank; empty on others."""
 
     def ready_details(self) -> dict[str, Any]:
         """For the ready message."""
@@ -98,6 +102,7 @@ class BuiltScheduler:
             "attention_backend": self.server_args.attention_backend,
             "chunked_prefill_size": self.server_args.chunked_prefill_size,
             "tiers": self.tiers,
+            "route": self.route,
             "transfer_engine": None if engine is None else engine.describe(),
         }
 
@@ -154,6 +159,7 @@ def build_scheduler(
     )
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
+    half_server = _make_half_server(server_args, runner)
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
     tiers += tree.tiers()
@@ -171,13 +177,15 @@ def build_scheduler(
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
         weight_seed=_make_weight_seed(runner),
+        make_half=None if half_server is None else half_server.make,
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
         resources = dataclasses.replace(resources, forward_guard=watchdog.guard)
     scheduler = Scheduler(make_parts(server_args, resources))
-    return BuiltScheduler(scheduler, group, server_args, tiers)
+    route = {} if half_server is None else half_server.route
+    return BuiltScheduler(scheduler, group, server_args, tiers, route)
 
 
 def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
@@ -345,12 +353,29 @@ def _gpu_of(server_args: ServerArgs, rendezvous: Rendezvous | None) -> int | Non
 
 def _transfer_engine(server_args: ServerArgs) -> SharedTransferEngine | None:
     """What this process's Transfer Engine is started with; None: nothing needs one."""
-    if not offers_weights(server_args):
+    if not offers_weights(server_args) and server_args.disaggregation_mode == "null":
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
     return SharedTransferEngine(
         hostname=name.get() if name.is_set() else address_for_peers(server_args.host),
         gpu_id=_gpu_of(server_args, None),
+        ib_device=server_args.disaggregation_ib_device,
+    )
+
+
+def _make_half_server(server_args: ServerArgs, runner: ModelRunner) -> HalfServer | None:
+    """What talks to the servers that compute the other half; None: this one computes both."""
+    if server_args.disaggregation_mode == "null":
+        return None
+    engine = get_mooncake_transfer_engine()
+    assert engine is not None, "the runner started it"
+    return make_half_server(
+        server_args.disaggregation_mode,
+        server_args.host,
+        list(runner.pools.values()),
+        runner.weight_source.identity(),
+        engine,
+        find_endpoint,
     )
 
 
