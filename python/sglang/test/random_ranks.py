@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -31,6 +33,11 @@ from sglang.test.random_scheduler import CheckableRig, Outcome, RandomScheduler
 from sglang.test.random_setup import Setup
 
 _MOST_DELAY_S: Final = 0.0005
+STEPS_OF_A_SEED: Final = 500
+_WORK: Final = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
+"""What must happen. One seed in four reads from storage: seeds are drawn until all of it has."""
+_MOST_RUNS: Final = 60
+"""Of three tiers. If a run in four does some work, the chance that none of 60 does is 3e-8."""
 _END: Final = b""
 """In place of a tick: the run is over."""
 
@@ -211,6 +218,21 @@ def run_ranks(seed: int, ranks: int, steps: int) -> Outcome:
         command = f"python -m sglang.test.random_ranks --seed {seed} --ranks {ranks}"
         error.add_note(f"to repeat: {command} --steps {steps}")
         raise
+
+
+def run_until_all_happened(ranks: int, steps: int) -> None:
+    """Runs of drawn seeds, each of `STEPS_OF_A_SEED`: at least `steps`, and until all work of the
+    tiers has happened. Raises AssertionError where some never does."""
+    counts: Counter[str] = Counter()
+    # A third of the setups has no L3. They run, but do not count.
+    least_runs = steps * 2 // 3 // STEPS_OF_A_SEED + 1
+    runs = 0
+    while runs < least_runs or (runs < _MOST_RUNS and not all(counts[what] for what in _WORK)):
+        outcome = run_ranks(secrets.randbits(31), ranks, STEPS_OF_A_SEED)
+        counts.update(outcome.counts)
+        runs += outcome.setup.tiers == 3
+    for what in _WORK:
+        assert counts[what], f"no {what} in {runs} runs of three tiers"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

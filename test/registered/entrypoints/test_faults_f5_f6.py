@@ -21,7 +21,7 @@ from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PAGES: Final = 120
@@ -186,7 +186,7 @@ def kill_and_judge(server: EngineServer, name: str) -> None:
     victim.kill()
     began = time.monotonic()
     status = server.process.wait(30)
-    assert status not in (0, -signal.SIGKILL)
+    assert status == 1
     assert time.monotonic() - began < DEATH_BOUND_S
     for client in clients:
         client.join(GONE_S)

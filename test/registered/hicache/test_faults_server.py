@@ -18,7 +18,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=120, suite="base-b-test-cpu")
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 PAGE = 64
 FLAGS = (
