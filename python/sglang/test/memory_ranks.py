@@ -9,14 +9,18 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 
 _DEADLINE_S: Final = 60.0
+
+T = TypeVar("T")
 
 
 class RankIsMissing(TimeoutError):
@@ -49,9 +53,12 @@ class MemoryExchange:
         self._calls: dict[int, _Call] = {}
         self._failure: BaseException | None = None
 
-    def group(self, rank: int, *, seed: int = 0, most_delay_s: float = 0.0) -> MemoryRankGroup:
+    def group(
+        self, rank: int, *, seed: int = 0, most_delay_s: float = 0.0, attn_cp_size: int = 1
+    ) -> MemoryRankGroup:
         """Rank `rank`'s way to the others, delayed at each call by up to `most_delay_s`."""
-        return MemoryRankGroup(self, rank, random.Random(f"{seed} {rank}"), most_delay_s)
+        rng = random.Random(f"{seed} {rank}")
+        return MemoryRankGroup(self, rank, rng, most_delay_s, attn_cp_size)
 
     def fail(self, cause: BaseException) -> None:
         """A rank has failed: the others need not wait for it. The first cause counts."""
@@ -93,6 +100,45 @@ def _check_kinds(number: int, kinds: dict[int, str]) -> None:
             )
 
 
+def run_on_ranks(
+    size: int,
+    work: Callable[[RankGroup], T],
+    *,
+    attn_cp_size: int = 1,
+    seed: int = 0,
+    most_delay_s: float = 0.0,
+) -> list[T]:
+    """What `work` returns on each rank, each on a thread of its own; the first error that a rank
+    raises.
+
+    Args:
+        size: Ranks.
+        work: Is given the rank's group.
+        attn_cp_size: Of the groups.
+        seed: Of the delays.
+        most_delay_s: Of each collective of a rank.
+    """
+    exchange = MemoryExchange(size)
+    first: list[BaseException] = []
+
+    def run(rank: int) -> T:
+        group = exchange.group(
+            rank, seed=seed, most_delay_s=most_delay_s, attn_cp_size=attn_cp_size
+        )
+        try:
+            return work(group)
+        except BaseException as error:
+            first.append(error)
+            exchange.fail(error)
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    if first:
+        raise first[0]
+    return [future.result() for future in futures]
+
+
 class EchoGroup(RankGroup):
     """Rank 0 of two, of which the other sees whatever this one sees."""
 
@@ -116,13 +162,24 @@ class MemoryRankGroup(RankGroup):
     """One rank of a `MemoryExchange`. One thread uses it."""
 
     def __init__(
-        self, exchange: MemoryExchange, rank: int, rng: random.Random, most_delay_s: float
+        self,
+        exchange: MemoryExchange,
+        rank: int,
+        rng: random.Random,
+        most_delay_s: float,
+        attn_cp_size: int,
     ) -> None:
+        assert exchange.size % attn_cp_size == 0, "as many ranks in each set"
         self._exchange = exchange
         self._rank = rank
         self._rng = rng
         self._most_delay_s = most_delay_s
+        self._attn_cp_size = attn_cp_size
         self._num_calls = 0
+
+    @property
+    def attn_cp_size(self) -> int:
+        return self._attn_cp_size
 
     @property
     def rank(self) -> int:

@@ -9,13 +9,14 @@ insert.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.state_spec import RankShare
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
@@ -56,10 +57,13 @@ class StateRig(CacheRig):
     num_states: int = 12
     alignment: int = 0
     """Tokens; 0: a page."""
+    state_share: RankShare = field(default_factory=RankShare)
+    """Whose heads the states are, to L3; their shape does not follow it."""
 
     def __post_init__(self) -> None:
         self.alignment = self.alignment or self.page_size
-        self.mamba = MambaPool(SPEC, self.num_states, RIG_DEVICE)
+        spec = replace(SPEC, share=self.state_share)
+        self.mamba = MambaPool(spec, self.num_states, RIG_DEVICE)
         super().__post_init__()
 
     def model_pools(self) -> ModelPools | None:

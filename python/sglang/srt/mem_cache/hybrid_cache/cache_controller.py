@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.l3.storage_groups import pages_per_read
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.utils.threads import share_interpreter
@@ -335,6 +336,7 @@ class HiCacheController:
         connect: Callable[[], HiCacheStorage],
         settings: StorageSettings,
         namespace: str,
+        shards: Mapping[str, PoolShards],
     ) -> StorageIO:
         """Connect to L3 and start its threads, to be attached or closed. Any thread.
 
@@ -342,6 +344,7 @@ class HiCacheController:
             connect: Makes a client with its pools registered.
             settings: Thresholds, and what to do if the store cannot be reached.
             namespace: First part of every key.
+            shards: By pool, how its pages are objects.
 
         Raises:
             ValueError: The configuration cannot work.
@@ -357,7 +360,7 @@ class HiCacheController:
             page_size=self.page_size,
             page_bytes=self.mem_pool_host.page_bytes,
             pages_per_read=pages_per_read(self.mem_pool_host.anchor.page_num),
-            pools=StoredPools(self.mem_pool_host.extra_queries, self._transfers.resolve),
+            pools=StoredPools(self.mem_pool_host.extra_queries, self._transfers.resolve, shards),
             threshold_pages=settings.threshold_pages(self.page_size),
             pass_prefix_keys=settings.pass_prefix_keys,
             metrics=self._metrics,

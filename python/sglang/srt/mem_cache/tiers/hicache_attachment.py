@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.namespace import CacheNamespace
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards
 from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class StorageAttachment:
 
     Args:
         controller: Holds the threads and the client.
-        group: The ranks; each has objects of its own in L3.
+        group: The ranks, which share the objects in L3 whose bytes they share.
         weights_identity: Digest of weights and configuration, for the namespace.
         model_name: Handed to backends.
         prefetch_policy: To begin with.
@@ -167,8 +168,12 @@ class StorageAttachment:
 
     def _open(self, backend: str, config: dict[str, Any], settings: StorageSettings) -> OpenStorage:
         namespace = self._namespace()
-        connect = self._connector(backend, config, namespace)
-        storage_io = self._controller.open_storage(connect, settings, namespace)
+        shards = {
+            name: PoolShards.of(name, entry.spec.share, self._group, None)
+            for name, entry in self._controller.mem_pool_host.entries.items()
+        }
+        connect = self._connector(backend, config, settings, namespace, shards)
+        storage_io = self._controller.open_storage(connect, settings, namespace, shards)
         return OpenStorage(backend, config, settings, storage_io)
 
     def _use(self, storage: OpenStorage) -> None:
@@ -190,27 +195,39 @@ class StorageAttachment:
         ).digest()
 
     def _connector(
-        self, backend: str, config: dict[str, Any], namespace: str
+        self,
+        backend: str,
+        config: dict[str, Any],
+        settings: StorageSettings,
+        namespace: str,
+        shards: Mapping[str, PoolShards],
     ) -> Callable[[], HiCacheStorage]:
-        group, share = self._controller.mem_pool_host, self._controller.mem_pool_device.spec.share
+        group, ranks = self._controller.mem_pool_host, self._group
+        anchor, *extra = (
+            (one.pool, group.get_pool(name))
+            for name in [group.anchor_entry.name, *group.extra_pools]
+            for one in shards[name].objects
+        )
         storage_config = HiCacheStorageConfig(
-            tp_rank=self._group.rank,
-            tp_size=self._group.size,
+            tp_rank=ranks.attn_tp_rank,
+            tp_size=ranks.attn_tp_size,
             pp_rank=0,
             pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=share.split is RankSplit.SAME,
+            attn_cp_rank=ranks.attn_cp_rank,
+            attn_cp_size=ranks.attn_cp_size,
+            is_mla_model=group.anchor_entry.spec.share.split is RankSplit.SAME,
             enable_storage_metrics=True,
             is_page_first_layout=group.anchor.is_zero_copy,
             model_name=self._model_name,
+            should_split_heads=any(one.is_split for one in shards.values()),
             extra_config=config,
             namespace=namespace,
+            object_names={one.pool: one.name for all in shards.values() for one in all.objects},
         )
 
         def connect() -> HiCacheStorage:
             return StorageBackendFactory.create_backend(
-                backend, storage_config, group.anchor, extra_pools=group.extra_pools
+                backend, storage_config, anchor[1], extra_pools=dict(extra)
             )
 
         return connect

@@ -38,7 +38,7 @@ def shown(parts: list[PoolTransfer]) -> dict[str, tuple[list[int], list[str] | N
     shown_parts = {}
     for part in parts:
         assert part.host_indices is not None
-        shown_parts[part.name.value] = (part.host_indices.tolist(), part.keys)
+        shown_parts[str(part.name)] = (part.host_indices.tolist(), part.keys)
     return shown_parts
 
 
@@ -65,13 +65,14 @@ def test_a_state_without_keys_stands_behind_the_last_page_that_moves() -> None:
 def test_a_page_has_landed_when_all_its_parts_have() -> None:
     parts = parts_of_pages([KV, INDEXER, states(1, ["d"])], HASHES, 0, 5)
     whole = [LANDED] * 5
-    assert combined_outcomes(parts, [whole, whole, [LANDED]]) == whole
-    assert combined_outcomes(parts[:1], [[LANDED, MISS]]) == [LANDED, MISS]
-    damaged = [LANDED, LANDED, DAMAGED, SHORT, SHORT]
-    assert combined_outcomes(parts, [whole, damaged, [LANDED]]) == damaged
-    assert combined_outcomes(parts, [whole, whole, [MISS]]) == [LANDED] * 3 + [MISS, LANDED]
     missing = [LANDED, MISS, SHORT, SHORT, SHORT]
-    assert combined_outcomes(parts, [missing, damaged, [FAILED]]) == missing, "the anchor's first"
+    assert combined_outcomes(HASHES, parts, [whole, whole, [LANDED]]) == whole
+    assert combined_outcomes(HASHES, parts[:1], [missing]) == missing
+    damaged = [LANDED, LANDED, DAMAGED, SHORT, SHORT]
+    assert combined_outcomes(HASHES, parts, [whole, damaged, [LANDED]]) == damaged
+    assert combined_outcomes(HASHES, parts, [whole, whole, [MISS]]) == [LANDED] * 3 + [MISS, LANDED]
+    first = combined_outcomes(HASHES, parts, [missing, damaged, [FAILED]])
+    assert first == missing, "the anchor's first"
 
 
 @pytest.mark.parametrize(
