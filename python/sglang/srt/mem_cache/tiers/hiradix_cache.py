@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.tiers.host_backup import HostBackup
@@ -69,7 +70,8 @@ class HiRadixCache(RadixCache):
     """Prefix cache of up to three tiers, built from the server's arguments.
 
     Raises:
-        ValueError: A layout, size or policy that cannot work.
+        ValueError: A layout, size or policy that cannot work; of several ranks whatever failed on
+            one of them, on all, with its name.
         StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
 
     Attributes:
@@ -102,7 +104,7 @@ class HiRadixCache(RadixCache):
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
         )
-        self.administration = StorageAdministration(self, self._attachment)
+        self.administration = StorageAdministration(self, self._attachment, self._group)
         host_states = self.host_states = _make_host_states(tree, controller)
         host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
         link = self.storage_link = StorageLink(self._attachment, self.administration)
@@ -143,12 +145,10 @@ class HiRadixCache(RadixCache):
         if self.states is not None and host_states is not None:
             self._books.counts["free states of L1"] = self.states.pool.available_size
             self._books.counts["free states of L2"] = host_states.pool.available_size
-        if server_args.hicache_storage_backend is not None:
+        if (backend := server_args.hicache_storage_backend) is not None:
+            extra_config = server_args.hicache_storage_backend_extra_config
             try:
-                self._attachment.attach(
-                    server_args.hicache_storage_backend,
-                    server_args.hicache_storage_backend_extra_config,
-                )
+                on_all_ranks(self._group, lambda: self._attachment.attach(backend, extra_config))
             except BaseException:
                 controller.shutdown()
                 raise
@@ -364,7 +364,14 @@ def _make_controller(
     build_host_stack: BuildHostStack,
 ) -> HiCacheController:
     """L2, and what moves bytes to and from it."""
-    allocator = params.token_to_kv_pool_allocator
+    allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
+    allocator_type = on_all_ranks(
+        ranks,
+        lambda: host_allocator_type(
+            server_args.hicache_storage_backend,
+            server_args.hicache_storage_backend_extra_config,
+        ),
+    )
     io_backend, host_pool = build_host_stack(
         params.model_pools or ModelPools.of([allocator.get_kvcache()]),
         ratio=server_args.hicache_ratio,
@@ -372,10 +379,8 @@ def _make_controller(
         io_backend=server_args.hicache_io_backend,
         layout=server_args.hicache_mem_layout,
         has_storage=server_args.hicache_storage_backend is not None,
-        allocator_type=host_allocator_type(
-            server_args.hicache_storage_backend,
-            server_args.hicache_storage_backend_extra_config,
-        ),
+        allocator_type=allocator_type,
+        ranks=ranks,
     )
     return HiCacheController(
         allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics
