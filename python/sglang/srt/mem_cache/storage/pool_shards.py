@@ -100,6 +100,11 @@ class PoolShards:
         """A page is several objects."""
         return len(self.objects) > 1
 
+    @property
+    def holds_all_heads(self) -> bool:
+        """A page is one object on all ranks."""
+        return not self.objects[0].group.shard
+
     def writes(self, object_key: str) -> bool:
         """Whether this rank writes an object that it holds: of the ranks that hold it exactly one
         does, each of them equally many."""

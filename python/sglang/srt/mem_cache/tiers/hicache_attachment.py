@@ -16,7 +16,9 @@ from sglang.srt.arg_groups.extra_config import (
 )
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.state_spec import RankSplit
+from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_layout import page_byte_order
+from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
@@ -26,7 +28,7 @@ from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.namespace import CacheNamespace
 from sglang.srt.mem_cache.storage.pool_shards import PoolShards
-from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig
+from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, StoragePool
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +171,14 @@ class StorageAttachment:
     def _open(self, backend: str, config: dict[str, Any], settings: StorageSettings) -> OpenStorage:
         namespace = self._namespace()
         shards = {
-            name: PoolShards.of(name, entry.spec.share, self._group, None)
+            name: PoolShards.of(name, entry.spec.share, self._group, settings.tp_lcm_size)
             for name, entry in self._controller.mem_pool_host.entries.items()
         }
+        if settings.tp_lcm_size is not None and all(one.holds_all_heads for one in shards.values()):
+            logger.warning(
+                "extra config tp_lcm_size=%d has no effect: objects of this model hold all heads",
+                settings.tp_lcm_size,
+            )
         connect = self._connector(backend, config, settings, namespace, shards)
         storage_io = self._controller.open_storage(connect, settings, namespace, shards)
         return OpenStorage(backend, config, settings, storage_io)
@@ -204,9 +211,9 @@ class StorageAttachment:
     ) -> Callable[[], HiCacheStorage]:
         group, ranks = self._controller.mem_pool_host, self._group
         anchor, *extra = (
-            (one.pool, group.get_pool(name))
+            pool
             for name in [group.anchor_entry.name, *group.extra_pools]
-            for one in shards[name].objects
+            for pool in _storage_pools(group.get_pool(name), shards[name])
         )
         storage_config = HiCacheStorageConfig(
             tp_rank=ranks.attn_tp_rank,
@@ -219,6 +226,7 @@ class StorageAttachment:
             enable_storage_metrics=True,
             is_page_first_layout=group.anchor.is_zero_copy,
             model_name=self._model_name,
+            tp_lcm_size=settings.tp_lcm_size,
             should_split_heads=any(one.is_split for one in shards.values()),
             extra_config=config,
             namespace=namespace,
@@ -231,6 +239,19 @@ class StorageAttachment:
             )
 
         return connect
+
+
+def _storage_pools(pool: AnyHostPool, shards: PoolShards) -> list[tuple[str, StoragePool]]:
+    """What a backend knows of a host pool: one pool for each object of a page, by its name.
+
+    Raises ValueError where the pool cannot be cut by heads.
+    """
+    if not shards.is_split:
+        return [(shards.objects[0].pool, pool)]
+    count = len(shards.objects)
+    return [
+        (one.pool, HeadGroupPool(pool, index, count)) for index, one in enumerate(shards.objects)
+    ]
 
 
 def _settings(backend: str, config: dict[str, Any]) -> StorageSettings:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +145,76 @@ def test_ranks_without_the_common_size_do_not_find_those_of_others(storage_dir: 
     assert run_on_ranks(1, read_all(sharded, PROMPT)) == [Reused()]
     context_parallel = run_on_ranks(4, read_all(sharded, PROMPT), attn_cp_size=2)
     assert context_parallel == [Reused(storage=160)] * 4
+
+
+# -- servers of several sizes ----------------------------------------------------------------------
+
+COMMON = HiCacheSettings(
+    hicache_storage_backend="file",
+    hicache_storage_backend_extra_config='{"prefetch_threshold": 4, "tp_lcm_size": 4}',
+)
+
+
+@pytest.mark.parametrize("heads", [4, 2, 8])
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_pages_written_by_one_number_of_ranks_are_read_by_any(
+    storage_dir: Path, heads: int, writers: int
+) -> None:
+    """With 2 heads several of 4 ranks have the same one."""
+
+    def make(group: RankGroup, layout: str = "auto") -> CacheRig:
+        settings = replace(COMMON, hicache_mem_layout=layout)
+        return ShardedRig(l1_pages=128, settings=settings, group=group, total_heads=heads)
+
+    shares = run_on_ranks(writers, write_all(make, PROMPT))
+    assert sum(shares) == len(objects(storage_dir)) == min(heads, 4) * PAGES
+    # Layouts of the same order of bytes.
+    for ranks, layout in ((1, "layer_first"), (2, "page_first_kv_split"), (4, "page_first_direct")):
+        read = read_all(partial(make, layout=layout), PROMPT)
+        assert run_on_ranks(ranks, read) == [Reused(storage=160)] * ranks
+    assert run_on_ranks(4, read_all(make, PROMPT), attn_cp_size=2) == [Reused(storage=160)] * 4
+    assert len(objects(storage_dir)) == min(heads, 4) * PAGES, "nothing was written again"
+
+
+def test_a_missing_group_of_heads_makes_the_page_missing_on_every_rank(storage_dir: Path) -> None:
+    def make(group: RankGroup) -> CacheRig:
+        return ShardedRig(l1_pages=128, settings=COMMON, group=group)
+
+    run_on_ranks(2, write_all(make, PROMPT))
+    page = RadixKey(PROMPT[:160]).page_hashes(PAGE)[30]
+    (lost,) = storage_dir.glob(f"*/??/{page}*h2-2*")
+    lost.unlink()
+    assert run_on_ranks(1, read_all(make, PROMPT)) == [Reused(storage=120)], "and wrote it again"
+    assert lost.exists()
+    assert run_on_ranks(4, read_all(make, PROMPT)) == [Reused(storage=160)] * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "told"),
+    [
+        (2, 3, "tp_lcm_size: 3 is no multiple of the 2 ranks"),
+        (1, 3, "tp_lcm_size: 3 ranks cannot split the 4 heads of pool kv evenly"),
+        (1, 0, "tp_lcm_size: a number of ranks, not 0"),
+        (1, True, "tp_lcm_size: a number of ranks, not True"),
+    ],
+)
+def test_a_common_size_that_cannot_work_ends_the_start(ranks: int, size: object, told: str) -> None:
+    extra = json.dumps({"tp_lcm_size": size})
+    settings = replace(COMMON, hicache_storage_backend_extra_config=extra)
+
+    def work(group: RankGroup) -> None:
+        ShardedRig(l1_pages=8, settings=settings, group=group)
+
+    with pytest.raises(ValueError, match=told):
+        run_on_ranks(ranks, work)
+
+
+def test_a_common_size_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def work(group: RankGroup) -> None:
+        MLARig(l1_pages=8, settings=COMMON, group=group).close()
+
+    run_on_ranks(2, work)
+    assert "tp_lcm_size=4 has no effect: objects of this model hold all heads" in caplog.text
 
 
 # -- a rank that fails ----------------------------------------------------------------------------
