@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_ranks import run_on_ranks
 from sglang.test.mla_rig import MLARig
-from sglang.test.sharded_rig import ShardedRig
+from sglang.test.sharded_rig import ShardedRig, ShardedStateRig
+from sglang.test.state_rig import SPEC, StateRig
 from sglang.test.storage_rigs import counts, storage_io_of
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -174,6 +176,29 @@ def test_pages_written_by_one_number_of_ranks_are_read_by_any(
         assert run_on_ranks(ranks, read) == [Reused(storage=160)] * ranks
     assert run_on_ranks(4, read_all(make, PROMPT), attn_cp_size=2) == [Reused(storage=160)] * 4
     assert len(objects(storage_dir)) == min(heads, 4) * PAGES, "nothing was written again"
+
+
+def test_states_are_cut_by_heads_as_pages_are(storage_dir: Path) -> None:
+    def make(group: RankGroup) -> CacheRig:
+        return ShardedStateRig(l1_pages=128, settings=COMMON, group=group)
+
+    run_on_ranks(2, write_all(make, PROMPT))
+    ends = {name.partition("%2F")[2] for name in objects(storage_dir)}
+    assert ends == {f"kv%2Fh{head}-{head}%2E4" for head in range(4)} | {
+        f"mamba%2Fh{head}-{head + 1}%2E8" for head in (0, 2, 4, 6)
+    }
+    for ranks in (1, 2, 4):
+        assert run_on_ranks(ranks, read_all(make, PROMPT)) == [Reused(storage=160)] * ranks
+
+
+def test_states_that_cannot_be_cut_are_refused_by_name() -> None:
+    spec = replace(SPEC, share=RankShare(RankSplit.HEADS, 0, 4, 4))
+
+    def work(group: RankGroup) -> None:
+        StateRig(l1_pages=8, settings=COMMON, group=group, spec=spec)
+
+    with pytest.raises(ValueError, match=r"pool mamba: its buffer temporal .* leave tp_lcm_size"):
+        run_on_ranks(1, work)
 
 
 def test_a_missing_group_of_heads_makes_the_page_missing_on_every_rank(storage_dir: Path) -> None:

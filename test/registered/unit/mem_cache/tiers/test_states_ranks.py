@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.cache_rig import HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_ranks import MemoryExchange
-from sglang.test.state_rig import StateRig
+from sglang.test.state_rig import SPEC, StateRig
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
@@ -73,7 +74,7 @@ def test_ranks_agree_on_pages_and_states(storage_dir: Path, policy: str) -> None
             l1_pages=24,
             num_states=6,
             group=exchange.group(rank, seed=3, most_delay_s=0.001),
-            state_share=RankShare(RankSplit.HEADS, rank, rank + 1, RANKS),
+            spec=replace(SPEC, share=RankShare(RankSplit.HEADS, rank, rank + 1, RANKS)),
             settings=HiCacheSettings(
                 hicache_ratio=2.0,
                 hicache_write_policy=policy,
