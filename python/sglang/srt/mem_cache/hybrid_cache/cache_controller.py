@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import (
     CopyStream,
     Event,
@@ -136,6 +137,7 @@ class HiCacheController:
         page_size: Tokens.
         io_backend: Resolved; see host_layout.py.
         metrics: Counts what happened.
+        ranks: All of them, which share L3; by default this one alone.
     """
 
     def __init__(
@@ -146,7 +148,9 @@ class HiCacheController:
         *,
         io_backend: str,
         metrics: HiCacheMetrics,
+        ranks: RankGroup | None = None,
     ) -> None:
+        self.ranks = ranks or SingleRank()
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
         self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
         self.mem_pool_host = mem_pool_host
@@ -330,6 +334,10 @@ class HiCacheController:
         return self._next_id
 
     # ---- L3 --------------------------------------------------------------------------------
+
+    def get_attn_cp_rank_and_size(self) -> tuple[int, int]:
+        """Which of the ranks with the same heads this one is, and how many there are."""
+        return self.ranks.attn_cp_rank, self.ranks.attn_cp_size
 
     def open_storage(
         self,

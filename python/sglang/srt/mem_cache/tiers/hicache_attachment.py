@@ -14,7 +14,6 @@ from sglang.srt.arg_groups.extra_config import (
     parse_extra_config,
     without_secrets,
 )
-from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.state_spec import RankSplit
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_layout import page_byte_order
@@ -62,8 +61,7 @@ class StorageAttachment:
     """Which backend is attached, with which settings; policies outlive a detachment.
 
     Args:
-        controller: Holds the threads and the client.
-        group: The ranks, which share the objects in L3 whose bytes they share.
+        controller: Holds the threads and the client, and knows the ranks.
         weights_identity: Digest of weights and configuration, for the namespace.
         model_name: Handed to backends.
         prefetch_policy: To begin with.
@@ -73,13 +71,11 @@ class StorageAttachment:
         self,
         controller: HiCacheController,
         *,
-        group: RankGroup,
         weights_identity: str,
         model_name: str | None,
         prefetch_policy: str,
     ) -> None:
         self._controller = controller
-        self._group = group
         self._weights_identity = weights_identity
         self._model_name = model_name
         self.prefetch_policy = parse_policy(prefetch_policy)
@@ -171,7 +167,9 @@ class StorageAttachment:
     def _open(self, backend: str, config: dict[str, Any], settings: StorageSettings) -> OpenStorage:
         namespace = self._namespace()
         shards = {
-            name: PoolShards.of(name, entry.spec.share, self._group, settings.tp_lcm_size)
+            name: PoolShards.of(
+                name, entry.spec.share, self._controller.ranks, settings.tp_lcm_size
+            )
             for name, entry in self._controller.mem_pool_host.entries.items()
         }
         if settings.tp_lcm_size is not None and all(one.holds_all_heads for one in shards.values()):
@@ -209,7 +207,8 @@ class StorageAttachment:
         namespace: str,
         shards: Mapping[str, PoolShards],
     ) -> Callable[[], HiCacheStorage]:
-        group, ranks = self._controller.mem_pool_host, self._group
+        group, ranks = self._controller.mem_pool_host, self._controller.ranks
+        attn_cp_rank, attn_cp_size = self._controller.get_attn_cp_rank_and_size()
         anchor, *extra = (
             pool
             for name in [group.anchor_entry.name, *group.extra_pools]
@@ -220,8 +219,8 @@ class StorageAttachment:
             tp_size=ranks.attn_tp_size,
             pp_rank=0,
             pp_size=1,
-            attn_cp_rank=ranks.attn_cp_rank,
-            attn_cp_size=ranks.attn_cp_size,
+            attn_cp_rank=attn_cp_rank,
+            attn_cp_size=attn_cp_size,
             is_mla_model=group.anchor_entry.spec.share.split is RankSplit.SAME,
             enable_storage_metrics=True,
             is_page_first_layout=group.anchor.is_zero_copy,

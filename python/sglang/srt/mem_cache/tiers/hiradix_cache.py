@@ -99,7 +99,6 @@ class HiRadixCache(RadixCache):
         self._group = params.tp_cache_group
         self._attachment = StorageAttachment(
             controller,
-            group=params.tp_cache_group,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
@@ -383,5 +382,5 @@ def _make_controller(
         ranks=ranks,
     )
     return HiCacheController(
-        allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics
+        allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics, ranks=ranks
     )

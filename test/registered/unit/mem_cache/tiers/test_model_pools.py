@@ -335,6 +335,8 @@ def test_a_backend_of_one_pool_is_refused_by_name(
     with pytest.raises(ValueError, match=rf"{backend.__name__} knows one pool.*'indexer'"):
         rigs.make(backend, kind=MarksRig)
     rigs.make(backend, kind=CacheRig)
+    with pytest.raises(ValueError, match=rf"{backend.__name__} knows one pool.*'kv/h1-1.2'"):
+        rigs.make(backend, kind=CacheRig, extra={"tp_lcm_size": 2})
 
 
 def test_engines_with_other_pools_share_nothing(rigs: StorageRigs) -> None:

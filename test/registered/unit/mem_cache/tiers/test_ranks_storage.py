@@ -33,6 +33,10 @@ L3 = HiCacheSettings(
     hicache_storage_backend="file",
     hicache_storage_backend_extra_config='{"prefetch_threshold": 4}',
 )
+COMMON = HiCacheSettings(
+    hicache_storage_backend="file",
+    hicache_storage_backend_extra_config='{"prefetch_threshold": 4, "tp_lcm_size": 4}',
+)
 
 
 def sharded(group: RankGroup, **args: Any) -> ShardedRig:
@@ -141,6 +145,21 @@ def test_names_have_heads_and_no_ranks(storage_dir: Path) -> None:
     assert ends == {"h0-1%2E4", "h2-3%2E4", "kv", "indexer"}
 
 
+def test_backends_are_told_the_rank_in_attention_and_who_has_the_same_heads() -> None:
+    def work(group: RankGroup) -> tuple[int, ...]:
+        rig = ShardedRig(l1_pages=8, settings=COMMON, group=group)
+        storage = storage_io_of(rig).storage
+        assert storage is not None and storage.storage_config is not None
+        told = storage.storage_config
+        rig.close()
+        assert (told.tp_lcm_size, told.should_split_heads, told.is_mla_model) == (4, True, False)
+        assert rig.hi.cache_controller.get_attn_cp_rank_and_size() == (group.rank // 2, 2)
+        return told.tp_rank, told.tp_size, told.attn_cp_rank, told.attn_cp_size
+
+    ranks = run_on_ranks(4, work, attn_cp_size=2)
+    assert ranks == [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
+
+
 def test_ranks_without_the_common_size_do_not_find_those_of_others(storage_dir: Path) -> None:
     run_on_ranks(2, write_all(sharded, PROMPT))
     assert run_on_ranks(4, read_all(sharded, PROMPT)) == [Reused()] * 4
@@ -150,11 +169,6 @@ def test_ranks_without_the_common_size_do_not_find_those_of_others(storage_dir: 
 
 
 # -- servers of several sizes ----------------------------------------------------------------------
-
-COMMON = HiCacheSettings(
-    hicache_storage_backend="file",
-    hicache_storage_backend_extra_config='{"prefetch_threshold": 4, "tp_lcm_size": 4}',
-)
 
 
 @pytest.mark.parametrize("heads", [4, 2, 8])
