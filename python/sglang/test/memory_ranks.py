@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.distributed.tensor_group import TensorGroup
 
 _DEADLINE_S: Final = 60.0
+
+T = TypeVar("T")
 
 
 class RankIsMissing(TimeoutError):
@@ -111,6 +114,43 @@ class MemoryExchange:
                 # Ranks of other members may wait for these in a later call.
                 self.fail(error)
                 raise error
+
+
+def run_on_ranks(
+    size: int,
+    work: Callable[[RankGroup], T],
+    *,
+    attn_cp_size: int = 1,
+    seed: int = 0,
+    most_delay_s: float = 0.0,
+) -> list[T]:
+    """What `work` returns on each rank, each on a thread of its own; the first error that a rank
+    raises.
+
+    Args:
+        size: Ranks.
+        work: Is given the rank's group.
+        attn_cp_size: Of the groups.
+        seed: Of the delays.
+        most_delay_s: Of each collective of a rank.
+    """
+    exchange = MemoryExchange(size, attn_cp_size=attn_cp_size)
+    first: list[BaseException] = []
+
+    def run(rank: int) -> T:
+        group = exchange.group(rank, seed=seed, most_delay_s=most_delay_s)
+        try:
+            return work(group)
+        except BaseException as error:
+            first.append(error)
+            exchange.fail(error)
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    if first:
+        raise first[0]
+    return [future.result() for future in futures]
 
 
 class EchoGroup(RankGroup):

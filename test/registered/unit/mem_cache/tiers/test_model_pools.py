@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -356,6 +355,8 @@ def test_a_backend_of_one_pool_is_refused_by_name(
     with pytest.raises(ValueError, match=rf"{backend.__name__} knows one pool.*'indexer'"):
         rigs.make(backend, kind=MarksRig)
     rigs.make(backend, kind=CacheRig)
+    with pytest.raises(ValueError, match=rf"{backend.__name__} knows one pool.*'kv/h1-1.2'"):
+        rigs.make(backend, kind=CacheRig, extra={"tp_lcm_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -413,23 +414,6 @@ def test_engines_with_other_pools_share_nothing(rigs: StorageRigs) -> None:
     with_marks.settle()
     assert without.run(PROMPT) == Reused()
     without.settle()
-
-
-def test_what_is_the_same_on_every_rank_is_one_object(rigs: StorageRigs, kind: Kind) -> None:
-    """Heads are split between ranks, latent rows are not."""
-    rig = rigs.make("file", kind=kind)
-    rig.run(PROMPT)
-    storage = storage_io_of(rig).storage
-    assert storage is not None and storage.storage_config is not None
-    two = replace(storage.storage_config, tp_rank=1, tp_size=2)
-    assert (
-        two.object_key("ns/page", "kv")
-        == {
-            MLARig: "ns/page/kv",
-            MarksRig: "ns/page/kv/1_2",
-        }[kind]
-    )
-    rig.settle()
 
 
 def test_the_start_line_counts_the_bytes_of_all_pools() -> None:
