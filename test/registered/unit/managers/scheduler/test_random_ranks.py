@@ -78,9 +78,15 @@ def test_ranks_that_act_on_their_own_progress_diverge(seed: int, has_referee: bo
 
 
 def over_tp_alone(group: RankGroup) -> RankGroup:
-    """A rank that agrees with those that split heads with it, and not with other sets."""
+    """A rank that, once it has started, agrees with those that split heads with it alone."""
     assert isinstance(group, MemoryRankGroup)
-    group.rounds = [one for one in group.rounds if one[0] == "TP"]
+    broadcast = group.broadcast
+
+    def of_a_tick(payload: bytes | None) -> bytes:
+        group.rounds = [one for one in group.rounds if one[0] == "TP"]
+        return broadcast(payload)
+
+    group.broadcast = of_a_tick  # type: ignore[method-assign]
     return group
 
 
