@@ -18,10 +18,17 @@ MOST_REASON_BYTES: Final = 1024
 T = TypeVar("T")
 
 
-def on_all_ranks(ranks: RankGroup, work: Callable[[], T]) -> T:
+def on_all_ranks(
+    ranks: RankGroup, work: Callable[[], T], discard: Callable[[T], object] = lambda _: None
+) -> T:
     """What `work` returns on this rank, once it has succeeded on all. A collective.
 
     With one rank this is `work()`, with the exceptions of that.
+
+    Args:
+        ranks: All of them.
+        work: May raise any `Exception`.
+        discard: Undoes what `work` has made here where it failed elsewhere.
 
     Raises:
         ValueError: It failed on some rank. On every rank the same text, which names the ranks that
@@ -37,6 +44,8 @@ def on_all_ranks(ranks: RankGroup, work: Callable[[], T]) -> T:
         error = raised
     why = reasons(gather_texts(ranks, "" if error is None else reason(error), MOST_REASON_BYTES))
     if why:
+        for made in result:
+            discard(made)
         raise ValueError(why) from error
     return result[0]
 

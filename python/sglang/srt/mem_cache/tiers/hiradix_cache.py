@@ -390,6 +390,15 @@ def _make_controller(
         allocator_type=allocator_type,
         ranks=ranks,
     )
-    return HiCacheController(
-        allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics, ranks=ranks
+    return on_all_ranks(
+        ranks,
+        lambda: HiCacheController(
+            allocator,
+            host_pool,
+            params.page_size,
+            io_backend=io_backend,
+            metrics=metrics,
+            ranks=ranks,
+        ),
+        HiCacheController.shutdown,
     )
