@@ -181,7 +181,7 @@ def test_a_description_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def explained(*books: CacheBooks) -> list[str]:
-    exchange = MemoryExchange(len(books), deadline_s=20)
+    exchange = MemoryExchange(len(books), deadline_s=60)
     with ThreadPoolExecutor(len(books)) as pool:
         return list(
             pool.map(
