@@ -42,7 +42,7 @@ def bench(*flags: str, cwd: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
         cwd=cwd,
         env=child_environment({"OMP_NUM_THREADS": "1"}),
     )

@@ -27,7 +27,7 @@ def run(script: str, *flags: str, status: int = 0) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
         env=child_environment({"OMP_NUM_THREADS": "1"}),
     )
     assert done.returncode == status, done.stderr[-2000:]
@@ -171,7 +171,7 @@ def test_against_a_real_server(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=240,
             env=child_environment(),
         )
     assert [one["failed"] for one in rounds] == [0, 0, 0]

@@ -106,16 +106,6 @@ def test_c14_whole_pages_replayed_hit_all_but_the_last(server: EngineServer, pag
     assert again.cached["storage"] >= (pages - 1) * PAGE
 
 
-def test_1024_tokens_survive_a_restart(cluster: MooncakeCluster, server: EngineServer) -> None:
-    prompt = tokens(1024, 1024)
-    cold = server.generate(prompt)
-    server.flush()
-    with EngineServer(*FLAGS, env=cluster.engine_env()) as fresh:
-        warm = fresh.generate(prompt)
-    assert warm.cached["storage"] >= 896
-    assert warm.output_ids == cold.output_ids
-
-
 def test_each_round_of_a_conversation_reuses_the_one_before(server: EngineServer) -> None:
     history: list[int] = []
     least = 0

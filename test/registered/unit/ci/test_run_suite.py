@@ -45,7 +45,7 @@ def run(root: Path, *argv: str) -> tuple[int, list[str]]:
         [sys.executable, str(SCRIPT), "--hw", "cpu", "--root", str(root), *argv],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     return done.returncode, done.stdout.splitlines()
