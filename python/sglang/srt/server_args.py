@@ -249,8 +249,11 @@ class ServerArgs:
 
     # HiCache
     enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
-    hicache_ratio: float = flag(2.0, "Tokens of L2 per token of L1.")
-    hicache_size: float = flag(0.0, "GB of L2 per rank; overrides the ratio; 0: use the ratio.")
+    hicache_ratio: float = flag(2.0, "Tokens (and recurrent states) of L2 per one of L1.")
+    hicache_size: float = flag(
+        0.0,
+        "GB of L2 per rank, all kinds of state together; overrides the ratio; 0: use the ratio.",
+    )
     hicache_write_policy: str = flag(
         "write_through",
         "When pages are copied from L1 to L2.",

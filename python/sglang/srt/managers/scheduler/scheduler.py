@@ -22,10 +22,9 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_batch
-from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
+from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult, naming_the_remedy
 from sglang.srt.managers.scheduler.parts import SchedulerParts
 from sglang.srt.managers.scheduler.state import SchedulerState
-from sglang.srt.managers.scheduler.watchdog import naming_the_remedy
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
