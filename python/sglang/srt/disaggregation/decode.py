@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 BeginPrompt = Callable[["Bootstrap", Sequence[int], int], "RemotePrompt"]
 """Begins to get a prompt: the room, this server's pages, and the prompt's page that the first of
 them is for."""
+DeclineRoom = Callable[["Bootstrap", str], None]
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class DecodeHalf:
         state: The scheduler's.
         holder: Gives requests their slots.
         begin: Begins to get a prompt, in a thread of its own.
+        decline: Tells a prefill server, in such a thread, that nobody will come for a room.
         end_all: Ends these threads.
     """
 
@@ -53,11 +55,13 @@ class DecodeHalf:
         state: SchedulerState,
         holder: Holder,
         begin: BeginPrompt,
+        decline: DeclineRoom = lambda meeting, reason: None,
         end_all: Callable[[], None] = lambda: None,
     ) -> None:
         self._state = state
         self._holder = holder
         self._begin = begin
+        self._decline = decline
         self._end_all = end_all
         self._wanted: dict[str, Req] = {}
         """By id: requests that wait for slots, in order of arrival."""
@@ -78,8 +82,12 @@ class DecodeHalf:
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
-        if message.bootstrap is not None and self._wanted.pop(message.rid, None) is not None:
-            del self._owners[message.bootstrap.room]
+        meeting = message.bootstrap
+        if meeting is None or self._owners.get(meeting.room, message.rid) != message.rid:
+            return
+        self._wanted.pop(message.rid, None)
+        self._owners.pop(meeting.room, None)
+        self._decline(meeting, reason.message or "refused")
 
     def is_remote(self, req: Req) -> bool:
         return req.rid in self._wanted
@@ -164,8 +172,9 @@ class DecodeHalf:
         if meeting is None or self._owners.get(meeting.room) != req.rid:
             return
         del self._owners[meeting.room]
-        self._wanted.pop(req.rid, None)
         self._coming.pop(req.rid, None)
+        if self._wanted.pop(req.rid, None) is not None:
+            self._decline(meeting, reason.message or "the request has ended")
 
     def close(self) -> None:
         for coming in self._coming.values():

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.common.remote_prompt import (
     FindEndpoint,
     Patience,
     RemotePrompt,
+    decline,
 )
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
@@ -119,7 +120,14 @@ def _decode(
         threads.submit(prompt.run)
         return prompt
 
-    return lambda state, holder: DecodeHalf(state, holder, begin, threads.close)
+    def decline_room(meeting: Bootstrap, reason: str) -> None:
+        threads.submit(
+            lambda: decline(
+                meeting, reason, find_endpoint=find_endpoint, patience=patience, context=context
+            )
+        )
+
+    return lambda state, holder: DecodeHalf(state, holder, begin, decline_room, threads.close)
 
 
 def _silence() -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import xxhash
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.room_desk import RoomExists
+from sglang.srt.disaggregation.common.room_desk import RoomDeclined, RoomExists
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 
@@ -70,6 +70,8 @@ class PrefillHalf:
             self._desk.open(meeting.room)
         except RoomExists as error:
             return FinishReason(type="abort", message=str(error), status_code=400)
+        except RoomDeclined as error:
+            return FinishReason(type="abort", message=str(error), status_code=LOST_STATUS)
         self._owners[meeting.room] = req.rid
         return None
 
@@ -81,7 +83,7 @@ class PrefillHalf:
         if owner is None:
             try:
                 self._desk.open(meeting.room)
-            except RoomExists:
+            except (RoomExists, RoomDeclined):
                 return
         elif owner != message.rid:
             return  # The room is another request's, which is not refused.

@@ -139,11 +139,9 @@ class RemotePrompt:
         meeting = self._meeting
         endpoint = self._find_endpoint(meeting.host, meeting.port)
         with _Conversation(endpoint, self._context, self._patience, self._cancelled) as talk:
-            offer = talk.ask(Hello(), Offer)
-            refusal = self._geometry.why_not(offer)
-            if refusal is not None:
-                self._refuse(talk, refusal)
             try:
+                offer = talk.ask(Hello(), Offer)
+                self._check(offer)
                 first_token = self._read_all(talk, offer)
             except RoomFailed as error:
                 talk.tell(GiveUp(meeting.room, str(error)))
@@ -152,10 +150,11 @@ class RemotePrompt:
                 raise RoomFailed("the prefill server let go of the pages while they were read")
             return first_token
 
-    def _refuse(self, talk: _Conversation, refusal: str) -> None:
-        talk.tell(GiveUp(self._meeting.room, refusal))
-        host, port = self._meeting.host, self._meeting.port
-        raise RoomFailed(f"the prefill server at {host}:{port} cannot serve this one: {refusal}")
+    def _check(self, offer: Offer) -> None:
+        refusal = self._geometry.why_not(offer)
+        if refusal is not None:
+            where = f"{self._meeting.host}:{self._meeting.port}"
+            raise RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
 
     def _read_all(self, talk: _Conversation, offer: Offer) -> FirstToken:
         room, have = self._meeting.room, 0
@@ -198,6 +197,24 @@ class RemotePrompt:
         if not transfer.is_done:
             raise RoomFailed("reading from the prefill server ended early")
         return len(pages)
+
+
+def decline(
+    meeting: Bootstrap,
+    reason: str,
+    *,
+    find_endpoint: FindEndpoint,
+    patience: Patience,
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """Tell the prefill server that nobody will come for a room. A thread's work; never raises."""
+    try:
+        endpoint = find_endpoint(meeting.host, meeting.port)
+        with _Conversation(endpoint, context, patience, threading.Event()) as talk:
+            talk.ask(GiveUp(meeting.room, reason), Released)
+    except RoomFailed as error:
+        # It gives the room up by itself after a while.
+        logger.warning("room %d could not be declined: %s", meeting.room, error)
 
 
 class _Conversation:

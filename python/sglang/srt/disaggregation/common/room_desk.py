@@ -38,6 +38,8 @@ LONG_POLL_S: Final = 0.5
 """How long a question waits for news: shorter than the asker's patience."""
 _REMEMBER_S: Final = 60.0
 """For how long a room that has ended is answered for: the last answer may be lost."""
+_MAX_DECLINED: Final = 65_536
+"""Rooms that were given up before their requests came."""
 _MAX_WAITING: Final = 65_536
 """Questions that wait for news at once."""
 
@@ -68,6 +70,10 @@ class RoomExists(ValueError):
     """The room belongs to another request."""
 
 
+class RoomDeclined(RuntimeError):
+    """The decode server has given the room up before its request came here."""
+
+
 class RoomDesk:
     """Rooms by number. The scheduler's thread opens, fills and ends them; one thread of the desk,
     `disagg-desk`, answers decode servers.
@@ -94,6 +100,8 @@ class RoomDesk:
         self._silent_s = silent_s
         self._clock = clock
         self._rooms: dict[int, _Room] = {}
+        self._declined: dict[int, tuple[str, float]] = {}
+        """By room: why it was given up before its request came, and when."""
         self._waiting: dict[bytes, _Waiting] = {}
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -118,8 +126,11 @@ class RoomDesk:
 
         Raises:
             RoomExists: Another request has the room, or had it a moment ago.
+            RoomDeclined: The decode server does not want it any more.
         """
         with self._lock:
+            if room in self._declined:
+                raise RoomDeclined(self._declined.pop(room)[0])
             if room in self._rooms:
                 raise RoomExists(
                     f"bootstrap_room {room} belongs to another request: draw one for each request"
@@ -240,12 +251,17 @@ class RoomDesk:
             return self._offer
         with self._lock:
             one = self._rooms.get(question.room)
+            reason = ""
+            if isinstance(question, GiveUp):
+                reason = f"the decode server gave it up: {question.reason[:500]}"
             if one is None:
+                if reason and len(self._declined) < _MAX_DECLINED:
+                    self._declined[question.room] = reason, self._clock()
                 return Released(question.room, was_held=False)
             one.asked = self._clock()
-            if isinstance(question, GiveUp):
+            if reason:
                 if not one.was_received and one.failure is None:
-                    one.failure = f"the decode server gave it up: {question.reason[:500]}"
+                    one.failure = reason
                 return Released(question.room, was_held=False)
             held = one.failure is None and one.ended is None and one.first_token is not None
             one.was_received |= held
@@ -260,6 +276,10 @@ class RoomDesk:
                 if one.ended is not None and now - one.ended > _REMEMBER_S
             ]:
                 del self._rooms[room]
+            for room in [
+                number for number, (_, at) in self._declined.items() if now - at > _REMEMBER_S
+            ]:
+                del self._declined[room]
             answers = [(sender, self._news_for(one, now)) for sender, one in self._waiting.items()]
         for sender, news in answers:
             if news is not None:
