@@ -18,16 +18,9 @@ register_cpu_ci(est_time=2950, suite="nightly-test-cpu", nightly=True)
 
 TICKS = 20_000
 SECONDS = 45 * 60.0
-WORK = (
-    "tokens from host",
-    "tokens from storage",
-    "evicted from host",
-    "write landed",
-    "read late",
-    "read failed",
-    "retractions",
-)
-"""What must have happened."""
+WORK = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
+RARE_WORK = ("read late", "read failed", "retractions")
+"""What must have happened: for that which is rare 20,000 ticks may be too few."""
 
 
 def test_20000_ticks_of_ranks_that_split_heads_and_prompts() -> None:
@@ -42,7 +35,7 @@ def test_45_minutes_of_ranks_of_all_sizes() -> None:
     torch.set_num_threads(1)
     counts = run_for(SECONDS, secrets.randbits(31))
     print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
-    for what in WORK:
+    for what in (*WORK, *RARE_WORK):
         assert counts[what] > 10, what
 
 

@@ -28,6 +28,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
@@ -137,6 +138,12 @@ def build_scheduler(
     check_model_flags(server_args, model_config)
     assert server_args.page_size is not None, "resolved"
     tokenizer = _load_tokenizer(server_args)
+
+    def joined() -> None:
+        on_joined()
+        if rendezvous is not None:
+            check_same_settings(TorchRankGroup.of_world(), server_args)
+
     runner = ModelRunner(
         ModelRunnerConfig(
             model_config=model_config,
@@ -155,7 +162,7 @@ def build_scheduler(
             attn_cp_size=server_args.attn_cp_size,
             gpu_id=_gpu_of(server_args, rendezvous),
         ),
-        on_joined,
+        joined,
     )
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
