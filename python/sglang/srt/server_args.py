@@ -29,6 +29,7 @@ from sglang.srt.arg_groups.cli import (
     flag_name,
     parse_flags,
 )
+from sglang.srt.arg_groups.disaggregation import MODES, WHOLE, check_disaggregation
 from sglang.srt.arg_groups.extra_config import (
     check_extra_config_keys,
     parse_extra_config,
@@ -39,6 +40,7 @@ from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE, check_remote_w
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
     BUILTIN_MODEL_NAME,
+    DEFAULT_BOOTSTRAP_PORT,
     DEFAULT_HIERARCHICAL_PAGE_SIZE,
     DEFAULT_HOST,
     DEFAULT_PAGE_SIZE,
@@ -236,15 +238,16 @@ class ServerArgs:
     )
     base_gpu_id: int = flag(0, "GPU of this machine's first rank; the others follow it.")
     disaggregation_mode: str = flag(
-        "null",
+        WHOLE,
         "Serve whole requests (null), or only their prefill or decode half.",
-        choices=("null", "prefill", "decode"),
+        choices=MODES,
     )
     disaggregation_transfer_backend: str = flag(
         "mooncake", "What moves keys and values between the halves.", choices=("mooncake",)
     )
     disaggregation_bootstrap_port: int = flag(
-        8998, "Port of a prefill server's bootstrap server, where decode servers find its ranks."
+        DEFAULT_BOOTSTRAP_PORT,
+        "Port of a prefill server's bootstrap server, where decode servers find its ranks.",
     )
     disaggregation_ib_device: str | None = flag(
         None,
@@ -313,11 +316,11 @@ class ServerArgs:
             ValueError: One line that names the flag and the remedy.
         """
         check_choices(self)
-        _check_not_yet(self)
         check_numbers(self)
         check_not_empty(self)
         check_remote_weights(self)
         check_parallelism(self)
+        check_disaggregation(self)
         args = _resolve_cache(self)
         model_path = args.model_path or str(BUILTIN_MODEL_DIR)
         name = args.model_path or BUILTIN_MODEL_NAME
@@ -368,19 +371,6 @@ class ServerArgs:
                 values[field.name] = "***"
         values[_EXTRA_CONFIG] = public_text(self.hicache_storage_backend_extra_config)
         return values
-
-
-def _not_yet(args: ServerArgs, field: str, what: str) -> ValueError:
-    value = getattr(args, field)
-    return ValueError(
-        f"{flag_name(field)} {value}: SGLang has it, this engine does not yet: {what}"
-    )
-
-
-def _check_not_yet(args: ServerArgs) -> None:
-    """Refuse values that SGLang supports and this engine does not support yet."""
-    if args.disaggregation_mode == "null":
-        refuse_ignored(args, "disaggregation_ib_device", "with --disaggregation-mode null")
 
 
 def _resolve_cache(args: ServerArgs) -> ServerArgs:

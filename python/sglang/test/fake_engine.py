@@ -17,6 +17,7 @@ import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.arg_groups.disaggregation import WHOLE
 from sglang.srt.entrypoints.http.listener import BoundedServer
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
 from sglang.srt.entrypoints.http.server_context import ServerContext
@@ -225,10 +226,15 @@ class FakeEngine:
     scheduler: FakeScheduler
     tokenizer: PreTrainedTokenizerFast
 
-    def manager(self, metrics: ServerMetrics | None = None) -> TokenizerManager:
+    def manager(
+        self, metrics: ServerMetrics | None = None, disaggregation_mode: str = WHOLE
+    ) -> TokenizerManager:
         """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
-            vocab_size=VOCAB_SIZE, context_len=CONTEXT_LEN, max_input_len=CONTEXT_LEN - 1
+            vocab_size=VOCAB_SIZE,
+            context_len=CONTEXT_LEN,
+            max_input_len=CONTEXT_LEN - 1,
+            disaggregation_mode=disaggregation_mode,
         )
         return TokenizerManager(
             ipc=self.ipc, tokenizer=self.tokenizer, limits=limits, metrics=metrics
@@ -286,7 +292,7 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
         metrics = ServerMetrics() if server_args.enable_metrics else None
         context = ServerContext(
             args=server_args,
-            manager=engine.manager(metrics),
+            manager=engine.manager(metrics, server_args.disaggregation_mode),
             chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},
             model_info={"model_path": "dummy", "is_generation": True},

@@ -158,9 +158,9 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--reasoning-parser", "kimi"], "--reasoning-parser kimi"),
         (["--max-queued-requests", "0"], "--max-queued-requests 0: must be at least 1"),
         (["--enable-mixed-chunk"], "not yet: prefill and decode in one batch .--target-inter"),
-        (["--disaggregation-bootstrap-port", "1"], "does not yet: prefill and decode"),
-        (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill: SGLang has it"),
-        (["--disaggregation-ib-device", "mlx5_0"], "no effect with --disaggregation-mode null"),
+        (["--num-reserved-decode-tokens", "8"], "does not yet: prefill and decode on different"),
+        (["--disaggregation-decode-tp", "2"], "does not yet: prefill and decode on different"),
+        (["--pdlb-url", "http://a"], "does not: servers that announce themselves to a router"),
         (["--tp-size", "0"], "--tp-size 0: must be at least 1"),
         (["--tp-size", "4", "--attn-cp-size", "3"], "3 does not divide --tp-size 4"),
         (["--enable-prefill-context-parallel"], "parallel needs --attn-cp-size N, .* at least 2"),
@@ -275,9 +275,7 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_flag_of_ours_is_in_the_table_of_refusals() -> None:
-    refused = [f.name for f in dataclasses.fields(ServerArgs) if refusal(f.name)]
-    # The mode has one value that works; its other values, and what they need, `resolve` refuses.
-    assert refused == ["disaggregation_mode", "disaggregation_ib_device"]
+    assert not [f.name for f in dataclasses.fields(ServerArgs) if refusal(f.name)]
 
 
 def test_from_kwargs_explains_unknown_names() -> None:

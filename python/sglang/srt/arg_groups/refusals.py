@@ -78,8 +78,10 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (NOT_YET, "a whitespace pattern for constrained JSON (there is "
         "--constrained-json-disable-any-whitespace)", ("constrained_json_whitespace_pattern",)),
     (NOT_YET, "excluding reasoning from the cache", ("strip_thinking_cache",)),
-    (NOT_YET, "prefill and decode on different servers", ("disaggregation_*",
-        "num_reserved_decode_tokens", "pdlb_url")),
+    (NOT_YET, "prefill and decode on different servers beyond --disaggregation-mode and its ports",
+        ("disaggregation_decode_*", "disaggregation_prefill_*", "num_reserved_decode_tokens")),
+    (NEVER, "servers that announce themselves to a router (name them to sglang_router with "
+        "--prefill and --decode)", ("pdlb_url",)),
     (NEVER, "loading weights from another server other than through the Transfer Engine",
         ("remote_instance_weight_loader_send_weights_group_ports",)),
     (NOT_YET, "KV cache events", ("kv_events_config",)),
@@ -120,8 +122,8 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "swap_space": "use --enable-hierarchical-cache, and --hicache-size for GB of host memory",
     "kv_offloading_size": "use --enable-hierarchical-cache, and --hicache-size for GB",
     "kv_offloading_backend": "use --enable-hierarchical-cache",
-    "kv_transfer_config": "use --hicache-storage-backend for a store of KV; prefill and decode on "
-    "different servers are not supported yet",
+    "kv_transfer_config": "use --hicache-storage-backend for a store of KV, and "
+    "--disaggregation-mode for prefill and decode on different servers",
     "enforce_eager": "use --disable-cuda-graph",
     "max_cudagraph_capture_size": "use --cuda-graph-max-bs",
     "guided_decoding_backend": "use --grammar-backend",
@@ -156,6 +158,7 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
             "flash_rl", "runai_streamer"),
         "use a checkpoint in safetensors",
     ),
+    "disaggregation_transfer_backend": (("nixl", "mori", "ascend", "fake"), "use mooncake"),
     "remote_instance_weight_loader_backend": (("nccl", "modelexpress"), "use transfer_engine"),
 }  # fmt: skip
 

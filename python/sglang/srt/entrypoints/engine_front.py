@@ -92,6 +92,7 @@ class EngineFront:
                 vocab_size=model.config.vocab_size,
                 context_len=model.config.context_len,
                 max_input_len=int(details["max_req_input_len"]),
+                disaggregation_mode=args.disaggregation_mode,
             ),
             metrics=ServerMetrics() if args.enable_metrics else None,
             log_requests=args.log_requests,

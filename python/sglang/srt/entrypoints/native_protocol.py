@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.entrypoints.http.body import MAX_BATCH, convert, refuse_fields, refuse_own_ids
+from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.samples import expand_samples
@@ -37,10 +38,7 @@ _UNSUPPORTED: Final = {
     "routed_dp_rank": "SGLang has data parallelism, this engine does not",
     "background": "keep the connection open",
     "conversation_id": "send the whole prompt, its cached prefix is reused",
-    "bootstrap_host": "prefill and decode are not served apart yet",
-    "bootstrap_port": "prefill and decode are not served apart yet",
-    "bootstrap_room": "prefill and decode are not served apart yet",
-    "bootstrap_pair_key": "prefill and decode are not served apart yet",
+    "bootstrap_pair_key": "bootstrap_room alone names the pair",
 }
 _NEUTRAL: Final[tuple[Any, ...]] = (None, False, [])
 _SAMPLING_UNSUPPORTED: Final = {
@@ -68,6 +66,9 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
     no_stop_trim: bool | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
     # Ask for nothing that changes the answer.
     model: str | None = None
     log_metrics: bool | None = None
@@ -92,9 +93,6 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     routed_dp_rank: Any = None
     background: Any = None
     conversation_id: Any = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
     bootstrap_pair_key: Any = None
 
 
@@ -121,6 +119,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
             "logprob_start_len", "extra_key", "cache_salt",
         )
     }  # fmt: skip
+    rooms = rooms_of(body, count, is_batch=is_batch)
     if is_batch and isinstance(body.rid, str):
         columns["rid"] = [f"{body.rid}-{index}" for index in range(count)]
     has_own_sampling = isinstance(body.sampling_params, list)
@@ -147,6 +146,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                     _start_of(columns["logprob_start_len"][index]) if return_logprob else -1
                 ),
                 no_stop_trim=bool(body.no_stop_trim) or keeps_stop,
+                bootstrap=rooms[index],
                 extra_key=columns["extra_key"][index],
                 cache_salt=columns["cache_salt"][index],
                 priority=body.priority or 0,
@@ -155,7 +155,10 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     if any(request.sampling_params.stop_regex for request in requests):
         _refuse_many_patterns(requests)
     outputs = expand_samples(requests)
-    return outputs, is_batch or len(outputs) > 1
+    is_list = is_batch or len(outputs) > 1
+    if rooms[0] is not None and any(one.logprob_start_len != -1 for one in outputs):
+        _refuse_lost_logprobs(outputs, is_list)
+    return outputs, is_list
 
 
 def _refuse_logprob_fields(body: GenerateBody) -> None:
@@ -167,6 +170,23 @@ def _refuse_logprob_fields(body: GenerateBody) -> None:
         value = getattr(body, field)
         if any(one not in neutral for one in (value if isinstance(value, list) else [value])):
             raise bad_request(f"{field} needs return_logprob: true", field)
+
+
+def _refuse_lost_logprobs(outputs: list[GenerateRequest], is_list: bool) -> None:
+    """Refuse prompt logprobs that would not reach the client: the prefill server has them, and a
+    router adds them to the decode server's answer only where that is one object of JSON."""
+    for wrong, what in (
+        (outputs[0].stream, "a stream"),
+        (is_list, "several outputs in one body"),
+        (any(one.top_logprobs_num for one in outputs), "top_logprobs_num"),
+    ):
+        if wrong:
+            raise bad_request(
+                f"logprob_start_len with {what}: a prefill and a decode server together have the "
+                "logprobs of a prompt only for one output, without a stream and without "
+                "top_logprobs_num; leave logprob_start_len out",
+                "logprob_start_len",
+            )
 
 
 def _refuse_many_patterns(requests: list[GenerateRequest]) -> None:

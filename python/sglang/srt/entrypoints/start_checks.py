@@ -6,9 +6,11 @@ They decide nothing of their own: the scheduler makes each of them again when it
 from __future__ import annotations
 
 import importlib.util
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG, PREFILL, WHOLE
 from sglang.srt.arg_groups.remote_weights import (
     START_SEED,
     offers_weights,
@@ -16,6 +18,7 @@ from sglang.srt.arg_groups.remote_weights import (
     seed_host_port,
 )
 from sglang.srt.configs.config_file import supported_architecture
+from sglang.srt.distributed.device_communicators.ib_devices import parse_ib_device_config
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
     STORE_USER,
@@ -36,7 +39,7 @@ from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.model_loader.weight_files import weight_files
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import check_tokenizer_files
-from sglang.srt.utils.network import base_url, can_connect
+from sglang.srt.utils.network import base_url, can_connect, check_port_available
 
 _SEED_TIMEOUT_S = 2.0
 
@@ -51,6 +54,7 @@ def check_start(args: ServerArgs) -> None:
     check_host_layout(args)
     check_model(args)
     check_seed(args)
+    check_disaggregation(args)
     check_storage(args)
 
 
@@ -102,16 +106,30 @@ def check_seed(args: ServerArgs) -> None:
     """
     if not offers_weights(args):
         return
-    _check_package("weights from a running server")
-    requested = envs.MOONCAKE_PROTOCOL.get()
-    if not envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
-        _check_protocol(requested, envs.MOONCAKE_DEVICE.get())
+    _check_transfer_engine("weights from a running server", envs.MOONCAKE_DEVICE.get())
     if reads_weights(args) and not can_connect(*seed_host_port(args), timeout=_SEED_TIMEOUT_S):
         raise ValueError(
             f"no server accepts connections at the seed's address "
             f"{base_url(*seed_host_port(args))}: start it there with {START_SEED}, or name another "
             "with --remote-instance-weight-loader-seed-instance-ip and -service-port"
         )
+
+
+def check_disaggregation(args: ServerArgs) -> None:
+    """Look for what a prefill or decode server needs: Mooncake, and on prefill a free port.
+
+    Raises:
+        ValueError: Mooncake is not there or cannot work here, or the bootstrap port is taken.
+    """
+    mode = args.disaggregation_mode
+    if mode == WHOLE:
+        return
+    devices = args.disaggregation_ib_device or envs.MOONCAKE_DEVICE.get()
+    _check_transfer_engine(
+        f"--disaggregation-mode {mode}", "" if parse_ib_device_config(devices) else devices
+    )
+    if mode == PREFILL:
+        check_port_available(args.host, args.disaggregation_bootstrap_port, BOOTSTRAP_PORT_FLAG)
 
 
 def check_storage(args: ServerArgs) -> None:
@@ -144,9 +162,23 @@ def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
         raise ValueError(str(error)) from None
 
 
-def _check_package(user: str) -> None:
-    if importlib.util.find_spec("mooncake") is None:
-        raise ValueError(MOONCAKE_MISSING.format(user=user, cause="there is no package 'mooncake'"))
+def _check_package(user: str, module: str = "") -> None:
+    """`module`: one that the package must have; none of it is imported."""
+    package = importlib.util.find_spec("mooncake")
+    cause = None
+    if package is None:
+        cause = "there is no package 'mooncake'"
+    elif module and not PathFinder.find_spec(module, package.submodule_search_locations):
+        cause = f"the package 'mooncake' has no module '{module}'"
+    if cause is not None:
+        raise ValueError(MOONCAKE_MISSING.format(user=user, cause=cause))
+
+
+def _check_transfer_engine(user: str, devices: str) -> None:
+    """`devices`: as in `_check_protocol`."""
+    _check_package(user, "mooncake.engine")
+    if not envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
+        _check_protocol(envs.MOONCAKE_PROTOCOL.get(), devices)
 
 
 def _check_protocol(requested: str, chosen: str) -> None:

@@ -56,8 +56,13 @@ def is_port_available(host: str, port: int) -> bool:
         return True
 
 
-def check_port_available(host: str, port: int) -> None:
+def check_port_available(host: str, port: int, flag: str = "--port") -> None:
     """Check that a server can listen on the port, before the expensive part of a start.
+
+    Args:
+        host: Name or address of this machine.
+        port: 1 to 65535.
+        flag: Where the port comes from, for the error.
 
     Raises:
         ValueError: The port is in use, or `host` is not an address of this machine.
@@ -65,7 +70,7 @@ def check_port_available(host: str, port: int) -> None:
     if not is_port_available(host, port):
         raise ValueError(
             f"cannot listen on {host}:{port}: the port is in use or the address is not this "
-            f"machine's; stop what listens there, or choose another with --port or --host"
+            f"machine's; stop what listens there, or choose another with {flag} or --host"
         )
 
 

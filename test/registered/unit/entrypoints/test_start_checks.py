@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from sglang.srt.entrypoints.start_checks import check_device, check_host_layout
+from sglang.srt.entrypoints.start_checks import (
+    check_device,
+    check_disaggregation,
+    check_host_layout,
+)
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.recorded_calls import fake_torch_npu
 
@@ -68,6 +76,54 @@ def test_a_layout_that_the_device_cannot_copy_is_refused(
         return
     with pytest.raises(ValueError, match=message):
         check_host_layout(args)
+
+
+def half(mode: str, port: int = 8998) -> ServerArgs:
+    return ServerArgs(
+        model_path="m", disaggregation_mode=mode, disaggregation_bootstrap_port=port
+    ).resolve()
+
+
+def test_a_prefill_server_needs_a_free_bootstrap_port() -> None:
+    with envs.MOONCAKE_PROTOCOL.override("tcp"), socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f":{port}: .* another with --disaggregation-boot"):
+            check_disaggregation(half("prefill", port))
+        check_disaggregation(half("prefill", get_free_port()))
+        check_disaggregation(half("decode"))
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_halves_need_mooncake_with_its_transfer_engine(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with envs.MOONCAKE_PROTOCOL.override("bogus"), pytest.raises(ValueError, match="bogus"):
+        check_disaggregation(half(mode))
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mooncake", raising=False)
+    with pytest.raises(ValueError, match=f"^--disaggregation-mode {mode}: .*no module 'mooncake.e"):
+        check_disaggregation(half(mode))
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    with pytest.raises(ValueError, match="there is no package 'mooncake'"):
+        check_disaggregation(half(mode))
+    check_disaggregation(ServerArgs(model_path="m").resolve())
+
+
+def test_looking_for_mooncake_loads_nothing() -> None:
+    code = (
+        "import sys\n"
+        "from sglang.srt.entrypoints.start_checks import check_disaggregation\n"
+        "from sglang.srt.environ import envs\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        "args = ServerArgs(model_path='m', disaggregation_mode='decode').resolve()\n"
+        "with envs.MOONCAKE_PROTOCOL.override('tcp'): check_disaggregation(args)\n"
+        "print([one in sys.modules for one in ('torch', 'mooncake.engine')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[False, False]\n"
 
 
 @pytest.mark.parametrize(

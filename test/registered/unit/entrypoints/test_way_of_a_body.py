@@ -52,6 +52,8 @@ TEMPLATE: Final = (
     "{% if tools %}{{ tools | length }}{% endif %}"
 )
 
+ROOM: Final = {"bootstrap_host": "p", "bootstrap_port": None, "bootstrap_room": 7}
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 BODIES: Final[dict[str, tuple[Endpoint, dict[str, Any]]]] = {
@@ -146,10 +148,15 @@ def request_of(body: dict[str, Any], context: ServerContext) -> Request:
 async def run_to_the_socket(
     engine: FakeEngine, endpoint: Endpoint, body: dict[str, Any], template: str
 ) -> Walk:
-    manager = engine.manager()
+    args = ServerArgs(
+        model_path="dummy",
+        tool_call_parser="qwen25",
+        disaggregation_mode="decode" if "bootstrap_room" in body else "null",
+    )
+    manager = engine.manager(disaggregation_mode=args.disaggregation_mode)
     await manager.start()
     context = ServerContext(
-        args=ServerArgs(model_path="dummy", tool_call_parser="qwen25").resolve(),
+        args=args.resolve(),
         manager=manager,
         chat_template=ChatTemplate(engine.tokenizer, template),
         ready_details={},
@@ -175,9 +182,13 @@ async def drop(_: object) -> None:
     """A socket that nobody reads."""
 
 
+@pytest.mark.parametrize("room", [{}, ROOM], ids=["whole", "half"])
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_passes_at_most_twenty_stops(name: str, tmp_path: Path) -> None:
+def test_a_body_passes_at_most_twenty_stops(
+    name: str, room: dict[str, Any], tmp_path: Path
+) -> None:
     endpoint, body = BODIES[name]
+    body = {**body, **room}
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     with fake_engine() as engine:

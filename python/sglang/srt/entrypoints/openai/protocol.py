@@ -65,6 +65,9 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     return_cached_tokens_details: bool | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
     # Bookkeeping of clients and routers: nothing here depends on it.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -87,9 +90,6 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_routed_experts: Any = None
     data_parallel_rank: Any = None
     routed_dp_rank: Any = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -208,7 +208,6 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-_APART: Final = "prefill and decode are not served apart yet; leave it out"
 _TOOLS: Final = "use tools and tool_choice"
 _TEXT: Final = "this engine serves text models"
 
@@ -222,9 +221,6 @@ NOT_SERVED: Final = {
     "return_routed_experts": "leave it out",
     "data_parallel_rank": "SGLang has data parallelism, this engine does not",
     "routed_dp_rank": "SGLang has data parallelism, this engine does not",
-    "bootstrap_host": _APART,
-    "bootstrap_port": _APART,
-    "bootstrap_room": _APART,
 }
 """Common fields to why they are refused."""
 

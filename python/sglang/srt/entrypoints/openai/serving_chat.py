@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from sglang.srt.constrained.constraint import ConstraintKind
 from sglang.srt.entrypoints.http.body import read_json, refuse_fields
+from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_client_leaves
@@ -111,6 +112,10 @@ def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
     field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     max_tokens = getattr(body, field)
     params = sampling_params(body, max_tokens, field)
+    # A router that sends lists has a room for each sample.
+    given = body.bootstrap_room
+    num_rooms = len(given) or 1 if isinstance(given, list) else 1
+    rooms = rooms_of(body, num_rooms, is_batch=isinstance(given, list))
     if tools is not None and tools.json_schema is not None:
         params.json_schema = tools.json_schema
     request = GenerateRequest(
@@ -125,11 +130,12 @@ def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
         return_logprob=bool(body.logprobs),
         top_logprobs_num=top_logprobs,
         no_stop_trim=bool(body.no_stop_trim),
+        bootstrap=rooms[0],
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
     )
-    return AskedChat(body, tools, expand_samples([request]))
+    return AskedChat(body, tools, expand_samples([request], rooms))
 
 
 class ChatAnswers:

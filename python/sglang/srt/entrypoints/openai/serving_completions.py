@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json, refuse_fields
+from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_client_leaves
@@ -30,6 +31,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionBody,
 )
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, completion_logprobs
+from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.managers.tokenizer.samples import expand_samples
@@ -87,12 +89,28 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise bad_request(f"logprobs={body.logprobs} must be from 0 to {MAX_LOGPROBS}", "logprobs")
     prompts = _prompts(body.prompt)
-    requests = [_request(body, prompt, index, len(prompts)) for index, prompt in enumerate(prompts)]
+    is_batch = not isinstance(body.prompt, str) and not isinstance(body.prompt[0], int)
+    rooms = rooms_of(body, len(prompts), is_batch=is_batch)
+    if rooms[0] is not None and body.echo and body.logprobs is not None:
+        raise bad_request(
+            "echo with logprobs: the decode server has no logprobs of the prompt: leave one of "
+            "them out, or ask /generate with logprob_start_len",
+            "echo",
+        )
+    requests = [
+        _request(body, prompt, index, rooms[index], count=len(prompts))
+        for index, prompt in enumerate(prompts)
+    ]
     return expand_samples(requests)
 
 
 def _request(
-    body: CompletionBody, prompt: str | TokenArray, index: int, count: int
+    body: CompletionBody,
+    prompt: str | TokenArray,
+    index: int,
+    room: Bootstrap | None,
+    *,
+    count: int,
 ) -> GenerateRequest:
     rid = body.rid
     if rid is None:
@@ -112,6 +130,7 @@ def _request(
         top_logprobs_num=body.logprobs or 0,
         logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
         no_stop_trim=bool(body.no_stop_trim),
+        bootstrap=room,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         priority=body.priority or 0,

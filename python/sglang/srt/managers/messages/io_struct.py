@@ -31,6 +31,9 @@ class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 # ---- server -> scheduler -------------------------------------------------------------------
 
 
+MAX_ROOM: Final = 2**63 - 1
+
+
 class Bootstrap(msgspec.Struct, frozen=True):
     """The room in which a prefill and a decode server work on one request, and where they meet."""
 
@@ -38,7 +41,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """Of the prefill server's bootstrap server."""
     port: int
     room: int
-    """63 bits, drawn by whoever sends the request to both."""
+    """From 0 to `MAX_ROOM`, drawn by whoever sends the request to both."""
 
 
 class TokenizedGenerateReqInput(Message):

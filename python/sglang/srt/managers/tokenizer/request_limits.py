@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from sglang.srt.arg_groups.disaggregation import WHOLE
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
@@ -35,6 +37,8 @@ class RequestLimits:
     context_len: int
     max_input_len: int
     """Longest prompt that fits the pools and leaves room for one output token."""
+    disaggregation_mode: str = WHOLE
+    """The server's: whether a request needs a room (`prefill`, `decode`) or may have none."""
 
     @property
     def max_text_chars(self) -> int:
@@ -50,6 +54,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
         InvalidRequest: Names the field, what is wrong and what is allowed.
     """
     _check_fields(request)
+    _check_half(request, limits.disaggregation_mode)
     try:
         request.sampling_params.verify(limits.vocab_size)
     except ValueError as error:
@@ -102,6 +107,25 @@ def _check_fields(request: GenerateRequest) -> None:
         )
     if not -_INT32_MAX <= request.priority <= _INT32_MAX:
         raise InvalidRequest("priority must fit in 32 bits", field="priority")
+
+
+def _check_half(request: GenerateRequest, mode: str) -> None:
+    """A half of a request has a room, a whole one has none; the server's own probes are whole."""
+    if request.bootstrap is not None and mode == WHOLE:
+        raise InvalidRequest(
+            "bootstrap_room: this server serves whole requests (--disaggregation-mode null), and "
+            "rooms are for a pair of a prefill and a decode server: send the request to these, or "
+            "leave bootstrap_host, bootstrap_port and bootstrap_room out",
+            field="bootstrap_room",
+        )
+    is_probe = request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+    if request.bootstrap is None and mode != WHOLE and not is_probe:
+        raise InvalidRequest(
+            f"bootstrap_room is missing: this server does the {mode} half of requests only "
+            f"(--disaggregation-mode {mode}): send the request to the router in front of it, which "
+            "adds bootstrap_host, bootstrap_port and bootstrap_room",
+            field="bootstrap_room",
+        )
 
 
 def _check_tokens(tokens: TokenArray, limits: RequestLimits, field: str) -> None:

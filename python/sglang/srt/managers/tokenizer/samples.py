@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+import xxhash
 
+from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.sampling.sampling_params import MAX_SAMPLES, MAX_SEED
 
@@ -18,15 +20,22 @@ _SEED_STEP: Final = 0x9E3779B97F4A7C15
 """An odd number, so that all samples of one seed get different seeds (modulo 2^63)."""
 
 
-def expand_samples(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+def expand_samples(
+    requests: Sequence[GenerateRequest], rooms: Sequence[Bootstrap | None] = ()
+) -> list[GenerateRequest]:
     """The requests with each replaced by its `n` samples, in order.
 
     The first sample has the request's own id and seed, so it answers as the request alone would.
     The others wait for it, to find its prompt in the cache; where the client named a seed, each
-    gets one of its own that follows from it.
+    gets one of its own that follows from it. The same holds for the request's room: a prefill and
+    a decode server get the same rooms for the same body.
+
+    Args:
+        requests: One for each prompt.
+        rooms: Of all samples, where the client named more than one for each prompt.
 
     Raises:
-        InvalidRequest: `n` is out of range, or the samples are too many.
+        InvalidRequest: `n` is out of range, the samples are too many, or do not match `rooms`.
     """
     counts = [request.sampling_params.n for request in requests]
     for n in counts:
@@ -38,12 +47,25 @@ def expand_samples(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]
             "allowed in one body: split it",
             field="n",
         )
+    has_all_rooms = len(rooms) > len(requests)
+    if has_all_rooms and len(rooms) != sum(counts):
+        raise InvalidRequest(
+            f"bootstrap_room has {len(rooms)} values for {sum(counts)} outputs: give one value, "
+            "or one for each",
+            field="bootstrap_room",
+        )
     if counts == [1]:
         return list(requests)
-    return [
+    samples = [
         _sample(request, index, sum(counts))
         for request, n in zip(requests, counts, strict=True)
         for index in range(n)
+    ]
+    if not has_all_rooms:
+        return samples
+    return [
+        msgspec.structs.replace(sample, bootstrap=room)
+        for sample, room in zip(samples, rooms, strict=True)
     ]
 
 
@@ -53,10 +75,16 @@ def _sample(request: GenerateRequest, index: int, num_outputs: int) -> GenerateR
     params = copy.copy(request.sampling_params)
     if params.sampling_seed is not None:
         params.sampling_seed = (params.sampling_seed + index * _SEED_STEP) & MAX_SEED
+    bootstrap = request.bootstrap
+    if bootstrap is not None:
+        key = bootstrap.room.to_bytes(8, "little") + index.to_bytes(8, "little")
+        room = xxhash.xxh3_64_intdigest(key) & MAX_ROOM
+        bootstrap = msgspec.structs.replace(bootstrap, room=room)
     return msgspec.structs.replace(
         request,
         rid=f"{request.rid}-{index}",
         sample_of=request.rid,
         sampling_params=params,
+        bootstrap=bootstrap,
         num_outputs=num_outputs,
     )

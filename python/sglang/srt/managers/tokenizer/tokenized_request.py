@@ -6,6 +6,7 @@ import copy
 import secrets
 from typing import Final
 
+from sglang.srt.arg_groups.disaggregation import DECODE
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
@@ -36,6 +37,7 @@ def tokenized(
         # Asking for a least number of tokens asks for at least as many.
         params.max_new_tokens = max(default, params.min_new_tokens)
     seed = params.sampling_seed
+    decodes_only = limits.disaggregation_mode == DECODE
     return TokenizedGenerateReqInput(
         rid=request.rid,
         input_ids=tokens,
@@ -44,7 +46,8 @@ def tokenized(
         stream=request.stream,
         return_logprob=request.return_logprob,
         top_logprobs_num=request.top_logprobs_num,
-        logprob_start_len=request.logprob_start_len,
+        # The prompt is computed where it is prefilled.
+        logprob_start_len=-1 if decodes_only else request.logprob_start_len,
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
         priority=request.priority,
         sample_of=request.sample_of,

@@ -147,8 +147,9 @@ class TokenizerManager:
                 if tokens is None:
                     self._encode_later(request, state)
                 else:
-                    self._channel.send(tokenized(request, tokens, self.limits, now))
-                    state.note_sent(tokens, request.logprob_start_len)
+                    message = tokenized(request, tokens, self.limits, now)
+                    self._channel.send(message)
+                    state.note_sent(tokens, message.logprob_start_len)
             yield states
         finally:
             for state in states:
@@ -185,7 +186,7 @@ class TokenizerManager:
                 check_prompt(request, tokens, self.limits)
                 message = tokenized(request, tokens, self.limits, state.created_time)
                 self._channel.send(message)
-                state.note_sent(tokens, request.logprob_start_len)
+                state.note_sent(tokens, message.logprob_start_len)
 
         def on_done(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()

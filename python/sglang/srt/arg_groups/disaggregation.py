@@ -1,0 +1,49 @@
+"""The flags of prefill and decode on different servers: what contradicts them or has no effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.arg_groups.checks import refuse_ignored
+from sglang.srt.arg_groups.cli import flag_name
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+WHOLE: Final = "null"
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+MODES: Final = (WHOLE, PREFILL, DECODE)
+"""The values of `--disaggregation-mode`."""
+BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
+
+
+def check_disaggregation(args: ServerArgs) -> None:
+    """Refuse flags without effect, and combinations that halves of requests do not work with.
+
+    Raises:
+        ValueError: One line that names the flag and the remedy.
+    """
+    mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
+    where = f"with --disaggregation-mode {mode}"
+    if mode == WHOLE:
+        for field in ("disaggregation_transfer_backend", "disaggregation_ib_device"):
+            refuse_ignored(args, field, where)
+    if mode != PREFILL:
+        refuse_ignored(args, "disaggregation_bootstrap_port", where)
+    if not 1 <= port <= 65535:
+        raise ValueError(f"{BOOTSTRAP_PORT_FLAG} {port}: must be from 1 to 65535")
+    if mode == PREFILL and port == args.port:
+        raise ValueError(
+            f"{BOOTSTRAP_PORT_FLAG} {port} is --port too: requests and decode servers come to "
+            "different ports; change one of them"
+        )
+    if mode == WHOLE:
+        return
+    for field in ("attn_cp_size", "nnodes", "tp_size"):
+        value = getattr(args, field)
+        if value > 1:
+            raise ValueError(
+                f"{flag_name(field)} {value} does not work {where} yet, whose servers have one "
+                "rank: start one server for each device, and name all of them to the router"
+            )

@@ -1,0 +1,89 @@
+"""`bootstrap_host`, `bootstrap_port`, `bootstrap_room`: the room that a body names for each prompt.
+
+A router adds them when it sends one body to a prefill and to a decode server.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
+from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
+
+MAX_HOST_CHARS: Final = 255
+"""More than the longest name that DNS allows."""
+
+
+class BootstrapFields(Protocol):
+    """The part of a body that matters here. A list has one value for each prompt."""
+
+    bootstrap_host: str | list[str] | None
+    bootstrap_port: int | list[int | None] | None
+    bootstrap_room: int | list[int] | None
+
+
+def rooms_of(body: BootstrapFields, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
+    """The rooms of `count` prompts; all None where the body names none.
+
+    Host and port may be one value for all prompts; a port that is null or absent is
+    `DEFAULT_BOOTSTRAP_PORT`.
+
+    Args:
+        body: Its fields have the types above.
+        count: At least 1.
+        is_batch: Whether the body may have lists.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    given = {
+        "bootstrap_host": body.bootstrap_host,
+        "bootstrap_port": body.bootstrap_port,
+        "bootstrap_room": body.bootstrap_room,
+    }
+    if not any(value is not None for value in given.values()):
+        return [None] * count
+    columns: dict[str, list[Any]] = {}
+    for field, value in given.items():
+        if isinstance(value, list) and not is_batch:
+            raise bad_request(f"{field}: a list needs a batch of prompts; give one value", field)
+        columns[field] = value if isinstance(value, list) else [value] * count
+        if len(columns[field]) != count:
+            raise bad_request(
+                f"{field} has {len(columns[field])} values for {count} prompts", field
+            )
+    hosts, ports, rooms = columns.values()
+    for index, (host, port, room) in enumerate(zip(hosts, ports, rooms, strict=True)):
+        for field, value in (("bootstrap_host", host), ("bootstrap_room", room)):
+            if value is None:
+                raise bad_request(
+                    f"{field} is missing: a request for a prefill or decode server has "
+                    "bootstrap_host and bootstrap_room, and may have bootstrap_port",
+                    field,
+                )
+        place = f"[{index}]" if is_batch else ""
+        if not (1 <= len(host) <= MAX_HOST_CHARS and host.isprintable() and " " not in host):
+            raise bad_request(
+                f"bootstrap_host{place} must be a name or an address, of 1 to {MAX_HOST_CHARS} "
+                "printable characters without spaces",
+                "bootstrap_host",
+            )
+        if port is not None and not 1 <= port <= 65535:
+            raise bad_request(
+                f"bootstrap_port{place}={str(port)[:32]} must be from 1 to 65535", "bootstrap_port"
+            )
+        if not 0 <= room <= MAX_ROOM:
+            raise bad_request(
+                f"bootstrap_room{place}={str(room)[:32]} must be from 0 to 2^63 - 1",
+                "bootstrap_room",
+            )
+    if len(set(rooms)) < count:
+        raise bad_request(
+            "bootstrap_room: two prompts have the same room: give each one of its own, in a list",
+            "bootstrap_room",
+        )
+    return [
+        Bootstrap(host=host, port=DEFAULT_BOOTSTRAP_PORT if port is None else port, room=room)
+        for host, port, room in zip(hosts, ports, rooms, strict=True)
+    ]

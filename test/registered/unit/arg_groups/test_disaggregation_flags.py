@@ -1,0 +1,77 @@
+"""Flags of prefill and decode servers: what takes effect, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+MODE = "--disaggregation-mode"
+PORT = "--disaggregation-bootstrap-port"
+DEVICE = "--disaggregation-ib-device"
+BACKEND = "--disaggregation-transfer-backend"
+
+
+def prepare(*argv: str) -> ServerArgs:
+    return prepare_server_args(["--model-path", "dummy", *argv])
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_halves_keep_the_features_of_a_whole_server(mode: str) -> None:
+    args = prepare(MODE, mode, DEVICE, "mlx5_0", BACKEND, "mooncake", "--disable-radix-cache")
+    assert args.disaggregation_mode == mode
+    assert args.disaggregation_ib_device == "mlx5_0"
+    assert args.disaggregation_bootstrap_port == 8998
+    assert args.resolve() == args
+    tiers = prepare(MODE, mode, "--hicache-storage-backend", "file", "--grammar-backend=xgrammar")
+    assert tiers.enable_hierarchical_cache
+
+
+def test_a_prefill_server_listens_where_it_is_told() -> None:
+    assert prepare(MODE, "prefill", PORT, "9001").disaggregation_bootstrap_port == 9001
+    assert prepare().disaggregation_mode == "null"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((PORT, "9001"), f"^{PORT} 9001 has no effect with {MODE} null$"),
+        ((DEVICE, "mlx5_0"), f"^{DEVICE} mlx5_0 has no effect with {MODE} null$"),
+        ((MODE, "decode", PORT, "9001"), f"^{PORT} 9001 has no effect with {MODE} decode$"),
+        ((MODE, "prefill", PORT, "0"), f"^{PORT} 0: must be from 1 to 65535$"),
+        ((MODE, "prefill", PORT, "65536"), f"^{PORT} 65536: must be from 1 to 65535$"),
+        ((MODE, "prefill", PORT, "30000"), f"^{PORT} 30000 is --port too"),
+        ((MODE, "prefill", "--tp-size", "2"), f"^--tp-size 2 does not work with {MODE} prefill"),
+        ((MODE, "decode", "--tp-size", "2"), "one rank: start one server for each device, and"),
+        (
+            (MODE, "prefill", "--tp-size", "2", "--attn-cp-size", "2"),
+            "^--attn-cp-size 2 does not work",
+        ),
+        (
+            (MODE, "prefill", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1"),
+            "^--nnodes 2 does not work",
+        ),
+        ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
+        ((MODE, "prefill", BACKEND, "carrier"), f"^{BACKEND} carrier: choose one of mooncake"),
+        *(
+            ((MODE, "prefill", BACKEND, name), f"^{BACKEND} {name}: SGLang has it, .*use mooncake$")
+            for name in ("nixl", "mori", "ascend", "fake")
+        ),
+        (
+            (MODE, "decode", "--disaggregation-decode-enable-offload-kvcache"),
+            "offload-kvcache: SGLang has it, this engine does not yet: .*; remove the flag$",
+        ),
+    ],
+)
+def test_flags_that_contradict_or_do_nothing_are_refused(
+    argv: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(*argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
