@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -96,7 +96,11 @@ def test_one_broadcast_a_tick_one_round_while_something_is_under_way_and_none_wh
     torch.set_num_threads(1)
     exchange = MemoryExchange(2)
     groups = [CountingGroup(exchange.group(rank, most_delay_s=0.0005)) for rank in range(2)]
-    args = {"page_size": 16, "enable_hierarchical_cache": True, "chunked_prefill_size": 64}
+    args: dict[str, Any] = {
+        "page_size": 16,
+        "enable_hierarchical_cache": True,
+        "chunked_prefill_size": 64,
+    }
     rigs = [SchedulerRig(tmp_path, group=group, **args) for group in groups]
     script = Script(rigs[0], groups[0])
     with ThreadPoolExecutor(2) as pool:
