@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import runpy
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -30,18 +30,26 @@ class RankFailed(AssertionError):
     """A rank ended badly; the message has its traceback."""
 
 
-def run_ranks(size: int, work: Callable[..., Any], *args: Any, attn_cp_size: int = 1) -> list[Any]:
+def run_ranks(
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    attn_cp_size: int = 1,
+    preload: Sequence[str] = (),
+) -> list[Any]:
     """What `work(*args)` gives on each rank of a server of `size` ranks, in their groups.
 
     Args:
         work: A function at the top of a file, which each rank loads again; what it gives can be
             sent.
+        preload: Modules that ranks need and that take long to import. Those of a process's first
+            call count.
 
     Raises:
         RankFailed: It raised on some rank, or a rank died or did not end in time. None is left.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sglang.test.rank_processes"])
+    context.set_forkserver_preload(["sglang.test.rank_processes", *preload])
     place = inspect.getfile(work), work.__name__
     ranks, readers = [], []
     with open_rendezvous(size) as meeting:

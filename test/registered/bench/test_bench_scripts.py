@@ -195,6 +195,21 @@ def test_micro_benchmarks(script: str) -> None:
     assert len(records) == 3 and all(one.keys() >= EVIDENCE for one in records)
 
 
+def test_context_parallel_counts_what_is_expected() -> None:
+    small = ("--tokens", "256", "--layers", "2", "--hidden", "64", "--steps", "2", "--repeat", "1")
+    (record,) = run("bench_context_parallel.py", *small, "--sizes", "4x2")
+    assert record.keys() >= EVIDENCE
+    expected, prefill, decode = (record[what] for what in ("expected", "prefill", "decode"))
+    assert prefill["tokens_of_ranks"] == [expected["prefill"]["tokens_per_rank"]] * 4 == [128] * 4
+    for step in ("prefill", "decode"):
+        for group in ("cp", "tp"):
+            assert record[step][group]["collectives"] == expected[step][group], (step, group)
+    assert decode["tp"]["mb_given"] == expected["decode"]["tp_mb_given"]
+    # The keys and values of two layers, and a last hidden state of 64 numbers.
+    kv = 2 * expected["prefill"]["kv_mb_given_per_layer"]
+    assert prefill["cp"]["mb_given"] == pytest.approx(kv + 64 * 4 / 1e6, abs=2e-4)
+
+
 def test_unused_tiers() -> None:
     (record,) = run(
         "micro/bench_unused_tiers.py", "--rounds", "1", "--warm-rounds", "0", "--disable-tqdm"

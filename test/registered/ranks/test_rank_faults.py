@@ -166,6 +166,15 @@ def test_a_rank_that_cannot_start_ends_the_start(model: Path, failure: str) -> N
         process.kill()
 
 
+def test_heads_that_the_ranks_do_not_divide_end_the_start() -> None:
+    process = ForkedServer("--tp-size", "4", "--device", "cpu").launch()
+    try:
+        assert process.wait(END_S) == 1
+        assert "6 attention heads cannot be split over 4 ranks" in process.log_tail(1)
+    finally:
+        process.kill()
+
+
 def test_an_address_where_the_ranks_cannot_meet(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

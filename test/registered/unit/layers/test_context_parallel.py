@@ -57,6 +57,13 @@ def test_short_prompts_alone_are_not_split() -> None:
     assert plan_runs([64], 2) == [[Run(0, 0, 16), Run(0, 48, 64)], [Run(0, 16, 48)]]
 
 
+def test_short_prompts_go_where_the_fewest_tokens_are() -> None:
+    plan = plan_runs([64, 40, 30, 5, 63], 2)
+    assert plan is not None
+    whole = [[(run.request, run.length) for run in own if run.request] for own in plan]
+    assert whole == [[(1, 40)], [(2, 30), (3, 5), (4, 63)]]
+
+
 def make_pool(dtype: torch.dtype) -> MHATokenToKVPool:
     return MHATokenToKVPool(SLOTS, PAGE, dtype, HEADS, HEAD_DIM, 2, "cpu")
 

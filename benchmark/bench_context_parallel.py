@@ -1,0 +1,225 @@
+"""What ranks cost and save on a CPU over gloo: a prefill by context parallelism, decoding by TP.
+
+    python benchmark/bench_context_parallel.py [--tokens 4096] [--layers 4] [--hidden 512]
+        [--steps 20] [--repeat 3] [--sizes 1x1 2x2 4x4 2x1 4x1 4x2] [--json FILE]
+
+A dense model with random weights, fp32. A size is RANKSxCP: so many processes with a thread each,
+in CP sets that split the tokens of a prefill; the ranks of a set split layers. One JSON line a
+size: what is expected by counting, then what was counted and measured, of the slowest rank.
+`cpu_ms` is the processor's time of a rank, which other work on the machine does not lengthen much.
+More ranks than cores save no time: their counts are what such a run is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sglang.benchmark.report import emit, provenance
+from sglang.srt.distributed.parallel_state import get_attention_cp_group, get_attention_tp_group
+from sglang.srt.distributed.tensor_group import TensorGroup
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.test.rank_processes import run_ranks
+from sglang.test.scheduler_rig import prompt
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+HEADS: Final = 8
+KV_HEADS: Final = 4
+VOCABULARY: Final = 2048
+_FP32: Final = 4
+_PAGE: Final = 64
+_BATCH: Final = 4
+"""Requests of a decode step."""
+
+
+class CountedGroup(TensorGroup):
+    """Another group, whose collectives, bytes given by this rank, and seconds are counted."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self.clear()
+
+    def clear(self) -> None:
+        self.collectives, self.bytes, self.seconds = 0, 0, 0.0
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._counted(self._group.all_reduce, x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._counted(self._group.all_gather, x)
+
+    def _counted(
+        self, collective: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        if self.size == 1:
+            return collective(x)
+        self.collectives += 1
+        self.bytes += x.nbytes
+        began = time.perf_counter()
+        try:
+            return collective(x)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def counts(self, steps: int) -> dict[str, float]:
+        """Of one step of `steps`."""
+        return {
+            "collectives": self.collectives / steps,
+            "mb_given": round(self.bytes / steps / 1e6, 4),
+            "ms": round(self.seconds / steps * 1e3, 2),
+        }
+
+
+def expected(args: argparse.Namespace, ranks: int, cp: int) -> dict[str, Any]:
+    """What counting on paper gives for one rank."""
+    tp = ranks // cp
+    kv_bytes = 2 * KV_HEADS // tp * (args.hidden // HEADS) * _FP32
+    hidden = args.hidden * _FP32
+    per_rank = args.tokens // cp
+    split = cp > 1
+    return {
+        "prefill": {
+            "tokens_per_rank": per_rank,
+            "part_of_the_cpu_time": round(1 / ranks, 3),
+            "kv_mb_given_per_layer": round(split * per_rank * kv_bytes / 1e6, 4),
+            # Of keys and values in each layer, and of the last token's hidden state.
+            "cp": split * (args.layers + 1),
+            # Behind attention and MLP of each layer, the embedding, and the logits.
+            "tp": (tp > 1) * (2 * args.layers + 2),
+        },
+        "decode": {
+            "cp": 0,
+            "tp": (tp > 1) * (2 * args.layers + 2),
+            "tp_mb_given": round(
+                (tp > 1)
+                * _BATCH
+                * ((2 * args.layers + 1) * hidden + VOCABULARY // tp * _FP32)
+                / 1e6,
+                4,
+            ),
+        },
+    }
+
+
+def measure_rank(path: str, tokens: int, steps: int, repeat: int) -> dict[str, Any]:
+    """One rank's part: prefills of one prompt each, then decode steps. Run by each process."""
+    tp, cp = CountedGroup(get_attention_tp_group()), CountedGroup(get_attention_cp_group())
+    pages = (repeat + 1) * (tokens // _PAGE + 1) + _BATCH * (steps // _PAGE + 2)
+    driver = StepDriver(
+        path,
+        page_size=_PAGE,
+        pool_tokens=pages * _PAGE,
+        max_requests=repeat + 1 + _BATCH,
+        tp_group=tp,
+        cp_group=cp,
+    )
+    computed: list[int] = []
+    model_forward = driver.runner.model.forward
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Any:
+        computed.append(len(ids))
+        return model_forward(ids, positions, batch)
+
+    vars(driver.runner.model)["forward"] = forward
+    prefills: list[float] = []
+    spent: list[float] = []
+    for row in range(repeat + 1):
+        if row == 1:  # The first one warms up.
+            for group in (tp, cp):
+                group.clear()
+        began, began_cpu = time.perf_counter(), time.process_time()
+        driver.extend([(row, prompt(row, tokens, VOCABULARY))])
+        prefills.append(time.perf_counter() - began)
+        spent.append(time.process_time() - began_cpu)
+    report: dict[str, Any] = {
+        "prefill": {
+            "ms": round(statistics.median(prefills[1:]) * 1e3, 1),
+            "cpu_ms": round(statistics.median(spent[1:]) * 1e3, 1),
+            "all_ms": [round(one * 1e3, 1) for one in prefills[1:]],
+            "tokens_per_rank": computed[-1],
+            "cp": cp.counts(repeat),
+            "tp": tp.counts(repeat),
+        }
+    }
+    rows = range(repeat + 1, repeat + 1 + _BATCH)
+    driver.extend([(row, prompt(row, 16, VOCABULARY)) for row in rows])
+    for group in (tp, cp):
+        group.clear()
+    decodes: list[float] = []
+    for step in range(steps):
+        began = time.perf_counter()
+        driver.decode([(row, step + 1) for row in rows])
+        decodes.append(time.perf_counter() - began)
+    report["decode"] = {
+        "ms": round(statistics.median(decodes) * 1e3, 2),
+        "cp": cp.counts(steps),
+        "tp": tp.counts(steps),
+    }
+    return report
+
+
+def measure(args: argparse.Namespace, path: str, ranks: int, cp: int) -> dict[str, Any]:
+    """One size: the rank whose prefill is slowest, and every rank's tokens."""
+    work = (path, args.tokens, args.steps, args.repeat)
+    preload = ["sglang.test.tiny_models"]
+    found = run_ranks(ranks, measure_rank, *work, attn_cp_size=cp, preload=preload)
+    slowest = max(found, key=lambda one: one["prefill"]["ms"])
+    tokens = [one["prefill"]["tokens_per_rank"] for one in found]
+    slowest["prefill"]["tokens_of_ranks"] = tokens
+    return {"ranks": ranks, "attn_cp_size": cp, "attn_tp_size": ranks // cp, **slowest}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--sizes", nargs="+", default=["1x1", "2x2", "4x4", "2x1", "4x1", "4x2"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
+    with tempfile.TemporaryDirectory() as path:
+        save_tiny_checkpoint(
+            path,
+            "qwen3",
+            vocab_size=VOCABULARY,
+            hidden_size=args.hidden,
+            intermediate_size=3 * args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=args.hidden // HEADS,
+            max_position_embeddings=args.tokens + args.steps + 64,
+        )
+        for ranks, cp in sizes:
+            settings = {name: getattr(args, name) for name in ("tokens", "layers", "hidden")}
+            record = {
+                "benchmark": "context_parallel",
+                **settings,
+                "expected": expected(args, ranks, cp),
+                **measure(args, path, ranks, cp),
+                **provenance(),
+            }
+            emit(record, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
