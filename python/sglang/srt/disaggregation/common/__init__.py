@@ -1,0 +1,1 @@
+"""What prefill and decode servers say to each other about a request."""
