@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 exec .venv/bin/python test/run_suite.py --hw cpu --nightly --continue-on-error \
-    --timeout-per-file 1800 --suite nightly-test-cpu
+    --timeout-per-file 3600 --suite nightly-test-cpu

@@ -3,9 +3,9 @@
     python test/run_suite.py --hw cpu --suite base-a-test-cpu [--suite base-b-test-cpu]
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
-They are read from the syntax tree, without imports. Unit suites run in one process, other files in
-one process each. The last line is `N passed, N failed`, in tests; the exit status is 0 only if
-nothing failed.
+They are read from the syntax tree, without imports. Unit suites run in one process a core, other
+files in one process each, one after the other. The last line is `N passed, N failed`, in tests; the
+exit status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
+from sglang.srt.environ import child_environment
 from sglang.srt.utils.process import kill_process_tree
 
 REPO: Final = Path(__file__).resolve().parents[1]
 UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
-"""Suites whose files start no processes: one pytest runs all of them and imports torch once."""
+"""Suites whose files start no processes: one pytest runs many of them and imports torch once."""
+UNIT_PROCESSES: Final = min(2, os.cpu_count() or 1)
+"""Processes of a unit suite, at the same time. More would import more than they save."""
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+"""For processes that share the cores: torch's threads wait for each other by spinning."""
 
 _REGISTER: Final = re.compile(r"register_(cpu|cuda|npu)_ci")
 _PARAMETERS: Final = ("est_time", "suite", "nightly", "disabled")
@@ -64,6 +70,16 @@ class Outcome:
     failed: int = 0
     skipped: int = 0
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A process to run."""
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment."""
 
 
 @dataclass(slots=True)
@@ -168,20 +184,27 @@ def partition(files: Sequence[Registration], index: int, size: int) -> list[Regi
     return [file for file in files if file in mine]
 
 
-def _pump(stream: IO[str], lines: list[str]) -> None:
+def _pump(stream: IO[str], lines: list[str], is_shown: bool) -> None:
     for line in stream:
         lines.append(line.rstrip("\n"))
-        print(line, end="", flush=True)
+        if is_shown:
+            print(line, end="", flush=True)
 
 
-def run_process(name: str, command: Sequence[str], timeout: float) -> Outcome:
-    """Run `command`, show its output, and read the counts from pytest's summary.
+def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[Outcome, list[str]]:
+    """Run a step; its outcome, with the counts of pytest's summary, and its output.
 
     After `timeout` seconds the process and all its descendants are killed.
+
+    Args:
+        step: What to run.
+        timeout: Seconds.
+        is_shown: Print the output as it comes.
     """
     start = time.monotonic()
     process = subprocess.Popen(
-        command,
+        step.command,
+        env=child_environment(step.env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -192,7 +215,7 @@ def run_process(name: str, command: Sequence[str], timeout: float) -> Outcome:
     )
     assert process.stdout is not None
     lines: list[str] = []
-    reader = threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True)
+    reader = threading.Thread(target=_pump, args=(process.stdout, lines, is_shown), daemon=True)
     reader.start()
     note = ""
     try:
@@ -207,9 +230,9 @@ def run_process(name: str, command: Sequence[str], timeout: float) -> Outcome:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         reader.join(timeout=5)
-    outcome = Outcome(name=name, status=status, seconds=time.monotonic() - start, note=note)
+    outcome = Outcome(name=step.name, status=status, seconds=time.monotonic() - start, note=note)
     _count(lines, outcome)
-    return outcome
+    return outcome, lines
 
 
 def _count(lines: Sequence[str], outcome: Outcome) -> None:
@@ -225,26 +248,54 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
         outcome.note = "ran no tests"
 
 
-def _plan(suite: str, files: Sequence[Registration]) -> list[tuple[str, list[str]]]:
-    """Name and command of each process that runs `files` of `suite`."""
-    paths = [os.path.relpath(file.path, REPO) for file in files if file.suite == suite]
-    if suite in UNIT_SUITES and len(paths) > 1:
-        pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
-        return [(f"{suite}, {len(paths)} files", [*pytest, *paths])]
-    return [(path, [sys.executable, path]) for path in paths]
+def _plan(suite: str, files: Sequence[Registration]) -> list[list[Step]]:
+    """The processes that run `files` of `suite`; those of one list at the same time."""
+    files = [file for file in files if file.suite == suite]
+    if suite not in UNIT_SUITES or len(files) == 1:
+        paths = [os.path.relpath(file.path, REPO) for file in files]
+        return [[Step(path, [sys.executable, path])] for path in paths]
+    parts = [partition(files, index, UNIT_PROCESSES) for index in range(UNIT_PROCESSES)]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
+    return [
+        [
+            Step(
+                f"{suite} {number}/{len(parts)}, {len(part)} files",
+                [*pytest, *(os.path.relpath(file.path, REPO) for file in part)],
+                ONE_THREAD if len(parts) > 1 else {},
+            )
+            for number, part in enumerate(parts, start=1)
+        ]
+    ]
+
+
+def _run_together(steps: Sequence[Step], timeout: float) -> list[Outcome]:
+    """Run `steps` at the same time. The first shows its output as it comes, the others later."""
+    with ThreadPoolExecutor(len(steps)) as pool:
+        print(f"--- {steps[0].name}", flush=True)
+        runs = [
+            pool.submit(run_process, step, timeout, is_shown=step is steps[0]) for step in steps
+        ]
+        outcomes = [runs[0].result()[0]]
+        for step, run in zip(steps[1:], runs[1:], strict=True):
+            outcome, lines = run.result()
+            print(f"--- {step.name}", *lines, sep="\n", flush=True)
+            outcomes.append(outcome)
+    return outcomes
 
 
 def run_files(files: Sequence[Registration], timeout: float, keep_going: bool) -> list[Outcome]:
     """Run `files`, suite by suite; stop at the first failing process unless `keep_going`."""
     suites = dict.fromkeys(file.suite for file in files)
-    plan = [step for suite in suites for step in _plan(suite, files)]
+    plan = [steps for suite in suites for steps in _plan(suite, files)]
     outcomes: list[Outcome] = []
-    for name, command in plan:
+    for steps in plan:
         if not keep_going and any(outcome.failed for outcome in outcomes):
-            outcomes.append(Outcome(name=name, status=0, seconds=0, failed=1, note="not run"))
+            outcomes += [
+                Outcome(name=step.name, status=0, seconds=0, failed=1, note="not run")
+                for step in steps
+            ]
             continue
-        print(f"--- {name}", flush=True)
-        outcomes.append(run_process(name, command, timeout))
+        outcomes += _run_together(steps, timeout)
     return outcomes
 
 

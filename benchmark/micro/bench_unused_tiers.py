@@ -39,7 +39,6 @@ AT_ONCE: Final = 8
 REQUESTS_A_ROUND: Final = 12
 PAGE_SIZE: Final = 64
 POOL_TOKENS: Final = 16384
-_WARM_ROUNDS: Final = 6
 _BUSY_POLL_S: Final = 0.001
 
 
@@ -126,7 +125,7 @@ def settle(rig: SchedulerRig) -> None:
         time.sleep(_BUSY_POLL_S)
 
 
-def measure(rounds: int, *, show_progress: bool) -> dict[str, dict[str, float]]:
+def measure(rounds: int, *, warm_rounds: int, show_progress: bool) -> dict[str, dict[str, float]]:
     """Median CPU microseconds a request, by arrangement and by thread or process."""
     with ExitStack() as stack:
         cluster = stack.enter_context(MooncakeCluster(segment_size="512mb"))
@@ -153,7 +152,7 @@ def measure(rounds: int, *, show_progress: bool) -> dict[str, dict[str, float]]:
             stack.callback(rig.close)
             clocks.watch(rig)
         spent: dict[str, list[Counter[str]]] = {name: [] for name in rigs}
-        bar = tqdm(range(_WARM_ROUNDS + rounds), unit="round", disable=not show_progress)
+        bar = tqdm(range(warm_rounds + rounds), unit="round", disable=not show_progress)
         for turn in bar:
             for number, name in enumerate(rigs if turn % 2 else reversed(rigs)):
                 before = clocks.read()
@@ -161,7 +160,7 @@ def measure(rounds: int, *, show_progress: bool) -> dict[str, dict[str, float]]:
                 with clocks.ignoring_caller():
                     settle(rigs[name])
                 after = clocks.read()
-                if turn >= _WARM_ROUNDS:
+                if turn >= warm_rounds:
                     spent[name].append(Counter({k: after[k] - before[k] for k in after}))
     return {name: medians(samples) for name, samples in spent.items()}
 
@@ -179,10 +178,13 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm-rounds", type=int, default=6, help="not measured [6]")
     parser.add_argument("--output-file", help="append the JSON line here too")
     parser.add_argument("--disable-tqdm", action="store_true")
     args = parser.parse_args(argv)
-    medians_us = measure(args.rounds, show_progress=not args.disable_tqdm)
+    medians_us = measure(
+        args.rounds, warm_rounds=args.warm_rounds, show_progress=not args.disable_tqdm
+    )
     emit(
         {
             "benchmark": "unused_tiers",

@@ -27,7 +27,9 @@ from sglang.srt.utils.network import can_connect, get_free_ports
 from sglang.srt.utils.process import stop_process
 
 LOOPBACK: Final = "127.0.0.1"
-_SUSPEND_TIMEOUT_S: Final = 10.0
+START_TIMEOUT_S: Final = 60.0
+"""For a child to serve, on a machine that starts other things too; most need a second or two."""
+_SUSPEND_TIMEOUT_S: Final = 30.0
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
 
@@ -82,7 +84,7 @@ class ManagedProcess:
         """Whether the child was started and has not ended. A suspended child counts as running."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self, timeout: float = 30.0) -> None:
+    def start(self, timeout: float = START_TIMEOUT_S) -> None:
         """Start the child and wait until it serves.
 
         Raises:
@@ -146,7 +148,7 @@ class ManagedProcess:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
 
-    def restart(self, timeout: float = 30.0) -> None:
+    def restart(self, timeout: float = START_TIMEOUT_S) -> None:
         """Kill the child if it runs, and start it again on the same ports."""
         self.kill()
         self.start(timeout)

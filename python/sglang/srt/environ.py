@@ -217,6 +217,18 @@ class Envs:
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
 
+    SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = EnvInt(
+        300, "Seconds for which one half of a request waits to hear of the other."
+    )
+    SGLANG_DISAGGREGATION_WAITING_TIMEOUT = EnvInt(
+        300, "Seconds for which a decode server waits for the next pages of a prompt."
+    )
+    SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL = EnvInt(
+        5, "Seconds that the other server may be silent, times the next setting."
+    )
+    SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE = EnvInt(
+        2, "After so many silent intervals the other server counts as gone."
+    )
     SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, hidden from other users.")
     SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, hidden from other users.")
     SGLANG_FORWARD_UNKNOWN_TOOLS = EnvBool(

@@ -224,6 +224,11 @@ class ServerArgs:
         "Ranks of --tp-size over which the tokens of a prefill are split (context parallelism).",
         aliases=("--attention-context-parallel-size",),
     )
+    enable_prefill_context_parallel: bool = flag(
+        False,
+        "Implied by --attn-cp-size above 1, which says over how many ranks.",
+        aliases=("--enable-nsa-prefill-context-parallel",),
+    )
     nnodes: int = flag(1, "Number of machines, each with equally many ranks.")
     node_rank: int = flag(0, "Which of the machines this is; 0 has the HTTP server.")
     dist_init_addr: str | None = flag(
@@ -252,8 +257,11 @@ class ServerArgs:
 
     # HiCache
     enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
-    hicache_ratio: float = flag(2.0, "Tokens of L2 per token of L1.")
-    hicache_size: float = flag(0.0, "GB of L2 per rank; overrides the ratio; 0: use the ratio.")
+    hicache_ratio: float = flag(2.0, "Tokens (and recurrent states) of L2 per one of L1.")
+    hicache_size: float = flag(
+        0.0,
+        "GB of L2 per rank, all kinds of state together; overrides the ratio; 0: use the ratio.",
+    )
     hicache_write_policy: str = flag(
         "write_through",
         "When pages are copied from L1 to L2.",
@@ -322,6 +330,7 @@ class ServerArgs:
         args = dataclasses.replace(
             args,
             model_path=model_path,
+            enable_prefill_context_parallel=args.attn_cp_size > 1,
             tokenizer_path=args.tokenizer_path or model_path,
             served_model_name=args.served_model_name or name,
         )

@@ -119,14 +119,14 @@ class InPlaceStore(PlainStore):
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[PageResult]]:
         call = self.store.begin("get")
-        results = {one.name.value: self._move(call, one, is_get=True) for one in transfers}
+        results = {str(one.name): self._move(call, one, is_get=True) for one in transfers}
         return _answer(call, results)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[PageResult]]:
         call = self.store.begin("set")
-        results = {one.name.value: self._move(call, one, is_get=False) for one in transfers}
+        results = {str(one.name): self._move(call, one, is_get=False) for one in transfers}
         return _answer(call, results)
 
     def _move(self, call: Call, transfer: PoolTransfer, *, is_get: bool) -> list[PageResult]:

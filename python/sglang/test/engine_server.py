@@ -9,12 +9,12 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from sglang.srt.utils.network import get_free_port
 from sglang.test.test_utils import (
     DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH,
-    ServerProcess,
+    RunningServer,
     kill_process_tree,
     popen_launch_server,
 )
@@ -66,9 +66,9 @@ class EngineServer:
         self._env = env
         self._model = model
         self.url = f"http://127.0.0.1:{get_free_port()}"
-        self._process: ServerProcess | None = None
+        self._process: RunningServer | None = None
 
-    def __enter__(self) -> EngineServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -81,7 +81,7 @@ class EngineServer:
         self.kill()
 
     @property
-    def process(self) -> ServerProcess:
+    def process(self) -> RunningServer:
         assert self._process is not None, "the server was not started"
         return self._process
 

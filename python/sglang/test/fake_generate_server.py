@@ -51,7 +51,7 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._started.wait(10), "the fake server did not start"
+        assert self._started.wait(30), "the fake server did not start"
         return self
 
     def __exit__(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -18,6 +20,8 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.distributed.tensor_group import TensorGroup
 
 _DEADLINE_S: Final = 60.0
+
+T = TypeVar("T")
 
 
 class RankIsMissing(TimeoutError):
@@ -39,12 +43,17 @@ class MemoryExchange:
     Args:
         size: How many ranks.
         deadline_s: A rank that waits longer for the others fails, and says who is missing.
+        attn_cp_size: See `RankGroup.attn_cp_size`.
     """
 
-    def __init__(self, size: int, deadline_s: float = _DEADLINE_S) -> None:
+    def __init__(
+        self, size: int, deadline_s: float = _DEADLINE_S, *, attn_cp_size: int = 1
+    ) -> None:
+        assert size % attn_cp_size == 0, f"{attn_cp_size} does not divide {size}"
         self.size = size
+        self.attn_cp_size = attn_cp_size
         self.num_calls = 0
-        """Collectives that every rank has made."""
+        """Collectives that every rank has made; a MIN of two rounds is two."""
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
         self._calls: dict[int, _Call] = {}
@@ -61,37 +70,87 @@ class MemoryExchange:
             self._changed.notify_all()
 
     def meet(
-        self, number: int, rank: int, kind: str, payload: bytes | torch.Tensor | None
+        self,
+        number: int,
+        rank: int,
+        kind: str,
+        payload: bytes | torch.Tensor | None,
+        members: Sequence[int] | None = None,
     ) -> dict[int, bytes | torch.Tensor | None]:
-        """What every rank brought to its `number`-th collective, once all are there."""
+        """What ranks brought to their `number`-th collective, once all `members` are there.
+
+        Args:
+            kind: The same on all ranks of the exchange, members or not.
+            members: Ranks, `rank` among them; None: all.
+        """
+        awaited = range(self.size) if members is None else members
         with self._changed:
             call = self._calls.setdefault(number, _Call())
             call.payloads[rank], call.kinds[rank] = payload, kind
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._failure is not None or len(call.kinds) == self.size,
+                lambda: self._failure is not None or call.kinds.keys() >= set(awaited),
                 self._deadline_s,
             )
-            _check_kinds(number, call.kinds)
-            if len(call.kinds) < self.size:
+            self._check_kinds(number, call.kinds)
+            missing = sorted(set(awaited) - call.kinds.keys())
+            if missing:
                 if self._failure is not None:
                     raise RanksDiverged(f"another rank has failed: {self._failure}")
-                missing = sorted(set(range(self.size)) - set(call.kinds))
                 raise RankIsMissing(f"ranks {missing} did not come to collective {number}: {kind}")
             call.num_left += 1
             if call.num_left == self.size:
                 del self._calls[number]
                 self.num_calls += 1
-            return call.payloads
+            return {member: call.payloads[member] for member in awaited}
+
+    def _check_kinds(self, number: int, kinds: dict[int, str]) -> None:
+        first = min(kinds)
+        for rank, kind in sorted(kinds.items()):
+            if kind != kinds[first]:
+                error = RanksDiverged(
+                    f"collective {number} is {kinds[first]} on rank {first}, {kind} on rank {rank}"
+                )
+                # Ranks of other members may wait for these in a later call.
+                self.fail(error)
+                raise error
 
 
-def _check_kinds(number: int, kinds: dict[int, str]) -> None:
-    first = min(kinds)
-    for rank, kind in sorted(kinds.items()):
-        if kind != kinds[first]:
-            raise RanksDiverged(
-                f"collective {number} is {kinds[first]} on rank {first}, {kind} on rank {rank}"
-            )
+def run_on_ranks(
+    size: int,
+    work: Callable[[RankGroup], T],
+    *,
+    attn_cp_size: int = 1,
+    seed: int = 0,
+    most_delay_s: float = 0.0,
+) -> list[T]:
+    """What `work` returns on each rank, each on a thread of its own; the first error that a rank
+    raises.
+
+    Args:
+        size: Ranks.
+        work: Is given the rank's group.
+        attn_cp_size: Of the groups.
+        seed: Of the delays.
+        most_delay_s: Of each collective of a rank.
+    """
+    exchange = MemoryExchange(size, attn_cp_size=attn_cp_size)
+    first: list[BaseException] = []
+
+    def run(rank: int) -> T:
+        group = exchange.group(rank, seed=seed, most_delay_s=most_delay_s)
+        try:
+            return work(group)
+        except BaseException as error:
+            first.append(error)
+            exchange.fail(error)
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    if first:
+        raise first[0]
+    return [future.result() for future in futures]
 
 
 class EchoGroup(RankGroup):
@@ -161,7 +220,14 @@ class MemoryTensorGroup(PlaceInGroup):
 
 
 class MemoryRankGroup(RankGroup):
-    """One rank of a `MemoryExchange`. One thread uses it."""
+    """One rank of a `MemoryExchange`. One thread uses it.
+
+    MIN has the rounds of `TorchRankGroup`: over the ranks with the same heads, then over those that
+    split them; one where all ranks are one of these groups.
+
+    Attributes:
+        rounds: The name and the ranks of each round, this rank among them.
+    """
 
     def __init__(
         self, exchange: MemoryExchange, rank: int, rng: random.Random, most_delay_s: float
@@ -171,6 +237,12 @@ class MemoryRankGroup(RankGroup):
         self._rng = rng
         self._most_delay_s = most_delay_s
         self._num_calls = 0
+        own_set = self.attn_cp_rank * self.attn_tp_size
+        groups = {
+            "CP": range(self.attn_tp_rank, self.size, self.attn_tp_size),
+            "TP": range(own_set, own_set + self.attn_tp_size),
+        }
+        self.rounds = [(name, ranks) for name, ranks in groups.items() if len(ranks) > 1]
 
     @property
     def rank(self) -> int:
@@ -180,6 +252,10 @@ class MemoryRankGroup(RankGroup):
     def size(self) -> int:
         return self._exchange.size
 
+    @property
+    def attn_cp_size(self) -> int:
+        return self._exchange.attn_cp_size
+
     def broadcast(self, payload: bytes | None) -> bytes:
         assert (payload is not None) == (self._rank == 0), "rank 0 alone has a payload"
         said = self._meet("a broadcast", payload)[0]
@@ -188,14 +264,21 @@ class MemoryRankGroup(RankGroup):
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
         assert values.dtype == torch.int64 and values.device.type == "cpu" and values.ndim == 1
-        all_values = self._meet(f"a reduction of {len(values)} values", values.clone())
-        tensors = [one for one in all_values.values() if isinstance(one, torch.Tensor)]
-        return torch.stack(tensors).min(dim=0).values
+        least = values.clone()
+        for name, ranks in self.rounds:
+            over = f" over {name}" if len(ranks) < self.size else ""
+            said = self._meet(f"a reduction of {len(values)} values{over}", least, ranks)
+            tensors = [one for one in said.values() if isinstance(one, torch.Tensor)]
+            least = torch.stack(tensors).min(dim=0).values
+        return least
 
     def _meet(
-        self, kind: str, payload: bytes | torch.Tensor | None
+        self,
+        kind: str,
+        payload: bytes | torch.Tensor | None,
+        members: Sequence[int] | None = None,
     ) -> dict[int, bytes | torch.Tensor | None]:
         if self._most_delay_s:
             time.sleep(self._rng.random() * self._most_delay_s)
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        return self._exchange.meet(number, self._rank, kind, payload)
+        return self._exchange.meet(number, self._rank, kind, payload, members)

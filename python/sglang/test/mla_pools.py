@@ -40,5 +40,19 @@ def make_indexer_pool(
     return pool
 
 
-LATENT_ROWS: Final = PoolKind(PoolName.KV, make_mla_pool, MLATokenToKVPoolHost)
-INDEXER_KEYS: Final = PoolKind(PoolName.INDEXER, make_indexer_pool, NSAIndexerPoolHost)
+def latent_rows(dtype: torch.dtype) -> PoolKind:
+    """Latent rows of `dtype`."""
+    return PoolKind(
+        PoolName.KV, lambda seed: make_mla_pool(seed, dtype=dtype), MLATokenToKVPoolHost
+    )
+
+
+def indexer_keys(dtype: torch.dtype) -> PoolKind:
+    """Indexer keys of `dtype`."""
+    return PoolKind(
+        PoolName.INDEXER, lambda seed: make_indexer_pool(seed, dtype=dtype), NSAIndexerPoolHost
+    )
+
+
+LATENT_ROWS: Final = latent_rows(torch.bfloat16)
+INDEXER_KEYS: Final = indexer_keys(torch.bfloat16)

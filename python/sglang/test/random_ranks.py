@@ -1,6 +1,7 @@
 """Random work on several ranks in one process: whole schedulers that must stay equal.
 
-    python -m sglang.test.random_ranks --seed N --ranks 2 --steps 5000
+    python -m sglang.test.random_ranks --seed N --ranks 4 --attn-cp-size 2 --steps 5000
+    python -m sglang.test.random_ranks --seconds S     runs seed after seed, sizes in turn
 
 Each rank is a scheduler on a thread of its own, with pools, tree, copies and a storage client of
 its own; the store is one. Rank 0 is driven as in `random_scheduler.py`; the others get its ticks
@@ -13,7 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import secrets
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -30,7 +34,14 @@ from sglang.test.memory_ranks import MemoryExchange
 from sglang.test.random_scheduler import CheckableRig, Outcome, RandomScheduler
 from sglang.test.random_setup import Setup
 
+SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1))
+"""Numbers of ranks, and of the sets that they are divided into. `(4, 2)` has two rounds of MIN."""
+TICKS_OF_A_SEED: Final = 500
 _MOST_DELAY_S: Final = 0.0005
+_WORK: Final = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
+"""What must happen. One seed in four reads from storage: seeds are drawn until all of it has."""
+_MOST_RUNS: Final = 60
+"""Of three tiers. If a run in four does some work, the chance that none of 60 does is 3e-8."""
 _END: Final = b""
 """In place of a tick: the run is over."""
 
@@ -132,6 +143,7 @@ class RandomRanks(RandomScheduler):
     Args:
         seed: As of `RandomScheduler`.
         ranks: How many.
+        attn_cp_size: Into how many sets they are divided; see `RankGroup`.
         setup: In place of the one that the seed draws.
         wrap_group: Around each rank's group, for a rank that does wrong.
         has_referee: Compare the books after each tick. Otherwise the ballots alone do.
@@ -142,6 +154,7 @@ class RandomRanks(RandomScheduler):
         seed: int,
         ranks: int = 2,
         *,
+        attn_cp_size: int = 1,
         setup: Setup | None = None,
         wrap_group: WrapGroup = lambda group: group,
         has_referee: bool = True,
@@ -151,7 +164,8 @@ class RandomRanks(RandomScheduler):
         self._num_ranks = ranks
         self._wrap_group = wrap_group
         self._has_referee = has_referee
-        self._exchange, self._referees = MemoryExchange(ranks), MemoryExchange(ranks)
+        self._exchange = MemoryExchange(ranks, attn_cp_size=attn_cp_size)
+        self._referees = MemoryExchange(ranks)
         self._ranks: list[_Rank] = []
 
     def _make_rig(self) -> CheckableRig:
@@ -201,29 +215,85 @@ class RandomRanks(RandomScheduler):
                 raise rank.error
 
 
-def run_ranks(seed: int, ranks: int, steps: int) -> Outcome:
+def run_ranks(seed: int, ranks: int, steps: int, attn_cp_size: int = 1) -> Outcome:
     """One run. What it raises has notes: the state, and the command that repeats the run."""
-    run = RandomRanks(seed, ranks)
+    run = RandomRanks(seed, ranks, attn_cp_size=attn_cp_size)
     try:
         return run.run(steps)
     except BaseException as error:
         error.add_note(f"with {run.setup}")
         command = f"python -m sglang.test.random_ranks --seed {seed} --ranks {ranks}"
-        error.add_note(f"to repeat: {command} --steps {steps}")
+        error.add_note(f"to repeat: {command} --attn-cp-size {attn_cp_size} --steps {steps}")
         raise
+
+
+def run_until_all_happened(ranks: int, steps: int) -> None:
+    """Runs of drawn seeds, each of `TICKS_OF_A_SEED`: at least `steps`, and until all work of the
+    tiers has happened. Raises AssertionError where some never does."""
+    counts: Counter[str] = Counter()
+    # A third of the setups has no L3. They run, but do not count.
+    least_runs = steps * 2 // 3 // TICKS_OF_A_SEED + 1
+    runs = 0
+    while runs < least_runs or (runs < _MOST_RUNS and not all(counts[what] for what in _WORK)):
+        outcome = run_ranks(secrets.randbits(31), ranks, TICKS_OF_A_SEED)
+        counts.update(outcome.counts)
+        runs += outcome.setup.tiers == 3
+    for what in _WORK:
+        assert counts[what], f"no {what} in {runs} runs of three tiers"
+
+
+def run_for(
+    seconds: float,
+    first_seed: int,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    *,
+    least_ticks: int = 0,
+) -> Counter[str]:
+    """Run one seed after another for `seconds`, and until each of `sizes` had its turn.
+
+    Prints a line for each seed before it runs. The first failure is raised.
+
+    Args:
+        sizes: Ranks and `attn_cp_size`, which take turns.
+        least_ticks: Go on until there were as many ticks.
+
+    Returns:
+        The counts of all runs; "ticks" are those of a rank.
+    """
+    counts: Counter[str] = Counter()
+    began = time.monotonic()
+    while (
+        counts["seeds"] < len(sizes)
+        or counts["ticks"] < least_ticks
+        or time.monotonic() - began < seconds
+    ):
+        seed = first_seed + counts["seeds"]
+        ranks, attn_cp_size = sizes[counts["seeds"] % len(sizes)]
+        print(f"seed {seed}: {ranks} ranks in {attn_cp_size} sets", flush=True)
+        outcome = run_ranks(seed, ranks, TICKS_OF_A_SEED, attn_cp_size)
+        counts.update(outcome.counts)
+        counts.update(seeds=1, ticks=outcome.steps)
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the only or first seed")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--attn-cp-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, help="run seeds for this time, of all sizes")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    outcome = run_ranks(args.seed, args.ranks, args.steps)
-    print(outcome.setup)
-    print("\n".join(f"{n:10} {what}" for what, n in sorted(outcome.counts.items())))
-    print(f"{outcome.steps} ticks of {args.ranks} ranks in {outcome.seconds:.1f} s")
+    began = time.monotonic()
+    if args.seconds is None:
+        outcome = run_ranks(args.seed, args.ranks, args.steps, args.attn_cp_size)
+        print(outcome.setup)
+        counts = outcome.counts + Counter(ticks=outcome.steps)
+    else:
+        counts = run_for(args.seconds, args.seed)
+    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
+    print(f"{counts['ticks']} ticks in {time.monotonic() - began:.1f} s")
     return 0
 
 

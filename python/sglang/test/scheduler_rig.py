@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.messages.io_struct import (
@@ -84,6 +85,8 @@ class SchedulerRig:
         grammar_backend: Factory of the backend for constraints.
         overlap: Whether to prepare a step while the last one runs; None: the class attribute.
         group: The ranks, each with a rig of its own; None: this one alone.
+        tp_group: Those of them that split the model's layers with this one; None: it has them all.
+        cp_group: Those that split the tokens of prefills with this one; None: nobody does.
         args: Fields of `ServerArgs`.
     """
 
@@ -103,9 +106,12 @@ class SchedulerRig:
         grammar_backend: Callable[[], GrammarBackend] | None = None,
         overlap: bool | None = None,
         group: RankGroup | None = None,
+        tp_group: TensorGroup | None = None,
+        cp_group: TensorGroup | None = None,
         **args: Any,
     ) -> None:
         self.group = group or SingleRank()
+        self._tp_group, self._cp_group = tp_group, cp_group
         self._num_states = num_states
         self.server_args = (
             ServerArgs(model_path=str(model_path), **args).resolve().on_device(self.device)
@@ -164,6 +170,8 @@ class SchedulerRig:
                 page_size=page_size,
                 disable_cuda_graph=True,
                 show_progress=False,
+                tp_group=self._tp_group,
+                cp_group=self._cp_group,
             )
         )
         if pool_tokens is None:

@@ -56,10 +56,11 @@ class StateRig(CacheRig):
     num_states: int = 12
     alignment: int = 0
     """Tokens; 0: a page."""
+    spec: MambaSpec = SPEC
 
     def __post_init__(self) -> None:
         self.alignment = self.alignment or self.page_size
-        self.mamba = MambaPool(SPEC, self.num_states, RIG_DEVICE)
+        self.mamba = MambaPool(self.spec, self.num_states, RIG_DEVICE)
         super().__post_init__()
 
     def model_pools(self) -> ModelPools | None:
@@ -140,7 +141,7 @@ class StateRig(CacheRig):
         return Reused(device, total - device - storage, storage), match.mamba_branching_seqlen
 
     def _wait_for_load(self) -> None:
-        for layer in SPEC.layers:
+        for layer in self.spec.layers:
             self.mamba.wait_for_layer(layer)
 
     def compute(
@@ -173,17 +174,23 @@ class StateRig(CacheRig):
     def fill(self, slot: torch.Tensor, request: RigRequest, length: int, ahead: int = 0) -> None:
         """Write the state behind the first `length` tokens of a request, or a later one."""
         value = state_value(request, length) + ahead
-        for layer in range(len(SPEC.layers)):
-            self.mamba.temporal[layer, slot] = value + layer
-            self.mamba.conv[layer, slot] = value - layer
+        for layer in range(len(self.spec.layers)):
+            temporal, conv = self.state_rows(value, layer)
+            self.mamba.temporal[layer, slot] = temporal
+            self.mamba.conv[layer, slot] = conv.to(self.mamba.conv.dtype)
+
+    def state_rows(self, value: float, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a state made of `value` has in a layer: `temporal` and `conv`, to be broadcast."""
+        return torch.tensor(value + layer), torch.tensor(value - layer)
 
     def _check_state(self, request: StateRequest, length: int) -> None:
         assert request.mamba_pool_idx is not None
         value = state_value(request, length) if length else None
-        for layer in range(len(SPEC.layers)):
+        nothing = torch.zeros(()), torch.zeros(())
+        for layer in range(len(self.spec.layers)):
             temporal = self.mamba.temporal[layer, request.mamba_pool_idx]
             conv = self.mamba.conv[layer, request.mamba_pool_idx].float()
-            wanted = (0, 0) if value is None else (value + layer, value - layer)
+            wanted = nothing if value is None else self.state_rows(value, layer)
             assert (temporal == wanted[0]).all(), f"{request.rid}: the state behind {length} tokens"
             assert (conv == wanted[1]).all(), f"{request.rid}: the state behind {length} tokens"
 

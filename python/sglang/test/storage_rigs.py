@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ class StorageRigs:
         *,
         l1_pages: int = 128,
         extra: Mapping[str, Any] | None = None,
-        kind: type[CacheRig] = CacheRig,
+        kind: Callable[..., CacheRig] = CacheRig,
         **settings: Any,
     ) -> CacheRig:
         """Create the tiers of one engine.
@@ -70,7 +70,7 @@ class StorageRigs:
             backend: Name of a backend, or a class of the test.
             l1_pages: Pages of L1.
             extra: Further extra config.
-            kind: Class of the rig.
+            kind: Class of the rig, or what makes one.
             settings: Fields of `HiCacheSettings`.
         """
         config = {**self._extra, **(extra or {})}

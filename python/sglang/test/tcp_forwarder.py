@@ -43,7 +43,7 @@ class TcpForwarder:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(30)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ class TcpForwarder:
                 client, _ = self._server.accept()
                 host, _, port = self.target.rpartition(":")
                 try:
-                    server = socket.create_connection((host, int(port)), timeout=10)
+                    server = socket.create_connection((host, int(port)), timeout=30)
                 except OSError:
                     client.close()
                     continue

@@ -10,7 +10,7 @@ import unittest
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
@@ -20,10 +20,15 @@ __all__ = [
     "DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH",
     "DEFAULT_URL_FOR_TEST",
     "CustomTestCase",
+    "RunningServer",
     "ServerProcess",
+    "await_health",
     "find_available_port",
     "kill_process_tree",
+    "new_log_path",
     "popen_launch_server",
+    "server_flags",
+    "tail_of",
 ]
 
 DEFAULT_URL_FOR_TEST: Final = "http://127.0.0.1:21000"
@@ -43,6 +48,19 @@ class CustomTestCase(unittest.TestCase):
             self.fail(f"not within {timeout:.0f} s: {message or condition}")
 
 
+class RunningServer(Protocol):
+    """A server's process, as `subprocess.Popen` has it; its output is in `log_path`."""
+
+    pid: int
+    log_path: Path
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+    def log_tail(self, lines: int = _LOG_LINES) -> str: ...
+
+
 class ServerProcess(subprocess.Popen[bytes]):
     """A server that `popen_launch_server` started; its output is in `log_path`."""
 
@@ -50,7 +68,18 @@ class ServerProcess(subprocess.Popen[bytes]):
 
     def log_tail(self, lines: int = _LOG_LINES) -> str:
         """The last lines that the server wrote."""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        return tail_of(self.log_path, lines)
+
+
+def tail_of(path: Path, lines: int = _LOG_LINES) -> str:
+    """The last lines of a file of text."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def new_log_path() -> Path:
+    """A new temporary file for the output of a server."""
+    with tempfile.NamedTemporaryFile(prefix="sglang-server-", suffix=".log", delete=False) as file:
+        return Path(file.name)
 
 
 def find_available_port(base_port: int | None = None) -> int:
@@ -87,18 +116,14 @@ def popen_launch_server(
         RuntimeError: The server ended before it was healthy. Has its last log lines.
         TimeoutError: It was not healthy in time, and was killed. Has its last log lines.
     """
-    url = urllib.parse.urlsplit(base_url)
-    if url.hostname is None or url.port is None:
-        raise ValueError(f"base_url {base_url!r}: give host and port, e.g. {DEFAULT_URL_FOR_TEST}")
-    command = [sys.executable, "-m", "sglang.launch_server"]
-    if model is not None:
-        command += ["--model-path", model]
-    command += ["--host", url.hostname, "--port", str(url.port), *other_args]
-    if api_key is not None:
-        command += ["--api-key", api_key]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *server_flags(model, base_url, other_args, api_key),
+    ]
     if log_path is None:
-        with tempfile.NamedTemporaryFile(prefix="sglang-server-", suffix=".log", delete=False) as f:
-            log_path = Path(f.name)
+        log_path = new_log_path()
     with log_path.open("ab") as log:
         process = ServerProcess(
             command,
@@ -109,7 +134,7 @@ def popen_launch_server(
         )
     process.log_path = log_path
     try:
-        _await_health(process, base_url, timeout, api_key)
+        await_health(process, base_url, timeout, api_key)
     except BaseException:
         if process.poll() is None:
             kill_process_tree(process.pid)
@@ -118,9 +143,26 @@ def popen_launch_server(
     return process
 
 
-def _await_health(
-    process: ServerProcess, base_url: str, timeout: float, api_key: str | None
+def server_flags(
+    model: str | None, base_url: str, other_args: Sequence[str] = (), api_key: str | None = None
+) -> list[str]:
+    """The command line of a server behind its module's name; see `popen_launch_server`.
+
+    Raises:
+        ValueError: `base_url` has no host or no port.
+    """
+    url = urllib.parse.urlsplit(base_url)
+    if url.hostname is None or url.port is None:
+        raise ValueError(f"base_url {base_url!r}: give host and port, e.g. {DEFAULT_URL_FOR_TEST}")
+    flags = [] if model is None else ["--model-path", model]
+    flags += ["--host", url.hostname, "--port", str(url.port), *other_args]
+    return flags if api_key is None else [*flags, "--api-key", api_key]
+
+
+def await_health(
+    process: RunningServer, base_url: str, timeout: float, api_key: str | None = None
 ) -> None:
+    """Wait until `/health` answers 200; errors as of `popen_launch_server`."""
     deadline = time.monotonic() + timeout
     while not is_healthy(base_url, api_key):
         status = process.poll()

@@ -84,7 +84,7 @@ class WeightRig:
             identity=lambda: IDENTITY,
         )
         seed_engine.close()
-        assert wait_until(lambda: self.seed.answer(0)["weights"]["digest"] is not None, 10)
+        assert wait_until(lambda: self.seed.answer(0)["weights"]["digest"] is not None, 30)
         answer = msgspec.convert(self.seed.answer(0), SeedAnswer)
         self.client = SeedAtHand(with_session(answer, session_id))
         self.engine = start_bare_engine(self.fakes)

@@ -149,7 +149,7 @@ def test_a_killed_compile_process_is_replaced(backend: GrammarBackend) -> None:
     assert outcome(backend.get("regex", "before")) == "ready"
     for process in compile_processes():
         process.kill()
-        process.wait(10)
+        process.wait(30)
     assert outcome(backend.get("regex", "behind")) == "ready"
 
 

@@ -149,8 +149,21 @@ def lost() -> str:
 
 
 def test_a_rank_that_is_gone_is_an_error_in_the_others_collective() -> None:
-    with pytest.raises(RankFailed, match="RankLost: another rank is gone"):
+    lost_rank = r"RankLost: another rank is gone: [A-Z][a-z ]+ \[127\.0\.0\.1\]:\d+[^\n.]*\n"
+    with pytest.raises(RankFailed, match=lost_rank):
         run_ranks(2, lost)
+
+
+def wrong() -> str:
+    try:
+        get_world_group().all_reduce(torch.zeros(2, dtype=torch.uint16))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_a_mistake_of_a_ranks_own_is_not_a_lost_rank() -> None:
+    assert run_ranks(2, wrong) == ["RuntimeError: Invalid scalar type"] * 2
 
 
 def test_groups_are_asked_for_before_they_are_made() -> None:

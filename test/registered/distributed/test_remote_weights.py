@@ -39,13 +39,13 @@ from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
-register_cpu_ci(est_time=110, suite="base-b-test-cpu")
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 TCP = {"MOONCAKE_PROTOCOL": "tcp"}
 PROMPT = "The code of heron is 7391. What is the code of heron?"
 LONG_PROMPT = "The code of heron is 7391. " * 40 + "What is the code of heron?"
 OLDER_PATH = f"/get{SEED_PATH.replace('/', '_')}"
-PROGRESS_S = 2
+PROGRESS_S = 4
 
 
 def reading(seed: EngineServer, *flags: str, **options: Any) -> EngineServer:
@@ -74,7 +74,7 @@ def digest(server: EngineServer) -> dict[str, Any]:
         told.append(server.request("GET", f"{OLDER_PATH}?rank=0").body["weights"]["digest"])
         return told[-1] is not None
 
-    assert wait_until(has_digest, 30)
+    assert wait_until(has_digest, 60)
     return told[-1]
 
 
@@ -126,7 +126,8 @@ def test_another_dtype_and_random_weights() -> None:
 
 @pytest.fixture(scope="module")
 def seed() -> Iterator[EngineServer]:
-    with EngineServer(START_SEED, "--api-key", "user", env=TCP) as server:
+    """Whom tests do no harm, but for the last, which kills it."""
+    with EngineServer(START_SEED, env=TCP) as server:
         yield server
 
 
@@ -141,26 +142,25 @@ def last_line(server: EngineServer) -> str:
     return line
 
 
-def test_an_unlike_reader_is_refused_and_the_seed_serves_on(
-    seed: EngineServer, tmp_path: Path
-) -> None:
-    here = re.escape(f"error: the seed at {seed.url}: ")
-    key = ("--api-key", "user")
+def test_an_unlike_reader_is_refused_and_the_seed_serves_on(tmp_path: Path) -> None:
     other = without_weights(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-    starts: Sequence[tuple[EngineServer, str]] = [
-        (reading(seed, *key, model=str(other)), "it serves another model: its config.json"),
-        (
-            reading(seed, *key, "--dtype", "float32"),
-            r"tensor \'model\.embed_.* is bfloat16 ",
-        ),
-        (reading(seed), "it refuses this server's key .* the seed's --api-key"),
-    ]
-    for server, message in starts:
-        assert re.match(here + message, last_line(server))
-    assert seed.process.poll() is None
-    assert seed.request("GET", "/health").status == 200
+    key = ("--api-key", "user")
+    with EngineServer(START_SEED, *key, env=TCP) as server:
+        here = re.escape(f"error: the seed at {server.url}: ")
+        starts: Sequence[tuple[EngineServer, str]] = [
+            (reading(server, *key, model=str(other)), "it serves another model: its config.json"),
+            (
+                reading(server, *key, "--dtype", "float32"),
+                r"tensor \'model\.embed_.* is bfloat16 ",
+            ),
+            (reading(server), "it refuses this server's key .* the seed's --api-key"),
+        ]
+        for reader, message in starts:
+            assert re.match(here + message, last_line(reader))
+        assert server.process.poll() is None
+        assert server.request("GET", "/health").status == 200
 
 
 def test_a_server_without_the_flag_and_no_server_at_all(tmp_path: Path) -> None:
@@ -174,28 +174,27 @@ def test_a_server_without_the_flag_and_no_server_at_all(tmp_path: Path) -> None:
     assert f"no server accepts connections at the seed's address {server.url}" in line
 
 
-def test_what_a_seed_tells() -> None:
-    with EngineServer(START_SEED, env=TCP) as server:
-        body = server.request("GET", f"{SEED_PATH}?rank=0").body
-        session, places = body["remote_instance_transfer_engine_info"]
-        assert re.fullmatch(r"127\.0\.0\.1:\d+", session)
-        address, count, size = places["model.norm.weight"]
-        assert (address > 0, count, size) == (True, 192, 2)
-        part = body["weights"]["tensors"]["model.norm.weight"]
-        assert part == {"dtype": "bfloat16", "shape": [192], "split_dim": 0, "split_ranges": []}
-        for query, message in (
-            ("?rank=1", "there is no rank 1"),
-            ("", "name a rank"),
-            ("?rank=x", "rank='x'"),
-        ):
-            reply = server.request("GET", SEED_PATH + query)
-            assert (reply.status, message in str(reply.body)) == (400, True), reply
+def test_what_a_seed_tells(seed: EngineServer) -> None:
+    body = seed.request("GET", f"{SEED_PATH}?rank=0").body
+    session, places = body["remote_instance_transfer_engine_info"]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", session)
+    address, count, size = places["model.norm.weight"]
+    assert (address > 0, count, size) == (True, 192, 2)
+    part = body["weights"]["tensors"]["model.norm.weight"]
+    assert part == {"dtype": "bfloat16", "shape": [192], "split_dim": 0, "split_ranges": []}
+    for query, message in (
+        ("?rank=1", "there is no rank 1"),
+        ("", "name a rank"),
+        ("?rank=x", "rank='x'"),
+    ):
+        reply = seed.request("GET", SEED_PATH + query)
+        assert (reply.status, message in str(reply.body)) == (400, True), reply
 
 
 class Reader:
     """Reads a seed's weights in this process, a little at a time."""
 
-    def __init__(self, seed_url: str) -> None:
+    def __init__(self, seed_url: str, answer_timeout: float = 20.0) -> None:
         config = ModelConfig.from_path(str(BUILTIN_MODEL_DIR))
         mark_device_set(detect_device())
         self.engine = MooncakeTransferEngine(LOOPBACK)
@@ -203,7 +202,7 @@ class Reader:
         register_weights(self.engine, (slot for _, slot in self.model.weight_slots()))
         address = SeedAddress(host=LOOPBACK, port=int(seed_url.rpartition(":")[2]))
         load_config = LoadConfig(seed_instance=address)
-        client = SeedClient(address, 0, answer_timeout=1.0)
+        client = SeedClient(address, 0, answer_timeout=answer_timeout)
         self.source = RemoteInstanceWeights(config, load_config, engine=self.engine, client=client)
         self.batches = 0
 
@@ -249,45 +248,52 @@ def die_reading(seed_url: str) -> None:
     reader.read()
 
 
-def test_a_reader_that_is_killed_does_the_seed_no_harm() -> None:
-    with EngineServer(START_SEED, env=TCP) as server:
-        want = words(server)
-        code = f"import runpy; runpy.run_path({__file__!r})['die_reading']({server.url!r})"
-        done = subprocess.run([sys.executable, "-c", code], env=child_environment(TCP), timeout=120)
-        assert done.returncode == -signal.SIGKILL
-        assert words(server) == want
-        with reading(server) as second:
-            assert words(second) == want
+def has_read_all(reader: Reader, seed: EngineServer) -> bool:
+    """Whether its weights are the seed's, after `read`."""
+    told = digest(seed)
+    names = {name for name, _ in reader.model.weight_slots()}
+    return reader.source.identity() == told["identity"] and names == set(told["checksums"])
 
 
 @pytest.mark.usefixtures("in_small_batches")
-def test_a_seed_that_is_stopped_or_killed_in_the_middle() -> None:
-    with EngineServer(START_SEED, env=TCP) as server:
-        want = words(server)
-        stopped, unread = Reader(server.url), Reader(server.url)
-        killed, whole = Reader(server.url), Reader(server.url)
-        stopped.before_batch(3, lambda: send(server, signal.SIGSTOP))
-        with pytest.raises(ValueError, match=r"peer \S+ moved nothing for \d s; no weights were"):
-            stopped.read()
-        assert stopped.batches == 4
-        with pytest.raises(ValueError, match="has not answered for 1 s: it is stopped or overl"):
-            unread.read()
+def test_a_reader_that_is_killed_does_the_seed_no_harm(seed: EngineServer) -> None:
+    want = words(seed)
+    code = f"import runpy; runpy.run_path({__file__!r})['die_reading']({seed.url!r})"
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(TCP), timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert words(seed) == want
+    second = Reader(seed.url)
+    second.read()
+    assert has_read_all(second, seed)
+    second.engine.close()
 
-        # A reader's end does it no harm: it serves on, with the same weights.
-        send(server, signal.SIGCONT)
-        for reader in (stopped, unread):
-            reader.engine.close()
-        assert words(server) == want
-        whole.read()
-        weights = {name: slot.dest for name, slot in whole.model.weight_slots()}
-        assert whole.source.identity() == digest(server)["identity"]
-        assert len(weights) == len(digest(server)["checksums"])
 
-        killed.before_batch(3, server.kill)
-        with pytest.raises(ValueError, match=r"(ended during|accepts no connection).* no weights"):
-            killed.read()
-        for reader in (killed, whole):
-            reader.engine.close()
+@pytest.mark.usefixtures("in_small_batches")
+def test_a_seed_that_is_stopped_or_killed_in_the_middle(seed: EngineServer) -> None:
+    """The last of the tests with this seed."""
+    want = words(seed)
+    stopped, unread = Reader(seed.url), Reader(seed.url, answer_timeout=1.0)
+    killed, whole = Reader(seed.url), Reader(seed.url)
+    stopped.before_batch(3, lambda: send(seed, signal.SIGSTOP))
+    with pytest.raises(ValueError, match=r"peer \S+ moved nothing for \d+ s; no weights were"):
+        stopped.read()
+    assert stopped.batches == 4
+    with pytest.raises(ValueError, match="has not answered for 1 s: it is stopped or overl"):
+        unread.read()
+
+    # A reader's end does it no harm: it serves on, with the same weights.
+    send(seed, signal.SIGCONT)
+    for reader in (stopped, unread):
+        reader.engine.close()
+    assert words(seed) == want
+    whole.read()
+    assert has_read_all(whole, seed)
+
+    killed.before_batch(3, seed.kill)
+    with pytest.raises(ValueError, match=r"(ended during|accepts no connection).* no weights"):
+        killed.read()
+    for reader in (killed, whole):
+        reader.engine.close()
 
 
 if __name__ == "__main__":

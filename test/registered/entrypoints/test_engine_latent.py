@@ -71,7 +71,7 @@ def test_the_same_words_cold_and_from_every_tier(model: Path, layout: str) -> No
         for seed in range(10, 13):
             ask(engine, prompt(seed, 220))
         assert ask(engine, IDS) == (cold, (0, 192, 0))
-        assert engine.flush_cache(timeout=20)
+        assert engine.flush_cache(timeout=60)
         assert ask(engine, IDS) == (cold, (0, 0, 192))
     with start(model, **tiers) as engine:
         assert ask(engine, IDS) == (cold, (0, 0, 192)), "from the store of an engine that ended"

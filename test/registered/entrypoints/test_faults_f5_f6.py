@@ -21,7 +21,7 @@ from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PAGES: Final = 120
@@ -104,7 +104,7 @@ def test_f5_sigterm_drains_writes_back_and_exits_0(server: EngineServer, storage
     idle = httpx.Client()  # An open connection must not delay the end.
     idle.get(f"{server.url}/health")
     request = Client(server, False, PROMPT, 8)
-    assert wait_until(lambda: server.request("GET", "/get_load").body[0]["num_reqs"] == 1, 20, 0.01)
+    assert wait_until(lambda: server.request("GET", "/get_load").body[0]["num_reqs"] == 1, 60, 0.01)
     written = stored_pages(storage)
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
@@ -129,7 +129,7 @@ def test_f5_storage_survives_sigterm_and_sigkill_does_not_hinder_a_restart(
     # The server is killed while it computes, writes and streams.
     other = [token + 1 for token in PROMPT]
     running = [Client(server, True, [300, 301], 8000), Client(server, False, other, 8)]
-    assert running[0].begun.wait(30)
+    assert running[0].begun.wait(60)
     family, directory = members(server), ipc_directory(server)
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait(GONE_S)
@@ -179,14 +179,14 @@ def test_f6_the_detokenizers_death_ends_the_server(server: EngineServer) -> None
 def kill_and_judge(server: EngineServer, name: str) -> None:
     """Kill one child with requests in flight, and check the end of server and clients (row F6)."""
     clients = [Client(server, stream, [300, 301], 8000) for stream in (True, False, True)]
-    assert clients[0].begun.wait(30)
-    assert clients[2].begun.wait(30)
+    assert clients[0].begun.wait(60)
+    assert clients[2].begun.wait(60)
     family, directory = members(server), ipc_directory(server)
     victim = member_listening_on(server, name)
     victim.kill()
     began = time.monotonic()
     status = server.process.wait(30)
-    assert status not in (0, -signal.SIGKILL)
+    assert status == 1
     assert time.monotonic() - began < DEATH_BOUND_S
     for client in clients:
         client.join(GONE_S)

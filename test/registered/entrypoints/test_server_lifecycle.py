@@ -1,4 +1,4 @@
-"""A real server's ends: drained by SIGTERM (row F5), killed children (row F6), killed itself."""
+"""A real server's names in the log and in ps, and its ends by signals (row F5)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
 LONG: dict[str, Any] = {
     "text": "a",
@@ -43,11 +43,11 @@ class Stream:
         self._body = body
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        assert wait_until(lambda: len(self.lines) > 2, 30), "the stream did not start"
+        assert wait_until(lambda: len(self.lines) > 2, 60), "the stream did not start"
 
     def _run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+            with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
                 for line in response.iter_lines():
                     if line:
                         self.lines.append(line)
@@ -73,24 +73,20 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def test_log_and_ps_say_what_runs() -> None:
+def test_log_and_ps_say_what_runs_and_sigterm_lets_running_requests_finish() -> None:
     api = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
-    with EngineServer("--api-key", "hunter2") as server:
-        family = [psutil.Process(server.process.pid), *children_of(server)]
+    with EngineServer() as server:
+        children = children_of(server)
+        family = [psutil.Process(server.process.pid), *children]
         titles = {" ".join(process.cmdline()).rstrip() for process in family}
         # Scripts that end a server look for its module's name.
         server_title = f"sglang::server sglang.launch_server {server.url}"
+        assert len(children) == 2
         assert titles == {server_title, "sglang::scheduler", "sglang::detokenizer"}
         log = server.process.log_tail()
         assert f"starting sglang-builtin for {server.url}" in log
         assert f"{READY_LINE} {server.url}" in log
-    assert READY_LINE in api
 
-
-def test_sigterm_lets_running_requests_finish() -> None:
-    with EngineServer() as server:
-        children = children_of(server)
-        assert len(children) == 2
         stream = Stream(server, LONG)
         server.process.send_signal(signal.SIGTERM)
         lines = stream.end()
@@ -99,6 +95,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
         assert meta["finish_reason"] == {"type": "length", "length": 120}
         assert server.process.wait(GONE_S) == 0
         assert wait_until(lambda: all_gone(children), GONE_S)
+    assert READY_LINE in api
 
 
 def test_a_second_signal_kills() -> None:
@@ -111,30 +108,6 @@ def test_a_second_signal_kills() -> None:
         assert server.process.wait(GONE_S) == 128 + signal.SIGINT
         stream.end()
         assert wait_until(lambda: all_gone(children), GONE_S)
-
-
-@pytest.mark.parametrize("which", ["detokenizer", "scheduler"])
-def test_a_dead_child_ends_the_server_with_the_cause(which: str) -> None:
-    with EngineServer() as server:
-        children = children_of(server)
-        stream = Stream(server, ENDLESS)
-        children[0 if which == "detokenizer" else 1].kill()
-        assert server.process.wait(GONE_S) == 1
-        assert any('"error"' in line for line in stream.end()[-2:])
-        last = server.process.log_tail(1)
-        assert which in last
-        assert "SIGKILL" in last
-        assert wait_until(lambda: all_gone(children), GONE_S)
-
-
-def test_a_killed_server_takes_its_children_along_and_can_be_started_again() -> None:
-    with EngineServer() as server:
-        children = children_of(server)
-        server.process.kill()
-        server.process.wait()
-        assert wait_until(lambda: all_gone(children), GONE_S)
-        server.start()
-        assert server.generate("hello").output_ids
 
 
 if __name__ == "__main__":

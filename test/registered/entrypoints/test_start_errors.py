@@ -25,7 +25,7 @@ from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import is_alive, kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=110, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 BOUND_S = 80.0
 """Under the 90 s that Mooncake's own set-up would try; most of it is importing torch."""
@@ -207,14 +207,6 @@ def test_what_needs_the_model_to_be_known_is_one_line_too(
     line, _ = start(*flags)
     for word in words:
         assert word in line
-
-
-def test_a_torn_checkpoint_is_named(tmp_path: Path) -> None:
-    model = model_with(tmp_path)
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    line, _ = start("--model-path", str(model))
-    assert "model.safetensors" in line
 
 
 @contextmanager

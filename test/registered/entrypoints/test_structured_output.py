@@ -18,7 +18,7 @@ from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"

@@ -17,7 +17,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer, HttpReply
 from sglang.test.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=26, suite="base-b-test-cpu")
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 BACKEND = "/hicache/storage-backend"
 MOONCAKE = {

@@ -22,7 +22,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.storage_rigs import PAGE, StorageRigs, counts
 
-register_cpu_ci(est_time=26, suite="base-b-test-cpu")
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 PAGES = 100
 PROMPT = [*range(PAGES * PAGE), 7]

@@ -142,7 +142,7 @@ def test_unfinished_transfers_of_a_put_damage_no_object_of_another_engine() -> N
         landed: list[bool] = []
         other = threading.Thread(target=lambda: landed.append(writer.put()))
         other.start()
-        assert wait_until(lambda: cluster.master.metric("master_key_count") >= PAGES, 10)
+        assert wait_until(lambda: cluster.master.metric("master_key_count") >= PAGES, 30)
         cluster.nodes[0].resume()
         other.join(60)
         assert landed == [True]
@@ -189,8 +189,8 @@ def test_pages_are_kept_until_a_hanging_stand_alone_client_has_ended(
             assert wait_until(lambda: not bench.holds(7), 60), "it ended the call: look again"
         assert not ended.wait(2)
         client.kill()
-        assert ended.wait(10)
-        thread.join(10)
+        assert ended.wait(30)
+        thread.join(30)
         assert wait_until(lambda: hung.store.health_check() != 0, 30)
         client.start()
         assert wait_until(bench.store.probe, 90), "the master forgets what the dead one held"

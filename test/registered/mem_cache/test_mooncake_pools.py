@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
@@ -14,13 +15,13 @@ from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.host_pools import PoolKind, page_keys, round_trip, storage_config
 from sglang.test.marks_rig import MarksRig
-from sglang.test.mla_pools import INDEXER_KEYS, LATENT_ROWS
+from sglang.test.mla_pools import indexer_keys, latent_rows
 from sglang.test.mla_rig import MLARig
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.state_rig import StateRig
 from sglang.test.storage_rigs import PAGE, StorageRigs, storage_io_of
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
 
@@ -64,9 +65,13 @@ def test_both_parts_come_back_or_both_stay_away(
 
 @pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize("layout", list(HostLayout))
-@pytest.mark.parametrize("kind", [LATENT_ROWS, INDEXER_KEYS], ids=["latent", "indexer"])
+@pytest.mark.parametrize("kind", [latent_rows, indexer_keys])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_latent_rows_and_indexer_keys_come_back_bit_for_bit(
-    cluster: MooncakeCluster, kind: PoolKind, layout: str
+    cluster: MooncakeCluster,
+    kind: Callable[[torch.dtype], PoolKind],
+    dtype: torch.dtype,
+    layout: str,
 ) -> None:
     store = MooncakeStore(
         storage_config(
@@ -78,7 +83,7 @@ def test_latent_rows_and_indexer_keys_come_back_bit_for_bit(
     )
     try:
         store.clear()
-        round_trip(store, layout, page_keys(3, "bits"), [5, 2, 9], kind=kind)
+        round_trip(store, layout, page_keys(3, "bits"), [5, 2, 9], kind=kind(dtype))
     finally:
         store.close()
 

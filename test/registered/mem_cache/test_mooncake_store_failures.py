@@ -124,11 +124,11 @@ def test_a_client_with_an_unfinished_get_is_given_up_after_its_last_use(
         patched.setattr(mooncake_client, "_UNFINISHED_AFTER_S", -1.0)
         with lingering.using() as raw:
             thread.start()
-            assert wait_until(lambda: lingering.is_given_up, timeout=10)
+            assert wait_until(lambda: lingering.is_given_up, timeout=30)
             # A thread inside one of its calls finishes that call.
             assert raw.is_exist(bench.object_key(0)) == 1
             assert not ended
-        thread.join(10)
+        thread.join(30)
     assert ended == ["get"]
     for call in (bench.get, bench.put):
         with pytest.raises(StorageUnavailable, match="given up"):
@@ -164,9 +164,9 @@ def test_master_gone_and_back() -> None:
         with pytest.raises(StorageUnavailable):
             store.clear()
         assert not store.probe()
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 60
         cluster.master.start()
-        assert wait_until(lambda: recovers(store), timeout=30)
+        assert wait_until(lambda: recovers(store), timeout=90)
         again = Bench(store)
         assert again.get() == [LANDED] * 3
         assert again.host_is_intact()

@@ -30,6 +30,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("distributed", "disaggregation.mooncake.utils", "disaggregation.common.bootstrap_*"),
     ("managers.messages",),
     ("mem_cache.device", "mem_cache.allocator"),
+    ("disaggregation.common",),
     ("mem_cache.host",),
     ("mem_cache.storage",),
     ("mem_cache.tree",),
@@ -57,7 +58,13 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "managers.scheduler.policy",
         "managers.scheduler.tp_worker",
     ),
-    ("managers.scheduler", "managers.tokenizer", "managers.detokenizer", "observability"),
+    (
+        "managers.scheduler",
+        "managers.tokenizer",
+        "managers.detokenizer",
+        "observability",
+        "disaggregation",
+    ),
     # Faces.
     ("managers",),
     ("entrypoints",),

@@ -109,6 +109,17 @@ def test_no_unknown_device_is_taken_for_another() -> None:
         prepare().on_device("xpu")
 
 
+@pytest.mark.parametrize(
+    "flags", [[], ["--enable-prefill-context-parallel"], ["--enable-nsa-prefill-context-parallel"]]
+)
+def test_a_size_of_context_parallelism_implies_that_prefills_are_split(flags: list[str]) -> None:
+    sizes = ["--tp-size", "4", "--attn-cp-size", "2"]
+    args = prepare_server_args([*sizes, *flags])
+    assert args.attn_cp_size == 2 and args.enable_prefill_context_parallel
+    assert args.resolve() == args
+    assert not prepare_server_args(["--tp-size", "4"]).enable_prefill_context_parallel
+
+
 def test_storage_implies_the_hierarchical_cache_and_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -152,6 +163,8 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--pdlb-url", "http://a"], "does not: servers that announce themselves to a router"),
         (["--tp-size", "0"], "--tp-size 0: must be at least 1"),
         (["--tp-size", "4", "--attn-cp-size", "3"], "3 does not divide --tp-size 4"),
+        (["--enable-prefill-context-parallel"], "parallel needs --attn-cp-size N, .* at least 2"),
+        (["--tp", "2", "--enable-nsa-prefill-context-parallel"], "parallel needs --attn-cp-size"),
         (["--nnodes", "2"], "--nnodes 2 does not divide --tp-size 1"),
         (["--tp", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr HOST:PORT"),
         (["--node-rank", "1"], "--node-rank 1: with --nnodes 1 it is from 0 to 0"),

@@ -29,6 +29,7 @@ CONTROLLER_KEYS: Final = frozenset(
         "prefetch_timeout_max",
         "hicache_storage_pass_prefix_keys",
         "on_unreachable",
+        "tp_lcm_size",
         "verify_checksum",
     }
 )

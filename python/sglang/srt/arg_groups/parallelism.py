@@ -26,6 +26,11 @@ def check_parallelism(args: ServerArgs) -> None:
             f"--attn-cp-size {args.attn_cp_size} does not divide --tp-size {args.tp_size}: the "
             "ranks of context parallelism are among those of --tp-size"
         )
+    if args.enable_prefill_context_parallel and args.attn_cp_size == 1:
+        raise ValueError(
+            "--enable-prefill-context-parallel needs --attn-cp-size N, the ranks over which the "
+            "tokens of a prefill are split: at least 2, and a divisor of --tp-size"
+        )
     if args.tp_size % args.nnodes:
         raise ValueError(
             f"--nnodes {args.nnodes} does not divide --tp-size {args.tp_size}: each machine has "

@@ -9,6 +9,7 @@ Each group has a gloo twin for messages of the CPU. One thread of each rank uses
 from __future__ import annotations
 
 import atexit
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ _all_gather: Final[Callable[..., object]] = (
 """The second is the first's name before torch 2.13."""
 JOIN_TIMEOUT: Final = timedelta(minutes=10)
 """For all ranks to come to the rendezvous: the first start of a process can be slow."""
+_TRANSPORT_ERRORS: Final = (dist.DistBackendError, dist.DistNetworkError)
+_GLOO_TRANSPORT: Final = "gloo/transport/"
+"""What gloo's errors of connections have in their text; their type is RuntimeError."""
+_GLOO_SOURCE: Final = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _NEVER: Final = timedelta(days=365)
 """Ranks wait in a broadcast while the server is idle. Whoever watches the ranks ends those that
 wait for one that is gone; a timeout of the transport would end servers that nobody uses."""
@@ -297,14 +302,21 @@ def _cpu_world() -> dist.ProcessGroup | None:
 
 @contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
+    """Tell errors of the transport from a rank's own, as when its memory does not suffice."""
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"another rank is gone: {_first_line(error)}") from error
+        text = str(error)
+        if not isinstance(error, _TRANSPORT_ERRORS) and _GLOO_TRANSPORT not in text:
+            raise
+        raise RankLost(f"another rank is gone: {_cause_in(text)}") from error
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().partition("\n")[0]
+def _cause_in(text: str) -> str:
+    """The part of a transport's message that is about this error: gloo begins with a line of its
+    source, and ends with advice."""
+    line = text.strip().partition("\n")[0]
+    return _GLOO_SOURCE.sub("", line).partition(" This is typically")[0].rstrip(".")
 
 
 def _gloo_listening_towards(host: str) -> AbstractContextManager[None]:

@@ -45,9 +45,11 @@ def open_rendezvous(
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
+        # Python adds the address, which the sentence has already.
+        why = str(error.strerror or error).partition(" (while")[0]
         raise ValueError(
-            f"the ranks cannot meet at {host}:{port} ({error.strerror or error}): give an address "
-            "of this machine and a free port with --dist-init-addr"
+            f"the ranks cannot meet at {host}:{port} ({why}): give an address of this machine and "
+            "a free port with --dist-init-addr"
         ) from error
     with listener:
         bound = int(listener.getsockname()[1])

@@ -30,7 +30,10 @@ def run_node(args: ServerArgs) -> int:
     try:
         count = ranks_per_node(args)
         first = args.node_rank * count
-        logger.info("ranks %d to %d serve; rank 0 ends them", first, first + count - 1)
+        which = (
+            f"rank {first} serves" if count == 1 else f"ranks {first} to {first + count - 1} serve"
+        )
+        logger.info("%s; rank 0 ends the server", which)
         return 0 if processes.wait_for_scheduler(None) else EXIT_FAILED
     finally:
         processes.kill()

@@ -360,11 +360,12 @@ class ModelRunner:
         On CUDA this queues the work and returns. The logits of a captured step are overwritten by
         the next: whatever reads them must be queued before that.
         """
-        if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
-            forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         for graphs in self._graphs:
             if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)
+        # Captured prefills are short, and computed whole: a graph gives nothing to other ranks.
+        if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
+            forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         forward_batch.attn_backend = self.attn_backend
         forward_batch.pools = self.pools
         self.attn_backend.init_forward_metadata(forward_batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 
 import pytest
 
@@ -14,12 +13,13 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 
 class Store:
-    """Counts of all ranks, in memory; may be out of reach."""
+    """Counts of all ranks, in memory; may be out of reach, or not answer."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.is_gone = False
-        self.timeout = timedelta()
+        self.answers = threading.Event()
+        self.answers.set()
 
     def set(self, key: str, value: str, /) -> None:
         self._reach()
@@ -33,10 +33,8 @@ class Store:
         self._reach()
         return self.values[key]
 
-    def set_timeout(self, timeout: timedelta, /) -> None:
-        self.timeout = timeout
-
     def _reach(self) -> None:
+        self.answers.wait()
         if self.is_gone:
             raise RuntimeError("Connection reset by peer\nwith a trace")
 
@@ -58,6 +56,12 @@ def watch_of(store: Store, clock: Clock, rank: int = 0, size: int = 3) -> RankWa
     return RankWatch(store, rank, size, never, limit_s=8.0, period_s=1e6, clock=clock)
 
 
+def join(watch: RankWatch) -> None:
+    for thread in watch._threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 def looks(watch: RankWatch, clock: Clock, seconds: int) -> list[str]:
     """What it finds, looking once a second."""
     found = []
@@ -73,7 +77,6 @@ def test_ranks_that_count_are_there() -> None:
     for _ in range(30):
         clock.now += 1.0
         assert [watch.look() for watch in watches] == [None] * 3
-    assert store.timeout == timedelta(seconds=8)
 
 
 @pytest.mark.parametrize("has_counted", [False, True])
@@ -108,6 +111,38 @@ def test_who_was_stopped_itself_gives_the_others_time_again() -> None:
     assert looks(watch, clock, 1) == ["rank 1 has given no sign of life for 8 s"]
 
 
+def test_rank_0_that_does_not_answer_is_noticed_within_the_limit() -> None:
+    store, clock = Store(), Clock()
+    watch = RankWatch(store, 1, 2, lambda cause: None, limit_s=8.0, period_s=1e6, clock=clock)
+    watch._period_s = 1.0
+    for _ in range(30):
+        watch.look()
+        assert watch.guard() is None, "looks end"
+    assert [watch.guard() for _ in range(7)] == [
+        *[None] * 6,
+        "rank 0 is stuck or out of reach: no answer from it for 7 s",
+    ]
+    watch.look()
+    assert watch.guard() is None
+
+
+def test_the_guard_tells_of_a_call_that_does_not_return() -> None:
+    store, told, done = Store(), list[str](), threading.Event()
+
+    def lost(cause: str) -> None:
+        told.append(cause)
+        done.set()
+
+    store.answers.clear()
+    watch = RankWatch(store, 1, 2, lost, limit_s=0.1, period_s=0.01)
+    assert done.wait(30)
+    store.is_gone = True
+    store.answers.set()
+    join(watch)
+    assert len(told) == 1, "the look fails, and tells nothing more"
+    assert "rank 0 is stuck or out of reach" in told[0]
+
+
 def test_the_thread_tells_once_and_ends() -> None:
     store, told, done = Store(), list[str](), threading.Event()
 
@@ -118,17 +153,17 @@ def test_the_thread_tells_once_and_ends() -> None:
     store.is_gone = True
     watch = RankWatch(store, 1, 2, lost, limit_s=1.0, period_s=0.01)
     assert done.wait(30)
-    watch._thread.join(30)
-    assert not watch._thread.is_alive() and len(told) == 1
+    join(watch)
+    assert len(told) == 1
 
 
 def test_a_closed_watch_tells_nothing() -> None:
     store, told = Store(), list[str]()
     watch = RankWatch(store, 1, 2, told.append, limit_s=1.0, period_s=0.01)
     watch.close()
-    watch._thread.join(30)
+    join(watch)
     store.is_gone = True
-    assert not watch._thread.is_alive() and told == []
+    assert told == []
 
 
 if __name__ == "__main__":

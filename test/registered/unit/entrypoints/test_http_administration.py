@@ -62,7 +62,7 @@ def test_probes_that_come_together_or_soon_after_are_one_request() -> None:
         threads = [threading.Thread(target=probe) for _ in range(20)]
         for thread in threads:
             thread.start()
-        assert wait_until(lambda: len(server.scheduler.running) == 1, 10)
+        assert wait_until(lambda: len(server.scheduler.running) == 1, 30)
         with pytest.raises(httpx.ReadTimeout):
             httpx.get(f"{server.url}/health_generate", timeout=0.2)
         server.scheduler.hold.clear()
@@ -142,7 +142,7 @@ def test_an_engine_that_died_is_told() -> None:
 
         thread = threading.Thread(target=ask)
         thread.start()
-        assert wait_until(lambda: bool(server.scheduler.running), 10)
+        assert wait_until(lambda: bool(server.scheduler.running), 30)
         server.context.manager.fail_all_threadsafe("scheduler fell over")
         thread.join()
         assert answers[0].status_code == 503

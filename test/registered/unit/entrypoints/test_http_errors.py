@@ -263,7 +263,7 @@ def test_a_long_text_that_does_not_fit_is_a_plain_error(
     error = refused(client.post(path, json={**body, "stream": stream}))
     assert error["message"].startswith(f"{field} has 50")
     assert (error["param"], error["code"]) == (field, "context_length_exceeded")
-    assert wait_until(lambda: server.context.manager.num_requests == 0, 10)
+    assert wait_until(lambda: server.context.manager.num_requests == 0, 30)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Served:
         await send({"type": "http.response.body", "body": text})
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def ask(self, data: bytes) -> bytes:
         """All that comes back for `data` until the server ends the connection."""
@@ -104,7 +104,7 @@ def serving(max_idle: int = 64, discard_seconds: float = 60.0) -> Iterator[Serve
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        assert wait_until(lambda: server.started, 10)
+        assert wait_until(lambda: server.started, 30)
         yield served
     finally:
         served.hold.clear()
@@ -193,7 +193,7 @@ def test_a_client_that_sends_nothing_more_is_not_waited_for() -> None:
         peer.sendall(CHUNKED % b"refuse")
         read_all(peer)
         open_now = served.protocol.open_connections
-        assert wait_until(lambda: open_now.num_idle == 0, 10)
+        assert wait_until(lambda: open_now.num_idle == 0, 30)
 
 
 def test_a_whole_body_keeps_the_connection(served: Served) -> None:
@@ -306,7 +306,7 @@ def test_idle_connections_are_few_and_the_longest_idle_goes() -> None:
         peers = []
         for number in range(4):
             peers.append(served.connect())
-            assert wait_until(lambda n=number: open_now.num_idle == min(n + 1, 3), 10)  # type: ignore[misc]
+            assert wait_until(lambda n=number: open_now.num_idle == min(n + 1, 3), 30)  # type: ignore[misc]
         assert peers[0].recv(1) == b""
         served.hold.clear()
         assert busy.recv(65536).endswith(b"/hold")  # which had a request

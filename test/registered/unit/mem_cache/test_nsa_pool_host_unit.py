@@ -36,12 +36,18 @@ from sglang.test.host_pools import (
     round_trip,
     storage_config,
 )
-from sglang.test.mla_pools import INDEXER_KEYS, LATENT_ROWS, make_indexer_pool, make_mla_pool
+from sglang.test.mla_pools import (
+    INDEXER_KEYS,
+    LATENT_ROWS,
+    indexer_keys,
+    latent_rows,
+    make_indexer_pool,
+    make_mla_pool,
+)
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KINDS = pytest.mark.parametrize("kind", [LATENT_ROWS, INDEXER_KEYS], ids=["latent", "indexer"])
 MAKERS = pytest.mark.parametrize("make", [make_mla_pool, make_indexer_pool])
 IN_LAYOUTS = pytest.mark.parametrize("layout", list(HostLayout))
 SPLIT = HostLayout.PAGE_FIRST_KV_SPLIT
@@ -169,11 +175,14 @@ def test_rows_cut_in_two_have_a_byte_order_of_their_own() -> None:
 # -- L2 to L3 and back ---------------------------------------------------------------------------
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [latent_rows, indexer_keys])
+@pytest.mark.parametrize("dtype", DTYPES)
 @IN_LAYOUTS
-def test_pages_go_to_files_and_come_back(kind: PoolKind, layout: str, tmp_path: Path) -> None:
+def test_pages_go_to_files_and_come_back(
+    kind: Callable[[torch.dtype], PoolKind], dtype: torch.dtype, layout: str, tmp_path: Path
+) -> None:
     storage = HiCacheFile(storage_config(), str(tmp_path))
-    round_trip(storage, layout, page_keys(5), [9, 4, 5, 0, 11], kind=kind)
+    round_trip(storage, layout, page_keys(5), [9, 4, 5, 0, 11], kind=kind(dtype))
 
 
 def test_a_prefix_is_a_hit_as_far_as_both_pools_have_its_pages(tmp_path: Path) -> None:

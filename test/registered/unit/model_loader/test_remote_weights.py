@@ -88,7 +88,7 @@ def test_a_reader_is_a_seed_in_its_turn(rig: WeightRig) -> None:
     again = WeightSeed(
         rig.engine, model, rank=0, config=told.weights.config, identity=source.identity
     )
-    assert wait_until(lambda: again.answer(0)["weights"]["digest"] is not None, 10)
+    assert wait_until(lambda: again.answer(0)["weights"]["digest"] is not None, 30)
     answer = again.answer(0)
     assert answer["weights"] == msgspec.to_builtins(told.weights)
     session_id, places = answer["remote_instance_transfer_engine_info"]
@@ -134,7 +134,7 @@ def test_a_seed_that_hangs(rig: WeightRig, monkeypatch: pytest.MonkeyPatch, cont
     rig.fakes.answer = hanging
     assert "has not given tensor 'model." in refusal(rig), "told while it still hangs"
     hanging.go_on.set()
-    assert wait_until(lambda: not rig.engine.describe()["transfers_under_way"], 10)
+    assert wait_until(lambda: not rig.engine.describe()["transfers_under_way"], 30)
 
 
 def test_a_session_that_leads_elsewhere(rig: WeightRig) -> None:
@@ -169,14 +169,14 @@ def test_a_digest_is_computed_once_and_not_before_it_is_asked_for(rig: WeightRig
 
     def counted() -> str:
         computed.append("identity")
-        assert go_on.wait(10)
+        assert go_on.wait(30)
         return IDENTITY
 
     seed = WeightSeed(rig.engine, rig.seed_model, rank=0, config="c", identity=counted)
     assert not computed
     assert seed.answer(0)["weights"]["digest"] is None
     go_on.set()
-    assert wait_until(lambda: seed.answer(0)["weights"]["digest"] is not None, 10)
+    assert wait_until(lambda: seed.answer(0)["weights"]["digest"] is not None, 30)
     digest = seed.answer(0)["weights"]["digest"]
     assert digest["identity"] == IDENTITY
     weights = weights_of(rig.seed_model)
@@ -204,7 +204,7 @@ def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
             told.append(str(error))
             return False
 
-    assert wait_until(has_digest, 10)
+    assert wait_until(has_digest, 30)
     assert told == ["the weights' identity cannot be told: weights were deleted"]
 
 

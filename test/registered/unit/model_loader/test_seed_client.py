@@ -125,7 +125,7 @@ Behaviour = Callable[[socket.socket, threading.Event], None]
 
 
 def hang(connection: socket.socket, done: threading.Event) -> None:
-    done.wait(10)
+    done.wait(30)
 
 
 def dribble(connection: socket.socket, done: threading.Event) -> None:

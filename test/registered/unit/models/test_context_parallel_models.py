@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.layers.context_parallel import Run, plan_runs
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -147,35 +146,63 @@ def test_models_with_recurrent_states_are_refused(tmp_path: Path) -> None:
         on_rank_threads(2, tmp_path, lambda driver, group: None, cp_size=2)
 
 
-def work_of(run: Run) -> int:
-    """Pairs of a query and a key."""
-    return sum(range(run.begin + 1, run.end + 1))
+def test_tokens_that_the_pool_has_already_are_read_from_there(tmp_path: Path) -> None:
+    """As where log probabilities of a cached prompt are wanted: computed again, stored nowhere."""
+    save_tiny_checkpoint(tmp_path, "qwen3", **SPLIT)
+    ids, known = prompt(170, 6), 100
 
+    def work(driver: StepDriver, group: object = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        driver.extend([(0, ids)])
+        table = driver.runner.req_to_token_pool.req_to_token
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_runs_cover_each_prompt_once_and_share_its_work(size: int) -> None:
-    lens = [4000, 2 * size * 16, 2 * size * 16 - 1, 1, 1237]
-    plan = plan_runs(lens, size)
-    assert plan is not None
-    for request, length in enumerate(lens):
-        runs = sorted(
-            (run for own in plan for run in own if run.request == request),
-            key=lambda run: run.begin,
+        def has(batch: ForwardBatch) -> None:
+            table[1, :known] = table[0, :known]
+            batch.out_cache_loc[:known] = 0
+
+        logits = driver.extend([(1, ids), (2, ids[:5])], before=has).next_token_logits
+        return torch.cat([logits, driver.decode([(1, 3), (0, 3)]).next_token_logits]), pools_of(
+            driver, driver.lens[:3]
         )
-        assert [run.begin for run in runs] == [0, *(run.end for run in runs[:-1])]
-        assert runs[-1].end == length and all(run.length > 0 for run in runs)
-    assert [len([run for own in plan for run in own if run.request == one]) for one in (2, 3)] == [
-        1,
-        1,
-    ]
-    loads = [sum(work_of(run) for run in own if run.request == 0) for own in plan]
-    assert max(loads) <= 1.01 * min(loads)
-    assert all(own == sorted(own, key=lambda run: (run.request, run.begin)) for own in plan)
+
+    logits, pools = work(StepDriver(tmp_path, page_size=16))
+    torch.testing.assert_close(logits[2], logits[3], rtol=1e-4, atol=1e-4)
+    for got, held in on_rank_threads(2, tmp_path, work, cp_size=2, page_size=16):
+        torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
+        for part, whole in zip(held, pools, strict=True):
+            torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4)
 
 
-def test_short_prompts_alone_are_not_split() -> None:
-    assert plan_runs([63, 1], 2) is None
-    assert plan_runs([64], 2) == [[Run(0, 0, 16), Run(0, 48, 64)], [Run(0, 16, 48)]]
+def test_a_captured_prefill_is_computed_whole(tmp_path: Path) -> None:
+    """Graphs are made of steps that give nothing to other ranks."""
+    save_tiny_checkpoint(tmp_path, "qwen3", **SPLIT)
+    captured = 100
+
+    def work(driver: StepDriver, group: MemoryTensorGroup) -> tuple[list[int], torch.Tensor]:
+        runner, counts = driver.runner, list[int]()
+
+        class Graphs:
+            def can_run(self, batch: ForwardBatch) -> bool:
+                return batch.forward_mode.is_extend() and len(batch.input_ids) <= captured
+
+            def replay(self, batch: ForwardBatch) -> Any:
+                assert batch.context_share is None
+                counts.append(len(batch.input_ids))
+                batch.attn_backend, batch.pools = runner.attn_backend, runner.pools
+                runner.attn_backend.init_forward_metadata(batch)
+                return runner.model.forward(batch.input_ids, batch.positions, batch)
+
+        runner._graphs = [Graphs()]  # type: ignore[list-item]
+        # Half of the first is short enough for a graph.
+        logits = [driver.extend([(0, prompt(2 * captured, 1))]).next_token_logits]
+        logits.append(driver.extend([(0, prompt(captured, 2))]).next_token_logits)
+        return counts, torch.cat(logits)
+
+    alone = StepDriver(tmp_path)
+    want = [alone.extend([(0, ids)]) for ids in (prompt(2 * captured, 1), prompt(captured, 2))]
+    for counts, logits in on_rank_threads(2, tmp_path, work, cp_size=2):
+        assert counts == [captured]
+        found = torch.cat([one.next_token_logits for one in want])
+        torch.testing.assert_close(logits, found, rtol=1e-4, atol=1e-4)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class Gate:
         self.has_discarded = threading.Event()
 
     def work(self) -> int:
-        assert self.opened.wait(10)
+        assert self.opened.wait(30)
         return 7
 
     def discard(self, result: int) -> None:
@@ -35,7 +35,7 @@ def test_the_result_is_kept() -> None:
     assert not call.ended
     assert not call.wait(0.001)
     gate.opened.set()
-    assert call.wait(10)
+    assert call.wait(30)
     assert (call.ended, call.error, call.result, gate.discarded) == (True, None, 7, [])
 
 
@@ -47,7 +47,7 @@ def test_any_exception_ends_only_the_thread(
         raise raised
 
     call = BackgroundCall("work", work, expected=(ValueError,))
-    assert call.wait(10)
+    assert call.wait(30)
     assert call.error is raised
     is_expected = isinstance(raised, ValueError)
     assert ("work failed" in caplog.text) is not is_expected, "a traceback for what is not expected"
@@ -59,10 +59,10 @@ def test_an_abandoned_result_is_discarded(ends_first: bool) -> None:
     call = BackgroundCall("work", gate.work, discard=gate.discard)
     if ends_first:
         gate.opened.set()
-        assert call.wait(10)
+        assert call.wait(30)
     call.abandon()
     gate.opened.set()
-    assert gate.has_discarded.wait(10)
+    assert gate.has_discarded.wait(30)
     assert gate.discarded == [7]
 
 
@@ -76,12 +76,12 @@ def test_a_failing_discard_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
     done = threading.Event()
     call = BackgroundCall("work", work, discard=discard)
-    assert call.wait(10)
+    assert call.wait(30)
     call.abandon()
-    assert done.wait(10)
+    assert done.wait(30)
     for thread in threading.enumerate():
         if thread.name == "work":
-            thread.join(10)
+            thread.join(30)
     assert "work could not be undone" in caplog.text
 
 

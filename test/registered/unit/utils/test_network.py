@@ -105,7 +105,7 @@ def test_waiting_for_a_listener_ends_even_if_another_takes_the_port() -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with socket.create_server(("127.0.0.1", port), reuse_port=False):
         connection.close()
-        waiter.join(10)
+        waiter.join(30)
         assert not waiter.is_alive()
     # Without a listener the wait ends at once.
     wait_for_listener_to_end("127.0.0.1", port)

@@ -45,8 +45,11 @@ class PrefillWork:
     """After how many of the new tokens it is taken."""
     is_last_chunk: bool = field(init=False)
     """Whether the step samples this request's next token."""
+    end: int = field(init=False)
+    """Tokens of the request whose keys and values are in the pool after the step."""
 
     def __post_init__(self) -> None:
+        self.end = self.req.progress.kv_committed_len + self.extend_len
         self.is_last_chunk = self.extend_len == self.req.progress.uncommitted_tokens
 
 

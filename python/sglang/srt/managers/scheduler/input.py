@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import ToScheduler
     from sglang.srt.managers.scheduler.control import ControlHandler
     from sglang.srt.managers.scheduler.grammar import GrammarQueue
+    from sglang.srt.managers.scheduler.half import Half
     from sglang.srt.managers.scheduler.output import OutputCollector
     from sglang.srt.managers.scheduler.results import ResultProcessor
     from sglang.srt.managers.scheduler.state import SchedulerState
@@ -38,12 +39,14 @@ class InputHandler:
         results: ResultProcessor,
         outputs: OutputCollector,
         grammar: GrammarQueue,
+        half: Half,
     ) -> None:
         self._state = state
         self._control = control
         self._results = results
         self._outputs = outputs
         self._grammar = grammar
+        self._half = half
         self._num_arrivals = 0
 
     def handle(self, message: ToScheduler) -> None:
@@ -71,9 +74,9 @@ class InputHandler:
 
     def end_aborted(self) -> None:
         """End the requests that are marked, in whatever state they are. No step may be in
-        flight."""
+        flight. Those whose slots another server reads or fills end in a later tick."""
         state = self._state
-        for req in list(state.queues.aborted):
+        for req in [req for req in state.queues.aborted if self._half.may_end(req)]:
             assert req.progress.to_abort is not None
             state.tree.release_aborted_request(req.rid)
             self._results.end(req, req.progress.to_abort)
@@ -95,16 +98,17 @@ class InputHandler:
             is_probe=message.rid.startswith(HEALTH_CHECK_RID_PREFIX),
         )
         req = Req(spec, RequestReport(arrival_time=message.created_time))
-        refusal = self._grammar.on_arrival(req)
+        refusal = self._half.on_arrival(req) or self._grammar.on_arrival(req)
         if refusal is not None:
             self._refuse(message, refusal)
             return
         self._num_arrivals += 1
         self._state.queues.arrive(req)
-        if not spec.is_probe:
+        if not spec.is_probe and not self._half.is_remote(req):
             self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
+        self._half.on_refusal(message, reason)
         output = RequestOutput(
             rid=message.rid,
             output_ids=[],

@@ -1,20 +1,25 @@
-"""A step that was launched, until the CPU has its results."""
+"""A step that was launched, until the CPU has its results; and one for which there is no memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import torch
 
 from sglang.srt.hardware_backend.device_runtime import Event, device_runtime
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang.srt.layers.input_logprobs import InputLogprobs
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.messages.io_struct import TopLogprobs
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
+
+_OF_THE_CPU: Final = "can't allocate memory"
+"""In the message of a plain RuntimeError, which is what torch raises for a CPU."""
 
 
 class StepResult:
@@ -74,3 +79,27 @@ class LaunchedStep:
     @property
     def is_prefill(self) -> bool:
         return bool(self.works)
+
+
+class StepOutOfMemory(RuntimeError):
+    """The device has no memory for a step. Names the settings.
+
+    The memory of a step is set aside at start (`model_executor/pool_sizing.py`). The other ranks
+    are in the middle of the same step, some of them waiting for this rank's part of it, so that
+    nothing can be agreed on any more: it ends this rank, and the server with it.
+    """
+
+
+@contextmanager
+def naming_the_remedy() -> Iterator[None]:
+    """Around what runs on the device: raises `StepOutOfMemory` for a shortage of its memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _OF_THE_CPU not in str(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise StepOutOfMemory(
+            "the device has no memory left for a step; lower --mem-fraction-static, "
+            f"--max-prefill-tokens or --chunked-prefill-size: {first_line}"
+        ) from error

@@ -15,15 +15,18 @@ from sglang.srt.managers.scheduler.batch_pools import BatchPools
 from sglang.srt.managers.scheduler.control import ControlHandler
 from sglang.srt.managers.scheduler.decode import DecodeScheduler
 from sglang.srt.managers.scheduler.grammar import GrammarQueue
+from sglang.srt.managers.scheduler.half import Half, NoOtherHalf
 from sglang.srt.managers.scheduler.input import InputHandler
 from sglang.srt.managers.scheduler.output import OutputCollector
 from sglang.srt.managers.scheduler.policy import (
+    AddOutcome,
     BatchLimits,
     NewTokenEstimate,
     SchedulePolicy,
     Turns,
 )
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.results import ResultProcessor
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import SchedulerState
@@ -48,6 +51,12 @@ class PrefillPart(Protocol):
 
     def schedule(self) -> tuple[list[PrefillWork], int] | None: ...
     def on_launched(self, works: list[PrefillWork]) -> None: ...
+
+
+class Holder(Protocol):
+    """Gives requests slots for keys and values of another server: see `PrefillScheduler`."""
+
+    def hold(self, req: Req) -> AddOutcome: ...
 
 
 class DecodePart(Protocol):
@@ -79,6 +88,9 @@ class SchedulerResources:
     Raises ValueError where the model cannot be constrained."""
     weight_seed: WeightSeed | None = None
     """Tells other servers where the weights are; None: none may read them."""
+    make_half: Callable[[SchedulerState, Holder], Half] | None = None
+    """Makes the part that talks to servers which compute the other half of requests; None: this
+    one computes both."""
     overlap: bool = False
     """See `SchedulerParts`."""
     forward_guard: ForwardGuard = nullcontext
@@ -100,6 +112,7 @@ class SchedulerParts:
     turns: Turns
     results: ResultProcessor
     outputs: OutputCollector
+    half: Half
     overlap: bool = False
     """Prepare each step while the device runs the one before it. Worth it where launching a
     forward returns at once."""
@@ -118,7 +131,12 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
     outputs = OutputCollector(server_args.stream_interval)
     public_args = server_args.to_public_dict()
     control = ControlHandler(state, outputs, public_args, resources.weight_seed)
-    results = ResultProcessor(state, StopChecker(resources.new_decoder, resources.group), outputs)
+    half: Half = NoOtherHalf()
+    prefill = PrefillScheduler(state, lambda req: half.is_remote(req))
+    if resources.make_half is not None:
+        half = resources.make_half(state, prefill)
+    stop_checker = StopChecker(resources.new_decoder, resources.group)
+    results = ResultProcessor(state, stop_checker, outputs, half)
     grammar = GrammarQueue(resources.grammar_backend)
     resources.tree.watch_workload(state.workload)
     resources.tree.watch_queues(state.queues)
@@ -126,14 +144,15 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         state=state,
         group=resources.group,
         worker=resources.worker,
-        input=InputHandler(state, control, results, outputs, grammar),
+        input=InputHandler(state, control, results, outputs, grammar, half),
         control=control,
         grammar=grammar,
-        prefill=PrefillScheduler(state),
+        prefill=prefill,
         decode=DecodeScheduler(state),
         turns=Turns(server_args.target_inter_token_latency),
         results=results,
         outputs=outputs,
+        half=half,
         overlap=resources.overlap,
         forward_guard=resources.forward_guard,
     )

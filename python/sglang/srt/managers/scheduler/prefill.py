@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -78,8 +80,14 @@ class PrefillView(Protocol):
 class PrefillScheduler:
     """Admits requests. `PrefillAdder` decides about numbers; this carries it out."""
 
-    def __init__(self, state: PrefillView) -> None:
+    def __init__(
+        self, state: PrefillView, is_remote: Callable[[Req], bool] = lambda req: False
+    ) -> None:
+        """Args:
+        is_remote: Whether the prompt of a waiting request is computed by another server.
+        """
         self._state = state
+        self._is_remote = is_remote
         self._blocked_by: tuple[int, int] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
@@ -109,6 +117,31 @@ class PrefillScheduler:
         load = self._unawaited_load if load == -1 else load
         self._unawaited_load = -1 if works else load
         return (works, load) if works else None
+
+    def hold(self, req: Req) -> AddOutcome:
+        """Lock what is cached of the prompt of a waiting request, and give the rest slots that
+        something else is going to fill; or do none of it. L1 alone is looked at.
+
+        The request is held then. Until its prompt is there, the tokens to come count as in flight.
+        """
+        state, queues, progress = self._state, self._state.queues, req.progress
+        others = list(queues.holders())
+        # It is computed elsewhere: no budget of this server's batches counts.
+        limits = dataclasses.replace(state.limits, chunk_tokens=None)
+        reserved = sum(state.reserve_for(other) for other in others)
+        prefix, plan = self._reuse(req, PrefillAdder(limits, len(others), reserved))
+        if plan.is_admitted:
+            progress.kv_committed_len = len(prefix.slots)
+            rest = progress.uncommitted_tokens
+            if self._alloc(req, rest, prefix.slots) is not None:
+                self._commit(req, prefix)
+                progress.num_in_flight = rest
+                queues.hold(req)
+                return plan.outcome
+            progress.kv_committed_len = 0
+            plan = AddPlan(AddOutcome.NO_MEMORY)
+        state.tree.dec_lock_ref(prefix.node)
+        return plan.outcome
 
     def on_launched(self, works: list[PrefillWork]) -> None:
         """The device was given the step. The tree may have its keys and values now, and copies of
@@ -169,6 +202,8 @@ class PrefillScheduler:
             state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
         ):
             if req.progress.grammar_ticket is not None or self._waits_for_prompt(req, added):
+                continue
+            if self._is_remote(req):
                 continue
             if not state.tree.check_prefetch_progress(req.rid):
                 continue

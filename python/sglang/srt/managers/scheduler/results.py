@@ -9,6 +9,8 @@ from sglang.srt.managers.scheduler.batch import PrefillWork
 from sglang.srt.managers.scheduler.requests.req import Req
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.protocol import FirstToken
+    from sglang.srt.managers.scheduler.half import Half
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
     from sglang.srt.managers.scheduler.output import OutputCollector
     from sglang.srt.managers.scheduler.state import SchedulerState
@@ -25,11 +27,16 @@ class ResultProcessor:
     """Moves requests on after the forward of their batch."""
 
     def __init__(
-        self, state: SchedulerState, stop_checker: StopChecker, outputs: OutputCollector
+        self,
+        state: SchedulerState,
+        stop_checker: StopChecker,
+        outputs: OutputCollector,
+        half: Half,
     ) -> None:
         self._state = state
         self._stop_checker = stop_checker
         self._outputs = outputs
+        self._half = half
 
     def process(self, step: LaunchedStep) -> None:
         """Wait for the end of `step`, and give its requests their results."""
@@ -40,18 +47,23 @@ class ResultProcessor:
             self._on_decode(step.reqs, step.result)
 
     def _on_prefill(self, works: list[PrefillWork], result: StepResult) -> None:
-        """Requests whose prompts are complete decode from now on."""
+        """Requests whose prompts are complete decode from now on, here or elsewhere."""
         state = self._state
         complete: list[Req] = []
+        kept: list[Req] = []
         for row, work in enumerate(works):
             req = work.req
             state.counters.prefill_tokens += work.extend_len
             if result.input_logprobs is not None:
                 req.progress.input_logprobs += result.input_logprobs.values[row]
                 req.progress.input_top_logprobs += result.input_logprobs.tops[row]
+            self._half.on_computed(work)
             if work.is_last_chunk:
                 self._append(req, row, result)
-                complete.append(req)
+                (kept if self._half.keeps(req) else complete).append(req)
+        for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
+            self._half.hand_over(req, reason)
+            state.queues.hold(req)
         for req in self._end_finished(complete):
             state.queues.join(req)
         state.counters.prefill_batches += 1
@@ -71,9 +83,33 @@ class ResultProcessor:
         self._state.counters.decode_tokens += len(alive)
         self._state.counters.decode_steps += 1
 
+    def follow_half(self) -> None:
+        """End the requests that are over since another server has done, or failed to do, the other
+        half; let those decode whose prompt has come from there."""
+        for req, reason in self._half.take_ended():
+            self.end(req, reason)
+        for req, first in self._half.take_received():
+            self._receive(req, first)
+
+    def _receive(self, req: Req, first: FirstToken) -> None:
+        spec, progress = req.spec, req.progress
+        progress.kv_committed_len, progress.num_in_flight = progress.num_tokens, 0
+        if first.cached is not None:
+            req.report.cached_tokens_details = first.cached
+        self._state.tree.cache_unfinished_req(req.slots, chunked=False)
+        if first.token_id is not None:
+            self._append_token(req, first.token_id)
+            if spec.return_logprob:
+                progress.output_logprobs.append(first.logprob or 0.0)
+                if spec.top_logprobs_num:
+                    progress.output_top_logprobs.append(first.top_logprobs or [])
+        for going_on in self._end_finished([req]):
+            self._state.queues.join(going_on)
+
     def end(self, req: Req, reason: FinishReason) -> None:
         """`req` ends now, in whatever state it is."""
         state = self._state
+        self._half.on_end(req, reason)
         state.queues.finish(req, reason)
         if req.slots.req_pool_idx is not None:
             state.release(req)
@@ -87,18 +123,21 @@ class ResultProcessor:
         spec, progress = req.spec, req.progress
         if spec.sampling_params.max_new_tokens == 0:
             return
-        token = result.token_ids[row]
-        progress.output_ids.append(token)
-        if progress.matcher is not None and not progress.matcher.accept_token(token):
-            # Nothing in the vocabulary fits what the grammar wants next.
-            self._state.queues.abort(req, _DEAD_END)
-        if not spec.is_probe:
-            self._state.metrics.num_generated += 1
+        self._append_token(req, result.token_ids[row])
         if spec.return_logprob:
             progress.output_logprobs.append(result.logprob(row))
             if spec.top_logprobs_num:
                 tops = result.top_logprobs(row, spec.top_logprobs_num)
                 progress.output_top_logprobs.append(tops)
+
+    def _append_token(self, req: Req, token: int) -> None:
+        progress = req.progress
+        progress.output_ids.append(token)
+        if progress.matcher is not None and not progress.matcher.accept_token(token):
+            # Nothing in the vocabulary fits what the grammar wants next.
+            self._state.queues.abort(req, _DEAD_END)
+        if not req.spec.is_probe:
+            self._state.metrics.num_generated += 1
 
     def _end_finished(self, reqs: list[Req]) -> list[Req]:
         """End those of `reqs` that their newest token ends, and output it for the others, which are

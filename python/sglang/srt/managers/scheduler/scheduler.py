@@ -22,10 +22,9 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_batch
-from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
+from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult, naming_the_remedy
 from sglang.srt.managers.scheduler.parts import SchedulerParts
 from sglang.srt.managers.scheduler.state import SchedulerState
-from sglang.srt.managers.scheduler.watchdog import naming_the_remedy
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -90,6 +89,8 @@ class Scheduler:
             self._settle()
             self._parts.input.end_aborted()
         self._parts.control.tick()
+        self._parts.half.tick()
+        self._parts.results.follow_half()
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
             self._is_verified = False
@@ -146,6 +147,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the threads of the cache and what compiles grammars."""
+        self._parts.half.close()
         self._parts.grammar.close()
         self._state.tree.shutdown()
 

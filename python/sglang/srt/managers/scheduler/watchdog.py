@@ -1,4 +1,4 @@
-"""What ends a rank because of its forward: one that hangs, and one for which there is no memory."""
+"""Ends the process when a forward hangs, with every thread's stack in the log."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
-
-import torch
 
 logger = logging.getLogger(__name__)
-
-_OF_THE_CPU: Final = "can't allocate memory"
-"""In the message of a plain RuntimeError, which is what torch raises for a CPU."""
 
 
 def end_process() -> None:
@@ -76,27 +70,3 @@ class ForwardWatchdog:
                 )
                 self._on_hang()
                 return
-
-
-class StepOutOfMemory(RuntimeError):
-    """The device has no memory for a step. Names the settings.
-
-    The memory of a step is set aside at start (`model_executor/pool_sizing.py`). The other ranks
-    are in the middle of the same step, some of them waiting for this rank's part of it, so that
-    nothing can be agreed on any more: it ends this rank, and the server with it.
-    """
-
-
-@contextmanager
-def naming_the_remedy() -> Iterator[None]:
-    """Around what runs on the device: raises `StepOutOfMemory` for a shortage of its memory."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and _OF_THE_CPU not in str(error):
-            raise
-        first_line = str(error).partition("\n")[0]
-        raise StepOutOfMemory(
-            "the device has no memory left for a step; lower --mem-fraction-static, "
-            f"--max-prefill-tokens or --chunked-prefill-size: {first_line}"
-        ) from error

@@ -50,16 +50,22 @@ class MambaSpec(StateSpec):
         Args:
             layers: The delta-net layers.
             temporal: Value heads, elements of a key, elements of a value: of one rank.
-            conv: Channels, and the inputs before the next token that the convolution reads.
+            conv: Channels (all queries, all keys, all values), and the inputs before the next
+                token that the convolution reads.
             ssm_dtype: Of `temporal`.
             conv_dtype: Of `conv`.
             share: Which of the model's heads these are; None: all of them.
         """
+        heads, key_dim, value_dim = temporal
+        values = heads * value_dim
+        keys, rest = divmod(conv[0] - values, 2)
+        # Channels that are no queries, keys and values of such heads are not known to be split.
+        is_known = rest == 0 and keys > 0 and keys % key_dim == 0
         return cls(
             layers=layers,
             buffers=(
-                StateBuffer("temporal", temporal, ssm_dtype),
-                StateBuffer("conv", conv, conv_dtype),
+                StateBuffer("temporal", temporal, ssm_dtype, (heads,)),
+                StateBuffer("conv", conv, conv_dtype, (keys, keys, values) if is_known else ()),
             ),
             share=share or RankShare(),
         )

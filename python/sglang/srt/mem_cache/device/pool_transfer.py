@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 class PoolTransfer:
     """Which slots of which pool move under which page keys, and how a hit counts."""
 
-    name: PoolName
+    name: str
+    """A `PoolName`; in calls to a backend also that of a part of a pool."""
     host_indices: torch.Tensor | None = None
     """int64 `[len(keys) * page_size of the pool]` on CPU: host slots, whole pages."""
     device_indices: torch.Tensor | None = None
@@ -44,7 +45,7 @@ def join_transfers(lists: Sequence[list[PoolTransfer]]) -> list[PoolTransfer]:
     operations. A single list is returned as it is."""
     if len(lists) == 1:
         return lists[0]
-    by_pool: dict[PoolName, list[PoolTransfer]] = {}
+    by_pool: dict[str, list[PoolTransfer]] = {}
     for transfer in chain.from_iterable(lists):
         by_pool.setdefault(transfer.name, []).append(transfer)
     return [

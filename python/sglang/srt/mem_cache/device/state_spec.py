@@ -74,6 +74,9 @@ class StateBuffer:
     """Dimensions of one item, on this rank."""
     dtype: torch.dtype
     """Of the values, as attention reads them; a pool may store fp8 as bytes."""
+    head_parts: tuple[int, ...] = ()
+    """Lengths along the first dimension of runs that each are split evenly by heads; together its
+    whole length. Empty: fewer heads cannot be cut out of it."""
 
     @property
     def num_bytes(self) -> int:
@@ -149,8 +152,13 @@ class KVSpec(StateSpec):
         return cls(
             layers=layers,
             buffers=(
-                StateBuffer("k", (head_num, head_dim), dtype),
-                StateBuffer("v", (head_num, head_dim if v_head_dim is None else v_head_dim), dtype),
+                StateBuffer("k", (head_num, head_dim), dtype, (head_num,)),
+                StateBuffer(
+                    "v",
+                    (head_num, head_dim if v_head_dim is None else v_head_dim),
+                    dtype,
+                    (head_num,),
+                ),
             ),
             share=share or RankShare(RankSplit.HEADS, 0, head_num, head_num),
         )

@@ -200,8 +200,15 @@ class HostKVCache(ABC, Generic[PoolT]):
 
     @property
     def page_format(self) -> str:
-        """What decides the meaning of a page's bytes, beside their order: part of the namespace."""
-        return f"{self.dtype} {self.layer_num} {self.page_size} {self.page_bytes}"
+        """What decides the meaning of a page's bytes, beside their order: part of the namespace. It
+        is the same on all ranks, however many split the heads."""
+        page_bytes = self._over_all_heads(self.page_bytes)
+        return f"{self.dtype} {self.layer_num} {self.page_size} {page_bytes}"
+
+    def _over_all_heads(self, size: int) -> int:
+        """What `size`, of this rank's heads, is for all heads of the model."""
+        share = self.device_pool.spec.share
+        return size * share.total // (share.end - share.begin)
 
     # -- bytes, for L3 -----------------------------------------------------------------------------
 

@@ -68,7 +68,9 @@ class HostPoolGroup:
         self.anchor_entry = anchors[0]
         self.anchor = self.anchor_entry.host_pool
         self.num_layers = self.anchor.end_layer + 1 if num_layers is None else num_layers
-        self._layers = {entry.name: self._layers_of(entry) for entry in entries}
+        self._layers: dict[str, dict[int, int]] = {
+            entry.name: self._layers_of(entry) for entry in entries
+        }
         """By pool: its layer for each model layer that it has."""
         self.sidecars = tuple(
             self._sidecar(entry) for entry in entries if entry.spec.indices_from_pool

@@ -82,7 +82,10 @@ class MambaPoolHost(PartedPoolHost[MambaPool]):
 
     @property
     def page_format(self) -> str:
-        buffers = [f"{one.name} {one.dtype} {one.shape}" for one in self.device_pool.spec.buffers]
+        buffers = [
+            f"{one.name} {one.dtype} {(self._over_all_heads(one.shape[0]), *one.shape[1:])}"
+            for one in self.device_pool.spec.buffers
+        ]
         return f"{super().page_format} {buffers}"
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:

@@ -117,6 +117,21 @@ class PartedPoolHost(HostKVCache[PoolT]):
             pairs.append((page_view(by_layer), page_view(layers)))
         return pairs
 
+    def page_items(self) -> list[torch.Tensor]:
+        """For each part a view of its bytes: uint8 `[page, *outer, length, bytes]`, where `length`
+        is the first dimension of an item and `outer` are layers and tokens in the order of the
+        layout."""
+        found = []
+        for part, buffer in zip(self._parts, self.device_pool.spec.buffers, strict=True):
+            raw, length = part.view(-1).view(torch.uint8), buffer.shape[0]
+            if self.is_zero_copy:
+                outer = self.layer_num * self.page_size
+                found.append(raw.view(self.page_num, outer, length, -1))
+                continue
+            by_layer = raw.view(self.layer_num, self.page_num, self.page_size, length, -1)
+            found.append(by_layer.transpose(0, 1))
+        return found
+
     def _page_parts(self) -> list[tuple[memoryview, int, int]]:
         return [
             (

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import (
     CopyStream,
     Event,
@@ -32,6 +33,7 @@ from sglang.srt.mem_cache.l3.storage_groups import pages_per_read
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.utils.threads import share_interpreter
@@ -135,6 +137,7 @@ class HiCacheController:
         page_size: Tokens.
         io_backend: Resolved; see host_layout.py.
         metrics: Counts what happened.
+        ranks: All of them, which share L3; by default this one alone.
     """
 
     def __init__(
@@ -145,7 +148,9 @@ class HiCacheController:
         *,
         io_backend: str,
         metrics: HiCacheMetrics,
+        ranks: RankGroup | None = None,
     ) -> None:
+        self.ranks = ranks or SingleRank()
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
         self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
         self.mem_pool_host = mem_pool_host
@@ -330,11 +335,16 @@ class HiCacheController:
 
     # ---- L3 --------------------------------------------------------------------------------
 
+    def get_attn_cp_rank_and_size(self) -> tuple[int, int]:
+        """Which of the ranks with the same heads this one is, and how many there are."""
+        return self.ranks.attn_cp_rank, self.ranks.attn_cp_size
+
     def open_storage(
         self,
         connect: Callable[[], HiCacheStorage],
         settings: StorageSettings,
         namespace: str,
+        shards: Mapping[str, PoolShards],
     ) -> StorageIO:
         """Connect to L3 and start its threads, to be attached or closed. Any thread.
 
@@ -342,6 +352,7 @@ class HiCacheController:
             connect: Makes a client with its pools registered.
             settings: Thresholds, and what to do if the store cannot be reached.
             namespace: First part of every key.
+            shards: By pool, how its pages are objects.
 
         Raises:
             ValueError: The configuration cannot work.
@@ -357,7 +368,7 @@ class HiCacheController:
             page_size=self.page_size,
             page_bytes=self.mem_pool_host.page_bytes,
             pages_per_read=pages_per_read(self.mem_pool_host.anchor.page_num),
-            pools=StoredPools(self.mem_pool_host.extra_queries, self._transfers.resolve),
+            pools=StoredPools(self.mem_pool_host.extra_queries, self._transfers.resolve, shards),
             threshold_pages=settings.threshold_pages(self.page_size),
             pass_prefix_keys=settings.pass_prefix_keys,
             metrics=self._metrics,

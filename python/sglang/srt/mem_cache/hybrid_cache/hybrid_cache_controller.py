@@ -97,7 +97,7 @@ def _resolve_shared_pool_transfers(
     Raises:
         ValueError: A transfer takes its slots from a pool that is not among `transfers`.
     """
-    resolved: dict[PoolName, PoolTransfer] = {}
+    resolved: dict[str, PoolTransfer] = {}
     for transfer in transfers:
         owner = transfer.indices_from_pool
         if owner is not None:
@@ -106,7 +106,7 @@ def _resolve_shared_pool_transfers(
                     f"pool transfer {transfer.name}: takes its slots from {owner}, which is not "
                     "transferred before it"
                 )
-            spec = SidecarPoolSpec(transfer.name, owner, transfer.hit_policy)
+            spec = SidecarPoolSpec(PoolName(transfer.name), owner, transfer.hit_policy)
             transfer = _beside(resolved[owner], spec)
         resolved[transfer.name] = transfer
     for sidecar in sidecars:

@@ -1,18 +1,21 @@
 """Builds the host pools that mirror a model's device pools, as one group.
 
 Building succeeds whole or raises and keeps no memory: there is never a cache without a pool that
-its model needs. Sizes are settled for all pools before any memory is taken.
+its model needs. Sizes are settled for all pools, and between all ranks, before any memory is taken;
+what fails on one rank fails on all.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, NotRequired, TypeAlias, TypedDict, Unpack
 
 import torch
 
 from sglang.srt.constants import GB
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
@@ -32,6 +35,9 @@ from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
+from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
+
+_MOST_NAME_BYTES: Final = 256
 
 HostPoolClass: TypeAlias = type[HostKVCache[Any]]
 
@@ -83,6 +89,16 @@ class _Plan:
         return self.host_pool_class.slot_bytes(self.device_pool)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """All host pools of this rank, the anchor's first."""
+
+    plans: list[_Plan]
+    pages: dict[PoolName, int]
+    io_backend: str
+    layout: str
+
+
 def build_kv_host_stack(
     pools: ModelPools,
     *,
@@ -92,7 +108,7 @@ def build_kv_host_stack(
     layout: str,
     has_storage: bool,
     allocator_type: str = "default",
-    sharers: int = 1,
+    ranks: RankGroup | None = None,
 ) -> tuple[str, HostPoolGroup]:
     """Host pools for every kind of state of a model.
 
@@ -105,37 +121,53 @@ def build_kv_host_stack(
         layout: The same.
         has_storage: An L3 backend is configured.
         allocator_type: Where the host memory comes from; see `HostKVCache`.
-        sharers: Ranks that take as much of this machine's memory at the same time, this one
-            included.
+        ranks: All ranks of the server, which build at the same time; None: this one alone. A pool
+            has as many pages as on the rank with the fewest.
 
     Returns:
         The resolved I/O backend, and the pools.
 
     Raises:
         ValueError: A kind of device pool has no host counterpart, layout or I/O cannot work, or
-            there is too little memory. Names the pool, the bytes wanted and those there.
+            there is too little memory, on this rank or another. Names the pool, the bytes wanted
+            and those there; of several ranks also which.
     """
-    plans = [_Plan(pool, _host_pool_class(pool)) for pool in pools.pools]
-    anchor = plans[0]
-    device_pool = anchor.device_pool
-    check_has_copier(device_pool.device)
-    io_backend, layout = resolve_layout_and_io(
-        torch.device(device_pool.device).type,
-        io_backend,
-        layout,
-        has_storage,
-        anchor.host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
-        known=[one for one in HostLayout if all(one in plan.layouts for plan in plans)],
-    )
-    for plan in plans:
-        check_layout_of_kind(layout, plan.layouts, f"host pool {plan.name}")
-    pages = _pages_of_pools(plans, ratio, size_gb)
-    _check_all_fit(plans, pages, sharers)
-    entries: list[PoolEntry] = []
-    for plan in plans:
-        host_pool = _build(plan, pages[plan.name], layout, allocator_type)
-        entries.append(PoolEntry.of(host_pool, plan.device_pool, is_anchor=plan is anchor))
-    return io_backend, HostPoolGroup(entries, pools.num_layers)
+    ranks = ranks or SingleRank()
+
+    def plan_all() -> _Plans:
+        plans = [_Plan(pool, _host_pool_class(pool)) for pool in pools.pools]
+        device_pool = plans[0].device_pool
+        check_has_copier(device_pool.device)
+        io, resolved = resolve_layout_and_io(
+            torch.device(device_pool.device).type,
+            io_backend,
+            layout,
+            has_storage,
+            plans[0].host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
+            known=[one for one in HostLayout if all(one in plan.layouts for plan in plans)],
+        )
+        for plan in plans:
+            check_layout_of_kind(resolved, plan.layouts, f"host pool {plan.name}")
+        return _Plans(plans, _pages_of_pools(plans, ratio, size_gb), io, resolved)
+
+    planned = on_all_ranks(ranks, plan_all)
+    pages = _agree_on_pages(planned.pages, ranks)
+    ranks_here = _count_ranks_here(ranks)
+    # No rank takes memory before all have looked whether there is enough.
+    on_all_ranks(ranks, lambda: _check_all_fit(planned.plans, pages, ranks_here))
+
+    def build_all() -> list[PoolEntry]:
+        return [
+            PoolEntry.of(
+                _build(plan, pages[plan.name], planned.layout, allocator_type),
+                plan.device_pool,
+                is_anchor=plan is planned.plans[0],
+            )
+            for plan in planned.plans
+        ]
+
+    entries = on_all_ranks(ranks, build_all)
+    return planned.io_backend, HostPoolGroup(entries, pools.num_layers)
 
 
 class HostStackSettings(TypedDict):
@@ -147,7 +179,7 @@ class HostStackSettings(TypedDict):
     layout: str
     has_storage: bool
     allocator_type: NotRequired[str]
-    sharers: NotRequired[int]
+    ranks: NotRequired[RankGroup | None]
 
 
 def build_mamba_hybrid_stack(
@@ -201,13 +233,29 @@ def _owner_of_slots(plan: _Plan, plans: Sequence[_Plan]) -> PoolName:
     return spec.name
 
 
-def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int], sharers: int) -> None:
+def _agree_on_pages(pages: dict[PoolName, int], ranks: RankGroup) -> dict[PoolName, int]:
+    """For each pool the pages of the rank with the fewest. A collective."""
+    least = ranks.reduce_min(torch.tensor(list(pages.values()), dtype=torch.int64)).tolist()
+    return dict(zip(pages, least, strict=True))
+
+
+def _count_ranks_here(ranks: RankGroup) -> int:
+    """How many of the ranks take host memory of this machine, or of this container. A
+    collective."""
+    if ranks.size == 1:
+        return 1
+    here = socket.gethostname()[:_MOST_NAME_BYTES]
+    return gather_texts(ranks, here, _MOST_NAME_BYTES).count(here)
+
+
+def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int], ranks_here: int = 1) -> None:
+    """Raise ValueError where `ranks_here` such host caches do not fit into this machine."""
     wanted = {plan.name: pages[plan.name] * plan.page_bytes for plan in plans}
     each = ", ".join(f"pool {name} {size} bytes" for name, size in wanted.items())
-    whose = f"{each}, on each of {sharers} ranks of this machine" if sharers > 1 else each
+    many = "" if ranks_here == 1 else f", of {ranks_here} ranks"
     check_fits_host_memory(
-        sharers * sum(wanted.values()),
-        f"the host cache ({whose})",
+        sum(wanted.values()) * ranks_here,
+        f"the host cache ({each}{many})",
         "lower --hicache-size or --hicache-ratio",
     )
 

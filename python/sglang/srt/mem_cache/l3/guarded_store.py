@@ -49,7 +49,7 @@ class GuardedStore:
     Args:
         connect: Called again after failures where there is no client yet.
         namespace: First part of every key.
-        pools: The pools beside the anchor.
+        pools: How the pages of a model's pools are objects.
         pass_prefix_keys: Tell the backend the keys of the pages before.
         metrics: Counts what happened.
         degrade: Go on without a client where the first `connect` fails.
@@ -139,6 +139,9 @@ class GuardedStore:
     ) -> tuple[int, CacheOutcome]:
         """One get or put of some pages, in all pools.
 
+        A put leaves out what other ranks write, and counts it as landed: the ranks agree on what
+        became of a page. Where nothing is left the store is not called.
+
         Args:
             kind: Which.
             parts: As of `parts_of_pages`, the anchor's first, which has all of the pages.
@@ -150,10 +153,46 @@ class GuardedStore:
         Raises:
             StorageUnavailable: The store failed, or broke its contract.
         """
+        hashes = parts[0].keys or []
+        transfers = self._objects(parts)
+        asked = transfers
+        if kind == "set":
+            asked = [one for one in map(self._pools.to_write, transfers) if one.keys]
+            if not asked:
+                return len(hashes), CacheOutcome.LANDED
         storage = self._require_client()
         call = storage.batch_get_v2 if kind == "get" else storage.batch_set_v2
-        hashes = parts[0].keys or []
-        transfers = self._pools.resolve(
+        started = time.monotonic()
+        outcomes = [CacheOutcome.FAILED] * len(hashes)
+        try:
+            with self._calling(kind):
+                answer = call(asked, self._extra_info(prefix))
+            answered = [self._outcomes(storage, kind, answer, one) for one in asked]
+            outcomes = combined_outcomes(transfers[0].keys or (), asked, answered)
+        finally:
+            if _is_stuck(started):
+                missing = itertools.compress(hashes, [not outcome for outcome in outcomes])
+                self.timeouts[kind].add(PageHash(page) for page in missing)
+            for outcome in set(outcomes):
+                self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
+        landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
+        why = CacheOutcome.LANDED if landed == len(outcomes) else outcomes[landed]
+        return landed, why
+
+    def share_to_write(self, parts: Sequence[PoolTransfer]) -> float:
+        """How much of `parts` this rank writes, from 0 to 1; the rest is for other ranks.
+
+        Args:
+            parts: As of `transfer`.
+        """
+        transfers = self._objects(parts)
+        own = [self._pools.to_write(one) for one in transfers]
+        asked, total = (sum(len(one.keys or ()) for one in some) for some in (own, transfers))
+        return asked / max(1, total)
+
+    def _objects(self, parts: Sequence[PoolTransfer]) -> list[PoolTransfer]:
+        """One transfer for each object of the pages of `parts`, with the keys of the store."""
+        return self._pools.objects(
             [
                 PoolTransfer(
                     part.name,
@@ -164,23 +203,6 @@ class GuardedStore:
                 for part in parts
             ]
         )
-        started = time.monotonic()
-        outcomes = [CacheOutcome.FAILED] * len(hashes)
-        try:
-            with self._calling(kind):
-                answer = call(transfers, self._extra_info(prefix))
-            outcomes = combined_outcomes(
-                transfers, [self._outcomes(storage, kind, answer, one) for one in transfers]
-            )
-        finally:
-            if _is_stuck(started):
-                missing = itertools.compress(hashes, [not outcome for outcome in outcomes])
-                self.timeouts[kind].add(PageHash(page) for page in missing)
-            for outcome in set(outcomes):
-                self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
-        landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
-        why = CacheOutcome.LANDED if landed == len(outcomes) else outcomes[landed]
-        return landed, why
 
     def hit_pages(
         self, prompts: Sequence[Sequence[PageHash]], prefixes: Sequence[Sequence[PageHash]]
@@ -197,10 +219,11 @@ class GuardedStore:
         storage = self._require_client()
         keys = [self.keys(hashes) for hashes in prompts]
         infos = [self._extra_info(prefix) for prefix in prefixes]
+        questions = self._pools.questions()
         with self._calling("exists"):
             answer = (
-                storage.prompts_exist(keys, infos, self._pools.queries)
-                if self._pools.queries
+                storage.prompts_exist(keys, infos, questions)
+                if questions
                 # Backends of one pool need not know of others.
                 else storage.prompts_exist(keys, infos)
             )

@@ -5,11 +5,12 @@ Pure, any thread. Keys are page hashes here; `GuardedStore` puts the namespace b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 
@@ -20,12 +21,55 @@ def _as_given(transfers: list[PoolTransfer]) -> list[PoolTransfer]:
 
 @dataclass(frozen=True, slots=True)
 class StoredPools:
-    """Which pools of a model beside the anchor are in L3."""
+    """How the pages of a model's pools are objects in L3."""
 
     queries: Sequence[PoolTransfer] = ()
-    """Their names, and what a prefix needs of each."""
+    """The pools beside the anchor, and what a prefix needs of each."""
     resolve: Callable[[list[PoolTransfer]], list[PoolTransfer]] = _as_given
     """Adds the transfers of pools that share others' slots. Any thread."""
+    shards: Mapping[str, PoolShards] = field(default_factory=dict)
+    """By pool. Of a pool that is not here a page is one object, and this rank writes all."""
+
+    def questions(self) -> list[PoolTransfer]:
+        """What a backend is asked about beside the anchor: one transfer for each further object."""
+        return self._objects_of([PoolTransfer(PoolName.KV), *self.queries])[1:]
+
+    def objects(self, parts: list[PoolTransfer]) -> list[PoolTransfer]:
+        """One transfer for each object of the pages of `parts`; each pool's first object has its
+        name. The anchor's first."""
+        return self._objects_of(self.resolve(parts))
+
+    def to_write(self, transfer: PoolTransfer) -> PoolTransfer:
+        """What of a transfer this rank writes: for a key of several ranks that hold the same bytes
+        exactly one does."""
+        keys, slots = transfer.keys or [], transfer.host_indices
+        shards, name = self._find(transfer.name)
+        if shards is None or shards.num_writers == 1 or not keys:
+            return transfer
+        own = [index for index, key in enumerate(keys) if shards.writes(f"{key}/{name}")]
+        assert slots is not None, f"pool transfer {transfer.name} has no host slots"
+        return replace(
+            transfer,
+            keys=[keys[index] for index in own],
+            host_indices=slots.view(len(keys), -1)[own].reshape(-1),
+        )
+
+    def _find(self, pool: str) -> tuple[PoolShards | None, str]:
+        """The shards and the object name of a pool as the backend knows it."""
+        for shards in self.shards.values():
+            for one in shards.objects:
+                if one.pool == pool:
+                    return shards, one.name
+        return None, pool
+
+    def _objects_of(self, transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
+        found: list[PoolTransfer] = []
+        for transfer in transfers:
+            found.append(transfer)
+            shards = self.shards.get(transfer.name)
+            if shards is not None:
+                found += [replace(transfer, name=one.pool) for one in shards.objects[1:]]
+        return found
 
 
 def parts_of_pages(
@@ -79,24 +123,25 @@ def state_keys(
 
 
 def combined_outcomes(
-    transfers: Sequence[PoolTransfer], outcomes: Sequence[Sequence[CacheOutcome]]
+    keys: Sequence[str],
+    transfers: Sequence[PoolTransfer],
+    outcomes: Sequence[Sequence[CacheOutcome]],
 ) -> list[CacheOutcome]:
     """What became of each page of the anchor: LANDED where all its parts have, otherwise what
     befell the first that has not.
 
     Args:
-        transfers: The anchor's first.
+        keys: Of the pages.
+        transfers: What the store was asked for, the anchor's first. Parts that it was not asked for
+            count as landed.
         outcomes: For each transfer one a key.
     """
-    pages = list(outcomes[0])
-    if len(transfers) == 1:
-        return pages
-    place = {key: index for index, key in enumerate(transfers[0].keys or ())}
-    for transfer, results in zip(transfers[1:], outcomes[1:], strict=True):
+    pages = dict.fromkeys(keys, CacheOutcome.LANDED)
+    for transfer, results in zip(transfers, outcomes, strict=True):
         for key, outcome in zip(transfer.keys or (), results, strict=True):
-            index = place[key]
-            pages[index] = outcome if pages[index] else pages[index]
-    return pages
+            if pages[key]:
+                pages[key] = outcome
+    return [pages[key] for key in keys]
 
 
 def usable_pages(

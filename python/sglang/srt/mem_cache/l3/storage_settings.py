@@ -23,13 +23,16 @@ class OnUnreachable(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSettings:
-    """Thresholds and bounds of L3 reads."""
+    """Thresholds and bounds of L3 reads, and how objects are cut."""
 
     prefetch_threshold: int = 256
     """Tokens. Shorter hits are computed instead."""
     timeout: PrefetchTimeoutConfig = field(default_factory=PrefetchTimeoutConfig)
     on_unreachable: OnUnreachable = OnUnreachable.EXIT
     pass_prefix_keys: bool = False
+    tp_lcm_size: int | None = None
+    """Objects hold the heads of one rank of so many, whatever the ranks of this server, so that
+    servers of other sizes find them; None: of one rank of this server."""
 
     @classmethod
     def from_extra_config(cls, config: Mapping[str, Any]) -> StorageSettings:
@@ -62,11 +65,24 @@ class StorageSettings:
             ),
             on_unreachable=on_unreachable,
             pass_prefix_keys=pass_prefix_keys,
+            tp_lcm_size=_tp_lcm_size(config),
         )
 
     def threshold_pages(self, page_size: int) -> int:
         """Least hit worth reading, in pages; at least one."""
         return max(1, math.ceil(self.prefetch_threshold / page_size))
+
+
+def _tp_lcm_size(config: Mapping[str, Any]) -> int | None:
+    value = config.get("tp_lcm_size")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"extra config tp_lcm_size: a number of ranks, not {value!r}; give a common multiple "
+            "of the sizes of all servers that share the store"
+        )
+    return value
 
 
 def _number(config: Mapping[str, Any], name: str, default: float) -> float:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from sglang.srt.mem_cache.device.pool_transfer import join_transfers
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
 from sglang.srt.mem_cache.l3.guarded_store import GuardedStore
 from sglang.srt.mem_cache.l3.pool_parts import parts_of_pages
 from sglang.srt.mem_cache.l3.storage_groups import (
@@ -80,16 +80,17 @@ class StorageWrites:
             return 0
         if not self._store.allows_calls():
             return 0
-        parts = [parts_of_pages(one.transfers, one.hashes, 0, len(one.hashes)) for one in group]
+        parts = join_transfers(list(map(_parts_of, group)))
         started = time.monotonic()
         landed = 0
         with self._store.reporting_failures("write"):
-            landed, _ = self._store.transfer("set", join_transfers(parts), ())
+            landed, _ = self._store.transfer("set", parts, ())
         ends = itertools.accumulate(len(operation.hashes) for operation in group)
         settled = sum(end <= landed for end in ends)
         if settled:
             pages = sum(len(operation.hashes) for operation in group[:settled])
-            self._report(pages, [CacheOutcome.LANDED] * settled, time.monotonic() - started)
+            sent = pages * self._store.share_to_write(parts)
+            self._report(pages, sent, [CacheOutcome.LANDED] * settled, time.monotonic() - started)
         for operation in group[:settled]:
             operation.finish(CacheOutcome.LANDED)
         return settled
@@ -97,18 +98,28 @@ class StorageWrites:
     def _write_alone(self, operation: StorageOperation) -> None:
         started = time.monotonic()
         landed, outcome = 0, CacheOutcome.FAILED
+        share = self._store.share_to_write(_parts_of(operation))
         with self._store.reporting_failures("write"):
-            landed, outcome = self._write(operation)
-        self._report(landed, [outcome], time.monotonic() - started)
+            landed, outcome = self._write(operation, share)
+        self._report(landed, landed * share, [outcome], time.monotonic() - started)
         operation.finish(outcome)
 
-    def _write(self, operation: StorageOperation) -> tuple[int, CacheOutcome]:
+    def _write(self, operation: StorageOperation, share: float) -> tuple[int, CacheOutcome]:
         """Write an operation's pages, some at a time, until a part is refused.
 
-        Returns the leading pages of which every part is in the store, and why no more.
+        Args:
+            operation: What to write.
+            share: How much of it this rank writes.
+
+        Returns:
+            The leading pages of which the store has every part that this rank writes, and why no
+            more.
         """
         if lacks_predecessor(operation):
             return 0, CacheOutcome.SHORT
+        if not share:
+            # Other ranks say what becomes of it, also where the store fails on this one.
+            return len(operation.hashes), CacheOutcome.LANDED
         transfers, hashes = operation.transfers, operation.hashes
         reach = self._store.timeouts["set"].leading_allowed(hashes)
         if reach < len(hashes) or not self._store.allows_calls():
@@ -130,11 +141,27 @@ class StorageWrites:
                 return total, why
         return total, CacheOutcome.LANDED
 
-    def _report(self, landed: int, outcomes: Sequence[CacheOutcome], seconds: float) -> None:
+    def _report(
+        self, landed: int, sent: float, outcomes: Sequence[CacheOutcome], seconds: float
+    ) -> None:
+        """Count writes that have ended.
+
+        Args:
+            landed: Pages.
+            sent: Of these, what this rank has written.
+            outcomes: One a write.
+            seconds: All of them together.
+        """
         for outcome in outcomes:
             self._metrics.backup_outcomes.labels(outcome.value).inc()
         self._metrics.transfer_seconds.labels("backup").observe(seconds)
         if landed:
             self._metrics.backuped.inc(landed * self._page_size)
-            rate = landed * self._page_bytes / max(seconds, 1e-9)
+        if sent:
+            rate = sent * self._page_bytes / max(seconds, 1e-9)
             self._metrics.backup_bandwidth.set(rate / 1e9)
+
+
+def _parts_of(operation: StorageOperation) -> list[PoolTransfer]:
+    """All pages of an operation, in all pools."""
+    return parts_of_pages(operation.transfers, operation.hashes, 0, len(operation.hashes))

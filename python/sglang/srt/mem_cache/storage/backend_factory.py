@@ -12,7 +12,12 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.class_lookup import dynamic_class
-from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, StoragePool, StorageUnavailable
+from sglang.srt.mem_cache.storage.types import (
+    HiCacheStorageConfig,
+    StoragePool,
+    StorageUnavailable,
+    StorageUnreachable,
+)
 from sglang.srt.utils.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -79,7 +84,7 @@ class StorageBackendFactory:
             ValueError: The name is unknown, a field is missing, the class does not know one of
                 the pools, or it cannot be loaded, is not a `HiCacheStorage`, or its constructor
                 fails. One line.
-            StorageUnavailable: The store does not answer.
+            StorageUnavailable: The store does not answer, or does not take the memory of a pool.
         """
         entry = cls._find(backend_name, storage_config)
         backend_class = _load(backend_name, entry)
@@ -115,13 +120,33 @@ class StorageBackendFactory:
 
 
 def _register(backend: HiCacheStorage, pools: Mapping[str, StoragePool]) -> None:
-    """Make all pools known to the backend, which is closed where it does not take one."""
-    try:
-        for name, pool in pools.items():
+    """Make all pools known to the backend, which is closed where it does not take one.
+
+    Raises:
+        ValueError: Names the pool and its bytes; so does StorageUnavailable, where that is what the
+            backend raised.
+    """
+    for name, pool in pools.items():
+        try:
             backend.register_mem_host_pool_v2(pool, name)
-    except BaseException:
-        backend.close()
-        raise
+        except BaseException as error:
+            backend.close()
+            if not isinstance(error, Exception):
+                raise
+            raise _not_registered(name, pool, error) from error
+
+
+def _not_registered(name: str, pool: StoragePool, error: Exception) -> Exception:
+    """`error`, which a backend raised for a pool, with the pool's name and bytes."""
+    size = sum(buffer.nbytes for buffer in pool.get_hybrid_pool_buffer())
+    known = isinstance(error, (ValueError, StorageUnavailable))
+    cause = str(error) if known else f"{type(error).__name__}: {error}"
+    text = f"host pool {name} of {size} bytes cannot be registered: {cause}"
+    if isinstance(error, StorageUnreachable):
+        return StorageUnreachable(text)
+    if isinstance(error, StorageUnavailable):
+        return StorageUnavailable(text)
+    return ValueError(text) if known else RuntimeError(text)
 
 
 def _load(name: str, entry: _Registered) -> Any:

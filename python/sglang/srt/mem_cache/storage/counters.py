@@ -39,7 +39,11 @@ class StorageCounters:
             self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counters. Those of pages and bytes are always present, others only if not zero."""
+        """All counters. Those of pages, bytes and `set_objects` are always present, others only if
+        not zero. `set_objects` are the objects that this backend has written: pages that landed
+        and were not in the store before."""
         zero = {f"{way}_{unit}": 0 for way in ("get", "set") for unit in ("pages", "bytes")}
         with self._lock:
-            return zero | dict(self._counts)
+            counts = zero | dict(self._counts)
+        counts["set_objects"] = counts["set_pages"] - counts.get("set_present_pages", 0)
+        return counts

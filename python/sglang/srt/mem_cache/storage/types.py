@@ -87,28 +87,29 @@ class HiCacheStorageConfig:
     tp_rank: int
     """Rank in the attention-TP group, which determines this process's share of the heads."""
     tp_size: int
+    """Ranks that split the heads of attention."""
     pp_rank: int
     pp_size: int
     attn_cp_rank: int
     """Never part of a key, because context-parallel ranks have the same KV."""
     attn_cp_size: int
     is_mla_model: bool
-    """Whether all ranks have the same bytes, so that objects are not split by rank."""
+    """Whether all ranks have the same bytes in the anchor pool."""
     enable_storage_metrics: bool
     is_page_first_layout: bool
     model_name: str | None
     tp_lcm_size: int | None = None
+    """Objects hold the heads of one rank of so many, whatever `tp_size`; None: of this rank."""
     should_split_heads: bool = False
+    """Whether this rank's heads are several objects. The backend knows the first by the pool's
+    name, and each further one as a pool of its own."""
     extra_config: dict[str, Any] | None = None
     namespace: str = field(default="", kw_only=True)
     """First part of every key: weights, KV dtype, page size, byte order, format version."""
-
-    @property
-    def shard(self) -> str:
-        """Last part of an object's key; "" if all ranks share the object."""
-        if self.is_mla_model or self.tp_size <= 1:
-            return ""
-        return f"{self.tp_rank}_{self.tp_size}"
+    object_names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    """Last part of the keys of a pool's objects (`kv/h0-3.8`: heads 0 to 3 of 8), by pool as the
+    backend knows it. The engine names all pools. Of a pool that is not here, the objects are this
+    rank's alone, or those of all ranks with `is_mla_model`."""
 
     @property
     def verify_checksum(self) -> bool:
@@ -119,10 +120,12 @@ class HiCacheStorageConfig:
         return value
 
     def object_key(self, key: str, pool: str) -> str:
-        """`{key}/{pool}[/{shard}]`: the key of a page's object of one pool."""
-        base = f"{key}/{pool}"
-        shard = self.shard
-        return f"{base}/{shard}" if shard else base
+        """`{key}/{pool}[/{heads}]`: the key of a page's object of one pool."""
+        name = self.object_names.get(pool)
+        if name is None:
+            is_shared = self.is_mla_model or self.tp_size <= 1
+            name = pool if is_shared else f"{pool}/{self.tp_rank}_{self.tp_size}"
+        return f"{key}/{name}"
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
+from sglang.srt.distributed.rank_group import RankGroup, gather_texts
+from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import MOST_REASON_BYTES, reasons
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tiers.hicache_attachment import PreparedChange, StorageAttachment
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
@@ -67,11 +69,15 @@ class StorageAdministration(TierFlow):
     Args:
         cache: Above L3.
         attachment: What is attached.
+        ranks: All of them make the change, or none.
     """
 
-    def __init__(self, cache: AdministeredCache, attachment: StorageAttachment) -> None:
+    def __init__(
+        self, cache: AdministeredCache, attachment: StorageAttachment, ranks: RankGroup
+    ) -> None:
         self._cache = cache
         self._attachment = attachment
+        self._ranks = ranks
         self._change: _Change | None = None
         self._result: ChangeResult | None = None
         self._left_behind: list[BackgroundCall[Any]] = []
@@ -226,7 +232,14 @@ class StorageAdministration(TierFlow):
         if error is None:
             change.call.abandon()
         change.on_failure()
-        self._result = ChangeResult(False, _why(change.what, error))
+        self._result = ChangeResult(False, self._why_failed(change.what, error))
+
+    def _why_failed(self, what: str, error: BaseException | None) -> str:
+        """Why a change failed, on whichever ranks. A collective, at the tick of the agreement."""
+        why = "" if error is None else _why(what, error)
+        if self._ranks.size == 1:
+            return why
+        return reasons(gather_texts(self._ranks, why, MOST_REASON_BYTES))
 
     def give_up(self, why: str) -> None:
         """End the change under way without its result; one that comes later is undone."""
@@ -244,9 +257,7 @@ class StorageAdministration(TierFlow):
         return result
 
 
-def _why(what: str, error: BaseException | None) -> str:
-    if error is None:
-        return f"the {what} failed on another rank; see its log"
+def _why(what: str, error: BaseException) -> str:
     if isinstance(error, _EXPECTED):
         return str(error)
     return f"the {what} failed: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from sglang.srt.arg_groups.extra_config import (
     parse_extra_config,
     without_secrets,
 )
-from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.state_spec import RankSplit
+from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
+from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
@@ -24,7 +25,8 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.namespace import CacheNamespace
-from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards
+from sglang.srt.mem_cache.storage.types import HiCacheStorageConfig, StoragePool
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +60,7 @@ class StorageAttachment:
     """Which backend is attached, with which settings; policies outlive a detachment.
 
     Args:
-        controller: Holds the threads and the client.
-        group: The ranks; each has objects of its own in L3.
+        controller: Holds the threads and the client, and knows the ranks.
         weights_identity: Digest of weights and configuration, for the namespace.
         model_name: Handed to backends.
         prefetch_policy: To begin with.
@@ -69,13 +70,11 @@ class StorageAttachment:
         self,
         controller: HiCacheController,
         *,
-        group: RankGroup,
         weights_identity: str,
         model_name: str | None,
         prefetch_policy: str,
     ) -> None:
         self._controller = controller
-        self._group = group
         self._weights_identity = weights_identity
         self._model_name = model_name
         self.prefetch_policy = parse_policy(prefetch_policy)
@@ -166,8 +165,19 @@ class StorageAttachment:
 
     def _open(self, backend: str, config: dict[str, Any], settings: StorageSettings) -> OpenStorage:
         namespace = self._namespace()
-        connect = self._connector(backend, config, namespace)
-        storage_io = self._controller.open_storage(connect, settings, namespace)
+        shards = {
+            name: PoolShards.of(
+                name, entry.spec.share, self._controller.ranks, settings.tp_lcm_size
+            )
+            for name, entry in self._controller.mem_pool_host.entries.items()
+        }
+        if settings.tp_lcm_size is not None and all(one.holds_all_heads for one in shards.values()):
+            logger.warning(
+                "extra config tp_lcm_size=%d has no effect: objects of this model hold all heads",
+                settings.tp_lcm_size,
+            )
+        connect = self._connector(backend, config, settings, namespace, shards)
+        storage_io = self._controller.open_storage(connect, settings, namespace, shards)
         return OpenStorage(backend, config, settings, storage_io)
 
     def _use(self, storage: OpenStorage) -> None:
@@ -189,30 +199,57 @@ class StorageAttachment:
         ).digest()
 
     def _connector(
-        self, backend: str, config: dict[str, Any], namespace: str
+        self,
+        backend: str,
+        config: dict[str, Any],
+        settings: StorageSettings,
+        namespace: str,
+        shards: Mapping[str, PoolShards],
     ) -> Callable[[], HiCacheStorage]:
-        group, share = self._controller.mem_pool_host, self._controller.mem_pool_device.spec.share
+        group, ranks = self._controller.mem_pool_host, self._controller.ranks
+        attn_cp_rank, attn_cp_size = self._controller.get_attn_cp_rank_and_size()
+        anchor, *extra = (
+            pool
+            for name in [group.anchor_entry.name, *group.extra_pools]
+            for pool in _storage_pools(group.get_pool(name), shards[name])
+        )
         storage_config = HiCacheStorageConfig(
-            tp_rank=self._group.rank,
-            tp_size=self._group.size,
+            tp_rank=ranks.attn_tp_rank,
+            tp_size=ranks.attn_tp_size,
             pp_rank=0,
             pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=share.split is RankSplit.SAME,
+            attn_cp_rank=attn_cp_rank,
+            attn_cp_size=attn_cp_size,
+            is_mla_model=group.anchor_entry.spec.share.split is RankSplit.SAME,
             enable_storage_metrics=True,
             is_page_first_layout=group.anchor.is_zero_copy,
             model_name=self._model_name,
+            tp_lcm_size=settings.tp_lcm_size,
+            should_split_heads=any(one.is_split for one in shards.values()),
             extra_config=config,
             namespace=namespace,
+            object_names={one.pool: one.name for all in shards.values() for one in all.objects},
         )
 
         def connect() -> HiCacheStorage:
             return StorageBackendFactory.create_backend(
-                backend, storage_config, group.anchor, extra_pools=group.extra_pools
+                backend, storage_config, anchor[1], extra_pools=dict(extra)
             )
 
         return connect
+
+
+def _storage_pools(pool: AnyHostPool, shards: PoolShards) -> list[tuple[str, StoragePool]]:
+    """What a backend knows of a host pool: one pool for each object of a page, by its name.
+
+    Raises ValueError where the pool cannot be cut by heads.
+    """
+    if not shards.is_split:
+        return [(shards.objects[0].pool, pool)]
+    count = len(shards.objects)
+    return [
+        (one.pool, HeadGroupPool(pool, index, count)) for index, one in enumerate(shards.objects)
+    ]
 
 
 def _settings(backend: str, config: dict[str, Any]) -> StorageSettings:

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
-from sglang.srt.distributed.joint_start import on_every_rank, ranks_on_this_machine
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, host_allocator_type
 from sglang.srt.mem_cache.tiers.host_backup import HostBackup
@@ -71,7 +71,8 @@ class HiRadixCache(RadixCache):
     rank has no memory for it, all of them raise.
 
     Raises:
-        ValueError: A layout, size or policy that cannot work, or another rank failed (names it).
+        ValueError: A layout, size or policy that cannot work; of several ranks whatever failed on
+            one of them, on all, with its name.
         StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
 
     Attributes:
@@ -92,22 +93,18 @@ class HiRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
-        group = self._group = params.tp_cache_group
-        sharers = ranks_on_this_machine(group)
-        controller = self.cache_controller = on_every_rank(
-            group,
-            lambda: _make_controller(params, server_args, metrics, self.build_host_stack, sharers),
-            HiCacheController.shutdown,
+        self._group = params.tp_cache_group
+        controller = self.cache_controller = _make_controller(
+            params, server_args, metrics, self.build_host_stack
         )
         self.host_pool = controller.mem_pool_host.anchor
         self._attachment = StorageAttachment(
             controller,
-            group=group,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
         )
-        self.administration = StorageAdministration(self, self._attachment)
+        self.administration = StorageAdministration(self, self._attachment, self._group)
         host_states = self.host_states = _make_host_states(tree, controller)
         host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
         link = self.storage_link = StorageLink(self._attachment, self.administration)
@@ -148,11 +145,10 @@ class HiRadixCache(RadixCache):
         if self.states is not None and host_states is not None:
             self._books.counts["free states of L1"] = self.states.pool.available_size
             self._books.counts["free states of L2"] = host_states.pool.available_size
-        backend = server_args.hicache_storage_backend
-        if backend is not None:
+        if (backend := server_args.hicache_storage_backend) is not None:
             extra_config = server_args.hicache_storage_backend_extra_config
             try:
-                on_every_rank(group, lambda: self._attachment.attach(backend, extra_config))
+                on_all_ranks(self._group, lambda: self._attachment.attach(backend, extra_config))
             except BaseException:
                 controller.shutdown()
                 raise
@@ -374,10 +370,16 @@ def _make_controller(
     server_args: HiCacheArgs,
     metrics: HiCacheMetrics,
     build_host_stack: BuildHostStack,
-    sharers: int,
 ) -> HiCacheController:
-    """L2, and what moves bytes to and from it. `sharers`: ranks on this machine."""
-    allocator = params.token_to_kv_pool_allocator
+    """L2, and what moves bytes to and from it."""
+    allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
+    allocator_type = on_all_ranks(
+        ranks,
+        lambda: host_allocator_type(
+            server_args.hicache_storage_backend,
+            server_args.hicache_storage_backend_extra_config,
+        ),
+    )
     io_backend, host_pool = build_host_stack(
         params.model_pools or ModelPools.of([allocator.get_kvcache()]),
         ratio=server_args.hicache_ratio,
@@ -385,12 +387,18 @@ def _make_controller(
         io_backend=server_args.hicache_io_backend,
         layout=server_args.hicache_mem_layout,
         has_storage=server_args.hicache_storage_backend is not None,
-        allocator_type=host_allocator_type(
-            server_args.hicache_storage_backend,
-            server_args.hicache_storage_backend_extra_config,
-        ),
-        sharers=sharers,
+        allocator_type=allocator_type,
+        ranks=ranks,
     )
-    return HiCacheController(
-        allocator, host_pool, params.page_size, io_backend=io_backend, metrics=metrics
+    return on_all_ranks(
+        ranks,
+        lambda: HiCacheController(
+            allocator,
+            host_pool,
+            params.page_size,
+            io_backend=io_backend,
+            metrics=metrics,
+            ranks=ranks,
+        ),
+        HiCacheController.shutdown,
     )

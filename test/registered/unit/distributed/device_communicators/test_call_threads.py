@@ -22,11 +22,11 @@ def test_idle_threads_are_taken_again() -> None:
     seen: list[int] = []
     for count in range(1, 6):
         threads.submit(lambda: seen.append(threading.get_ident()))
-        assert wait_until(lambda: not threads.num_busy, 10)
+        assert wait_until(lambda: not threads.num_busy, 30)
         assert len(seen) == count
     assert len(set(seen)) == 1
     threads.close()
-    assert wait_until(lambda: not named("reuse"), 10)
+    assert wait_until(lambda: not named("reuse"), 30)
 
 
 def test_work_that_hangs_holds_up_nothing() -> None:
@@ -39,14 +39,14 @@ def test_work_that_hangs_holds_up_nothing() -> None:
     for _ in range(20):
         threads.submit(wait)
     threads.submit(ran.set)
-    assert ran.wait(10)
+    assert ran.wait(30)
     assert threads.num_busy >= 20
     go_on.set()
-    assert wait_until(lambda: threads.num_busy == 0, 10)
-    assert wait_until(lambda: len(named("hang")) <= 8, 10), "no more stay than may be of use"
+    assert wait_until(lambda: threads.num_busy == 0, 30)
+    assert wait_until(lambda: len(named("hang")) <= 8, 30), "no more stay than may be of use"
     threads.close()
     threads.close()
-    assert wait_until(lambda: not named("hang"), 10)
+    assert wait_until(lambda: not named("hang"), 30)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 def test_all_engine_objects_know_the_same_memory(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
-    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30)
     assert engine.batch_register([BASE * 1000, BASE * 1001], [10, 20]) == 0
     known = {BASE: 64 * MIB, BASE * 1000: 10, BASE * 1001: 20}
     assert [made.registered for made in fakes.made] == [known, known]
@@ -91,7 +91,7 @@ def test_no_address_outside_the_registered_ranges_reaches_the_library(
         everything = [Block(*parts) for parts in wanted]
         for blocks in (everything, *([block] for block in everything)):
             with contextlib.suppress(ValueError):
-                engine.transfer(peer, TransferOp.READ, blocks, timeout=10)
+                engine.transfer(peer, TransferOp.READ, blocks, timeout=30)
     for call in fakes.calls:
         for local, _, length in call.requests:
             assert set(range(local, local + length)) <= known
@@ -105,7 +105,7 @@ def test_neighbours_travel_as_one(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
     blocks = [Block(BASE + i * 10, 1000 + i * 10, 10) for i in range(5)]
-    transfer = engine.transfer(peer, TransferOp.READ, blocks, timeout=10)
+    transfer = engine.transfer(peer, TransferOp.READ, blocks, timeout=30)
     assert fakes.calls == [FakeCall("read", peer, [(BASE, 1000, 50)])]
     assert transfer.is_done and transfer.is_settled and transfer.in_flight == []
     assert transfer.outcomes == [BlockOutcome.DONE] * 5

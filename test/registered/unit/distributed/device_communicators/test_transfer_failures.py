@@ -79,10 +79,10 @@ def test_a_broken_connection_is_replaced(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
     """As after a batch that was too large: every later one fails, until the engine object goes."""
-    engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10)
+    engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=30)
     poisoned = fakes.made[1]
     fakes.answer = lambda at, call: -1 if at is poisoned else 0
-    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10).is_done
+    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=30).is_done
     assert len(fakes.made) == 3
     assert fakes.made[2].registered == {BASE: 64 * MIB}
     assert engine.describe()["engine_objects"] == 2, "what is left of a failed batch ends with it"
@@ -113,7 +113,7 @@ def test_a_peer_that_is_not_there(
 ) -> None:
     name = f"127.0.0.1:{get_free_port()}"
     with pytest.raises(PeerUnreachable, match=f"peer {name} accepts no connection"):
-        engine.transfer(name, TransferOp.WRITE, apart(3), timeout=10)
+        engine.transfer(name, TransferOp.WRITE, apart(3), timeout=30)
     assert not fakes.calls and not fakes.contacts
     engine.deregister(BASE)
 
@@ -123,18 +123,18 @@ def test_a_peer_that_ends_in_between(
 ) -> None:
     fakes.answer = lambda _, call: -1 if call.requests else 0
     with listening_peer() as name:
-        assert statuses(engine.transfer(name, TransferOp.WRITE, apart(2), timeout=10).outcomes) == (
+        assert statuses(engine.transfer(name, TransferOp.WRITE, apart(2), timeout=30).outcomes) == (
             "failed failed"
         )
     with pytest.raises(PeerUnreachable):
-        engine.transfer(name, TransferOp.WRITE, apart(2), timeout=10)
+        engine.transfer(name, TransferOp.WRITE, apart(2), timeout=30)
 
 
 @pytest.mark.parametrize(("code", "end"), [(0, "done"), (-1, "not sent")])
 def test_what_hangs_stays_in_flight_until_it_returns(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str, code: int, end: str
 ) -> None:
-    engine.transfer(peer, TransferOp.READ, apart(1), timeout=10)
+    engine.transfer(peer, TransferOp.READ, apart(1), timeout=30)
     fakes.answer = hanging = Hanging(code)
     transfer = engine.transfer(peer, TransferOp.READ, apart(600), timeout=1.0)
     assert not transfer.is_settled
@@ -145,12 +145,12 @@ def test_what_hangs_stays_in_flight_until_it_returns(
     facts = engine.describe()
     assert (facts["requests_in_flight"], facts["transfers_under_way"]) == ({peer: 512}, 1)
     hanging.go_on.set()
-    assert transfer.wait(10)
+    assert transfer.wait(30)
     assert transfer.in_flight == []
     assert {outcome.value for outcome in transfer.outcomes[:512]} == {end}
     assert set(transfer.outcomes[512:]) == {BlockOutcome.NOT_SENT}, "it was abandoned"
     engine.deregister(BASE)
-    assert wait_until(lambda: engine.describe()["requests_in_flight"] == {peer: 0}, 10)
+    assert wait_until(lambda: engine.describe()["requests_in_flight"] == {peer: 0}, 30)
 
 
 def test_a_first_contact_that_hangs_has_nothing_in_flight(
@@ -163,7 +163,7 @@ def test_a_first_contact_that_hangs_has_nothing_in_flight(
     assert engine.describe()["requests_in_flight"] == {peer: 0}
     engine.deregister(BASE)
     hanging.go_on.set()
-    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 10)
+    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 30)
     assert fakes.calls == []
 
 
@@ -175,7 +175,7 @@ def test_a_peer_that_hangs_holds_up_no_other(
     for _ in range(3):
         engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=0.01)
     with listening_peer() as other:
-        assert engine.transfer(other, TransferOp.WRITE, apart(1), timeout=10).is_done
+        assert engine.transfer(other, TransferOp.WRITE, apart(1), timeout=30).is_done
     engine.register(BASE * 1000, 10)
     hanging.go_on.set()
 
@@ -189,7 +189,7 @@ def test_calls_to_a_peer_that_hangs_do_not_pile_up(
     clock = LaterClock(monkeypatch)
     fakes.answer = hanging = Hanging()
     with calling(engine, peer):
-        assert hanging.entered.wait(10)
+        assert hanging.entered.wait(30)
         clock.ahead = 2 * STALLED_AFTER_S
         for _ in range(3):
             with pytest.raises(
@@ -198,8 +198,8 @@ def test_calls_to_a_peer_that_hangs_do_not_pile_up(
                 engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=None)
         assert len(fakes.calls) == 1
         hanging.go_on.set()
-    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 10)
-    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+    assert wait_until(lambda: engine.describe()["transfers_under_way"] == 0, 30)
+    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30).is_done
 
 
 def test_a_transfer_that_made_no_progress_is_the_peers_fault(
@@ -212,11 +212,11 @@ def test_a_transfer_that_made_no_progress_is_the_peers_fault(
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "0")
     fakes.answer = lambda _, call: -1 if call.requests else 0
     with pytest.raises(PeerStalled, match="moved nothing for 0 s"):
-        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30)
     engine.deregister(BASE)
     engine.register(BASE, 10)
     fakes.answer = lambda _, call: 0
-    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10).is_done
+    assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30).is_done
     assert len(fakes.made) == 3
 
 
@@ -230,7 +230,7 @@ def test_what_a_failed_batch_left_keeps_its_memory_where_it_cannot_be_ended(
     """All peers share the engine object over rdma."""
     engine = start_over_rdma(fakes, tmp_path, monkeypatch)
     fakes.answer = lambda _, call: -1 if call.requests else 0
-    transfer = engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+    transfer = engine.transfer(peer, TransferOp.READ, apart(2), timeout=30)
     assert transfer.in_flight == [0, 1]
     assert not transfer.is_settled and not transfer.wait(60)
     assert engine.transfer_sync(peer, BASE, 7, 10) == -1
@@ -248,20 +248,20 @@ def test_a_library_that_raises_is_an_error_of_the_transfer(
 
     fakes.answer = fail
     with pytest.raises(TransferError, match="TypeError: incompatible"):
-        engine.transfer(peer, TransferOp.READ, apart(2), timeout=10)
+        engine.transfer(peer, TransferOp.READ, apart(2), timeout=30)
     fakes.answer = lambda _, call: 0
-    assert engine.transfer(peer, TransferOp.READ, apart(2), timeout=10).is_done
+    assert engine.transfer(peer, TransferOp.READ, apart(2), timeout=30).is_done
     engine.deregister(BASE)
 
 
 def test_a_peer_that_is_forgotten_is_connected_anew(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
-    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30)
     engine.forget_peer(peer)
     engine.forget_peer(peer)
     assert engine.describe()["requests_in_flight"] == {}
-    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30)
     assert fakes.contacts == [peer, peer]
     assert len(fakes.made) == 3, "its old address may be another process by now"
 
@@ -270,7 +270,7 @@ def test_engine_objects_do_not_pile_up(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
     for _ in range(12):
-        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+        engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30)
         engine.forget_peer(peer)
     assert engine.describe()["engine_objects"] <= 1 + 4
 
@@ -288,12 +288,12 @@ def test_over_rdma_peers_share_the_engine_until_one_breaks_it(
     engine = start_over_rdma(fakes, tmp_path, monkeypatch)
     with listening_peer() as other:
         for name in (peer, other):
-            engine.transfer(name, TransferOp.WRITE, apart(1), timeout=10)
+            engine.transfer(name, TransferOp.WRITE, apart(1), timeout=30)
         assert len(fakes.made) == 1
         home = fakes.made[0]
         fakes.answer = lambda at, call: -1 if at is home and call.peer == peer else 0
         for name in (peer, other):
-            assert engine.transfer(name, TransferOp.WRITE, apart(1), timeout=10).is_done
+            assert engine.transfer(name, TransferOp.WRITE, apart(1), timeout=30).is_done
     assert len(fakes.made) == 2
     assert engine.get_session_id() == "127.0.0.1:15000"
     engine.close()
@@ -302,10 +302,10 @@ def test_over_rdma_peers_share_the_engine_until_one_breaks_it(
 def test_what_one_peer_left_serves_another(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
-    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=10)
+    engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30)
     engine.forget_peer(peer)
     with listening_peer() as other:
-        engine.transfer(other, TransferOp.WRITE, apart(1), timeout=10)
+        engine.transfer(other, TransferOp.WRITE, apart(1), timeout=30)
     assert len(fakes.made) == 2
 
 
@@ -319,7 +319,7 @@ def test_a_peer_that_is_forgotten_gets_no_further_batch(
 
     fakes.answer = answer
     with pytest.raises(PeerUnreachable, match="was forgotten by this process"):
-        engine.transfer(peer, TransferOp.WRITE, apart(600), timeout=10)
+        engine.transfer(peer, TransferOp.WRITE, apart(600), timeout=30)
     assert len(fakes.calls) == 1
     engine.deregister(BASE)
 
@@ -340,7 +340,7 @@ def test_a_connection_that_another_call_gave_up_is_made_anew(
         remote.call(old, TransferOp.WRITE, [])
     connections = iter((old, old, *[remote.connect(None)] * 3))
     monkeypatch.setattr(remote, "connect", lambda deadline: next(connections))
-    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=10).is_done
+    assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=30).is_done
     assert len(fakes.calls) == 1
 
 
@@ -355,7 +355,7 @@ def test_a_slow_peer_is_not_one_that_hangs(
     hanging = Hanging()
     fakes.answer = lambda at, call: hanging(at, call) if len(fakes.calls) == 1 else 0
     with calling(engine, peer) as ended:
-        assert hanging.entered.wait(10)
+        assert hanging.entered.wait(30)
         for _ in range(3):
             clock.ahead += STALLED_AFTER_S / 2
             assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=None).is_done

@@ -69,7 +69,7 @@ def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> RequestOutput:
 
 def until(rig: SchedulerRig, condition: Callable[[], bool]) -> None:
     """Step until `condition` holds."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, rig.tree.is_busy()
         rig.step()

@@ -76,7 +76,7 @@ def test_who_asks_during_a_probe_is_refused_and_does_not_probe_too() -> None:
 
     def probe() -> bool:
         probes.append("probe")
-        return goes_on.wait(10)
+        return goes_on.wait(30)
 
     breaker = CircuitBreaker(probe, clock=lambda: float(len(probes) * 100))
     breaker.trip()

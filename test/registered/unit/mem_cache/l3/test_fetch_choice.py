@@ -204,7 +204,7 @@ class TwoRanks:
             hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": 4}),
         )
         self.rigs = [CacheRig(settings=settings) for _ in rates]
-        exchange = MemoryExchange(len(rates), deadline_s=20)
+        exchange = MemoryExchange(len(rates), deadline_s=60)
         self._pool = ThreadPoolExecutor(len(rates))
         for rank, (rig, known) in enumerate(zip(self.rigs, rates, strict=True)):
             rig.hi._group = exchange.group(rank)
@@ -218,7 +218,7 @@ class TwoRanks:
         list(self._pool.map(CacheRig.tick, self.rigs))
 
     def until(self, condition: Callable[[CacheRig], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not all(map(condition, self.rigs)):
             assert time.monotonic() < deadline, [rig.hi.is_busy() for rig in self.rigs]
             self.tick()
@@ -248,7 +248,7 @@ def hold_gets(rig: CacheRig, goes_on: threading.Event) -> None:
     get = storage_io.storage.batch_get_v2
 
     def held(*args: object) -> Mapping[str, object]:
-        assert goes_on.wait(20)
+        assert goes_on.wait(60)
         return get(*args)  # type: ignore[arg-type]
 
     storage_io.storage.batch_get_v2 = held  # type: ignore[method-assign, assignment]
@@ -331,7 +331,7 @@ def test_ranks_of_which_one_reads_faster_let_those_who_joined_go_at_the_same_tic
         for rig in ranks.rigs:
             rig.hi.release_aborted_request("a")
         goes_on.set()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not any(may):
             assert time.monotonic() < deadline
             ranks.tick()

@@ -11,7 +11,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.l3.pool_parts import combined_outcomes, parts_of_pages, usable_pages
+from sglang.srt.mem_cache.l3.pool_parts import (
+    StoredPools,
+    combined_outcomes,
+    parts_of_pages,
+    usable_pages,
+)
+from sglang.srt.mem_cache.storage.pool_shards import HeadGroup, PoolShards, StoredObject
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -38,7 +44,7 @@ def shown(parts: list[PoolTransfer]) -> dict[str, tuple[list[int], list[str] | N
     shown_parts = {}
     for part in parts:
         assert part.host_indices is not None
-        shown_parts[part.name.value] = (part.host_indices.tolist(), part.keys)
+        shown_parts[str(part.name)] = (part.host_indices.tolist(), part.keys)
     return shown_parts
 
 
@@ -65,13 +71,14 @@ def test_a_state_without_keys_stands_behind_the_last_page_that_moves() -> None:
 def test_a_page_has_landed_when_all_its_parts_have() -> None:
     parts = parts_of_pages([KV, INDEXER, states(1, ["d"])], HASHES, 0, 5)
     whole = [LANDED] * 5
-    assert combined_outcomes(parts, [whole, whole, [LANDED]]) == whole
-    assert combined_outcomes(parts[:1], [[LANDED, MISS]]) == [LANDED, MISS]
-    damaged = [LANDED, LANDED, DAMAGED, SHORT, SHORT]
-    assert combined_outcomes(parts, [whole, damaged, [LANDED]]) == damaged
-    assert combined_outcomes(parts, [whole, whole, [MISS]]) == [LANDED] * 3 + [MISS, LANDED]
     missing = [LANDED, MISS, SHORT, SHORT, SHORT]
-    assert combined_outcomes(parts, [missing, damaged, [FAILED]]) == missing, "the anchor's first"
+    assert combined_outcomes(HASHES, parts, [whole, whole, [LANDED]]) == whole
+    assert combined_outcomes(HASHES, parts[:1], [missing]) == missing
+    damaged = [LANDED, LANDED, DAMAGED, SHORT, SHORT]
+    assert combined_outcomes(HASHES, parts, [whole, damaged, [LANDED]]) == damaged
+    assert combined_outcomes(HASHES, parts, [whole, whole, [MISS]]) == [LANDED] * 3 + [MISS, LANDED]
+    first = combined_outcomes(HASHES, parts, [missing, damaged, [FAILED]])
+    assert first == missing, "the anchor's first"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +94,63 @@ def test_a_prefix_ends_where_it_has_a_state(
     with_states = [KV, INDEXER, states(len(keys) if keys else 1, keys)]
     assert usable_pages(landed, with_states, HASHES, 5) == usable
     assert usable_pages(landed, [KV, INDEXER], HASHES, 5) == landed
+
+
+# -- pages as objects ----------------------------------------------------------------------------
+
+
+def cut_in_two(pool: str, **args: int) -> PoolShards:
+    names = (pool, f"{pool}/h1-1.2")
+    return PoolShards(
+        tuple(
+            StoredObject(name, f"{pool}/h{head}-{head}.2", HeadGroup(head, head + 1, 2))
+            for head, name in enumerate(names)
+        ),
+        **args,
+    )
+
+
+def test_a_pool_whose_heads_are_cut_is_several_pools_to_a_backend() -> None:
+    stored = StoredPools(
+        queries=[PoolTransfer(PoolName.INDEXER), states(0)],
+        shards={"kv": cut_in_two("kv"), "mamba": cut_in_two("mamba")},
+    )
+    asked = [(one.name, one.hit_policy) for one in stored.questions()]
+    pages, trailing = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES
+    assert asked == [
+        ("kv/h1-1.2", pages),
+        ("indexer", pages),
+        ("mamba", trailing),
+        ("mamba/h1-1.2", trailing),
+    ]
+    moved = shown(stored.objects(parts_of_pages([KV, states(1, ["c"])], HASHES, 2, 4)))
+    assert moved["kv"] == moved["kv/h1-1.2"] == ([4, 5, 6, 7], ["c", "d"])
+    assert moved["mamba"] == moved["mamba/h1-1.2"] == ([50], ["c"])
+
+
+def test_without_shards_pages_are_as_they_come() -> None:
+    stored = StoredPools()
+    parts = parts_of_pages([KV, INDEXER], HASHES, 0, 5)
+    assert stored.objects(parts) == parts and stored.questions() == []
+    assert [stored.to_write(part) for part in parts] == parts
+
+
+def test_ranks_with_equal_bytes_divide_the_keys_of_each_object_among_them() -> None:
+    names = [f"ns/{page:064x}" for page in range(100)]
+    ranks = [
+        StoredPools(shards={"kv": cut_in_two("kv", num_writers=2, writer=rank)}) for rank in (0, 1)
+    ]
+    transfer = PoolTransfer("kv", torch.arange(200), keys=names)
+    by_object = []
+    for whole in ranks[0].objects([transfer]):
+        first, second = (rank.to_write(whole) for rank in ranks)
+        assert first.keys and second.keys and sorted([*first.keys, *second.keys]) == names
+        for part in (first, second):
+            assert part.host_indices is not None and part.keys is not None
+            pages = [names.index(key) for key in part.keys]
+            assert part.host_indices.view(-1, 2)[:, 0].tolist() == [2 * page for page in pages]
+        by_object.append(first.keys)
+    assert by_object[0] != by_object[1], "each object has a hash of its own"
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class Bench:
             ),
             settings,
             "ns",
+            {},
         )
         self.io.reads._pages_per_read = 2
         self.slots = self.pools.group.anchor.alloc(PAGES * PAGE)

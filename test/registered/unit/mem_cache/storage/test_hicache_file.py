@@ -394,6 +394,7 @@ def test_counts(bench: Bench) -> None:
         "set_pages": 6,
         "set_bytes": 6 * page,
         "set_present_pages": 3,
+        "set_objects": 3,
         "get_pages": 3,
         "get_bytes": 3 * page,
     }

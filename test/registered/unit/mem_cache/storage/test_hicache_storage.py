@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,8 +89,11 @@ def test_only_landed_is_true() -> None:
 
 def test_object_keys_name_pool_and_shard() -> None:
     assert storage_config().object_key("ns/ab", PoolName.KV) == "ns/ab/kv"
-    split = storage_config(tp_rank=1, tp_size=4)
-    assert split.object_key("ns/ab", "mamba") == "ns/ab/mamba/1_4"
+    by_hand = storage_config(tp_rank=1, tp_size=4)
+    assert by_hand.object_key("ns/ab", "mamba") == "ns/ab/mamba/1_4", "no other rank's"
+    split = replace(by_hand, object_names={"mamba": "mamba/h2-3.8", "indexer": "indexer"})
+    assert split.object_key("ns/ab", "mamba") == "ns/ab/mamba/h2-3.8"
+    assert split.object_key("ns/ab", "indexer") == "ns/ab/indexer"
 
 
 def test_timeout_grows_and_is_capped() -> None:

@@ -125,7 +125,7 @@ def test_pages_are_released_only_after_the_client_was_closed(
 
     def close() -> int:
         closing.set()
-        assert may_close.wait(10)
+        assert may_close.wait(30)
         return 0
 
     bench.answer(close=close)
@@ -138,13 +138,13 @@ def test_pages_are_released_only_after_the_client_was_closed(
     first = threading.Thread(target=give_up, args=("first",))
     second = threading.Thread(target=give_up, args=("second",))
     first.start()
-    assert closing.wait(10)
+    assert closing.wait(30)
     second.start()
     second.join(0.1)
     assert ended == []
     may_close.set()
     for thread in (first, second):
-        thread.join(10)
+        thread.join(30)
     assert sorted(ended) == ["first", "second"]
     assert bench.asked("close") == 1
 
@@ -178,11 +178,11 @@ def test_pages_are_kept_until_an_unresponsive_stand_alone_client_has_ended(
         thread = threading.Thread(target=call)
         thread.start()
         process, _ = listener.accept()
-        assert wait_until(lambda: "until that process has ended" in caplog.text, 10)
+        assert wait_until(lambda: "until that process has ended" in caplog.text, 30)
         assert not ended.wait(0.1)
         process.close()
-        assert ended.wait(10)
-        thread.join(10)
+        assert ended.wait(30)
+        thread.join(30)
     assert not bench.fakes[0].is_closed
     # No transfer is left, so that no further call waits.
     with pytest.raises(StorageUnavailable, match="Mooncake failed a"):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
@@ -21,11 +22,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
 from sglang.srt.mem_cache.tiers.hicache_administration import (
     _MAX_LEFT_BEHIND,
-    StorageAdministration,
+    ChangeResult,
 )
 from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
 from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import run_on_ranks
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
@@ -197,25 +199,26 @@ def test_attachments_that_hang_for_ever_are_bounded(rig: CacheRig) -> None:
     wait_for(lambda: attach(rig, EXTRA, "file")[0])
 
 
-def seen(administration: StorageAdministration) -> Verdict:
-    """What this rank's ballot says of the change."""
-    progress = Progress()
-    administration.report(progress)
-    return progress.administration
+def test_what_failed_on_one_rank_is_made_on_none(storage_dir: Path) -> None:
+    """The rank on which it has succeeded lets go of it again."""
 
+    def work(group: RankGroup) -> tuple[ChangeResult, Verdict]:
+        rig = CacheRig(l1_pages=8, group=group, settings=HiCacheSettings())
+        administration = rig.hi.administration
+        try:
+            config = ERRATIC if group.rank else {**ERRATIC, "prefetch_threshold": -1}
+            administration.begin_attaching("dynamic", json.dumps(config), None, None)
+            result = administration.wait(rig.tick)
+            assert rig.hi.storage_state()["hicache_storage_backend"] is None
+            progress = Progress()
+            administration.report(progress)
+            return result, progress.administration
+        finally:
+            rig.close()
 
-def test_what_failed_on_one_rank_is_made_on_none(rig: CacheRig) -> None:
-    administration = rig.hi.administration
-    administration.begin_attaching("dynamic", json.dumps(ERRATIC), None, None)
-    wait_for(lambda: seen(administration) is Verdict.LANDED)
-    administration.act_on(Progress())
-    assert administration.is_under_way, "another rank is not so far"
-    administration.act_on(Progress(administration=Verdict.FAILED))
-    done, why = administration.take_result() or (True, "")
-    assert (done, why) == (False, "the attaching of L3 failed on another rank; see its log")
+    told = "rank 0 of 2: extra config prefetch_threshold: 0 or more, not -1"
+    assert run_on_ranks(2, work) == [((False, told), Verdict.UNDER_WAY)] * 2
     wait_for(lambda: Erratic.closed)
-    assert seen(administration) is Verdict.UNDER_WAY
-    assert rig.hi.storage_state()["hicache_storage_backend"] is None
 
 
 # ---- clearing ----------------------------------------------------------------------------------

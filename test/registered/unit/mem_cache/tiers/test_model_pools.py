@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,11 +28,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache import cache_controller
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
+from sglang.srt.mem_cache.storage.types import StoragePool
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_mooncake import FakeMooncakes
+from sglang.test.fake_mooncake import FakeMooncake, FakeMooncakes
 from sglang.test.marks_rig import MarksRig
 from sglang.test.mla_rig import MLARig
 from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
@@ -355,6 +355,57 @@ def test_a_backend_of_one_pool_is_refused_by_name(
     with pytest.raises(ValueError, match=rf"{backend.__name__} knows one pool.*'indexer'"):
         rigs.make(backend, kind=MarksRig)
     rigs.make(backend, kind=CacheRig)
+    with pytest.raises(ValueError, match=rf"{backend.__name__} knows one pool.*'kv/h1-1.2'"):
+        rigs.make(backend, kind=CacheRig, extra={"tp_lcm_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (ValueError("it is odd"), ValueError),
+        (StorageUnavailable("it is full"), StorageUnavailable),
+        (KeyError("odd"), ValueError),
+    ],
+)
+def test_a_pool_that_a_backend_cannot_register_is_named_with_its_bytes(
+    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+) -> None:
+    closed: list[bool] = []
+
+    def register(self: HiCacheFile, pool: StoragePool, name: str) -> None:
+        if name == "indexer":
+            raise error
+
+    monkeypatch.setattr(HiCacheFile, "register_mem_host_pool_v2", register)
+    monkeypatch.setattr(HiCacheFile, "close", lambda _: closed.append(True))
+    pages = 4 * 128  # as `hicache_ratio` says of as many on the device
+    message = rf"host pool indexer of {16 * pages} bytes cannot be registered: .*{error}"
+    with pytest.raises(raised, match=message):
+        rigs.make("file", kind=MarksRig)
+    assert closed == [True]
+
+
+def test_memory_that_mooncake_does_not_take_is_told_with_what_it_has(
+    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes = FakeMooncakes(monkeypatch)
+    monkeypatch.setattr(mooncake_store, "is_reachable", lambda config: True)
+    register = FakeMooncake.register_buffer
+
+    def two_buffers(self: FakeMooncake, address: int, size: int) -> int:
+        return -600 if len(self.memory) == 2 else register(self, address, size)
+
+    monkeypatch.setattr(FakeMooncake, "register_buffer", two_buffers)
+    with (
+        StorageRigs(master_server_address="127.0.0.1:1", protocol="tcp") as over_mooncake,
+        pytest.raises(
+            StorageUnavailable,
+            match=r"host pool indexer of 8192 bytes .* refused to register 8192 bytes .*code -600"
+            r".* beside \d{5,} that it has; this process may lock .*lower --hicache-size",
+        ),
+    ):
+        over_mooncake.make(kind=MarksRig)
+    assert fakes[-1].is_closed
 
 
 def test_engines_with_other_pools_share_nothing(rigs: StorageRigs) -> None:
@@ -363,23 +414,6 @@ def test_engines_with_other_pools_share_nothing(rigs: StorageRigs) -> None:
     with_marks.settle()
     assert without.run(PROMPT) == Reused()
     without.settle()
-
-
-def test_what_is_the_same_on_every_rank_is_one_object(rigs: StorageRigs, kind: Kind) -> None:
-    """Heads are split between ranks, latent rows are not."""
-    rig = rigs.make("file", kind=kind)
-    rig.run(PROMPT)
-    storage = storage_io_of(rig).storage
-    assert storage is not None and storage.storage_config is not None
-    two = replace(storage.storage_config, tp_rank=1, tp_size=2)
-    assert (
-        two.object_key("ns/page", "kv")
-        == {
-            MLARig: "ns/page/kv",
-            MarksRig: "ns/page/kv/1_2",
-        }[kind]
-    )
-    rig.settle()
 
 
 def test_the_start_line_counts_the_bytes_of_all_pools() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.cache_rig import HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_ranks import MemoryExchange
-from sglang.test.state_rig import StateRig
+from sglang.test.state_rig import SPEC, StateRig
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
@@ -27,17 +29,19 @@ def storage_dir(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def lose_a_state(root: Path, rank: int, which: int) -> None:
-    """One rank's store loses an object."""
-    files = sorted(root.glob(f"*/??/*%2Fmamba%2F{rank}_{RANKS}"))
+def lose_a_state(root: Path, rank: int, which: int) -> int:
+    """The store loses an object of one rank; how many it lost."""
+    files = sorted(root.glob(f"*/??/*%2Fmamba%2Fh{rank}-{rank}%2E{RANKS}"))
     if files:
         files[which % len(files)].unlink()
+    return bool(files)
 
 
 def work(rig: StateRig, rank: int, root: Path, seed: int) -> list[int]:
-    """Random work, the same on all ranks but for what their stores lose; the tokens reused."""
+    """Random work, the same on all ranks but for the states that the store loses, which are of one
+    rank; the tokens reused."""
     rng = random.Random(seed)
-    reused = []
+    reused, lost = [], 0
     for step in range(60):
         pages = rng.randrange(1, 7)
         parts_at = rng.randrange(12)
@@ -53,10 +57,11 @@ def work(rig: StateRig, rank: int, root: Path, seed: int) -> list[int]:
                 rig.tree.evict(EvictParams(num_tokens=1000))
                 rig.hi.evict_host(1000)
             case 3 | 4 if rank == step % RANKS:
-                lose_a_state(root, rank, rng.randrange(100))
+                lost += lose_a_state(root, rank, rng.randrange(100))
             case _:
                 rng.randrange(100)
     rig.settle()
+    assert lost
     return reused
 
 
@@ -69,6 +74,7 @@ def test_ranks_agree_on_pages_and_states(storage_dir: Path, policy: str) -> None
             l1_pages=24,
             num_states=6,
             group=exchange.group(rank, seed=3, most_delay_s=0.001),
+            spec=replace(SPEC, share=RankShare(RankSplit.HEADS, rank, rank + 1, RANKS)),
             settings=HiCacheSettings(
                 hicache_ratio=2.0,
                 hicache_write_policy=policy,

@@ -317,7 +317,7 @@ def one_read() -> tuple[PrefetchBoard, PrefetchOperation]:
         prefix_hashes=[],
         deadline=time.monotonic() + 60,
         epoch=0,
-        extra_transfers=[PoolTransfer("mamba", slot)],  # type: ignore[arg-type]
+        extra_transfers=[PoolTransfer("mamba", slot)],
         host_state=slot,
     )
     board = PrefetchBoard(PAGE)

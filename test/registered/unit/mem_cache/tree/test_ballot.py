@@ -95,7 +95,7 @@ def books(free: int) -> CacheBooks:
 
 def ballot(*free: int) -> list[str]:
     """What each rank gets from a ballot, by the free tokens in its books."""
-    exchange = MemoryExchange(len(free), deadline_s=20)
+    exchange = MemoryExchange(len(free), deadline_s=60)
 
     def on(group: RankGroup) -> str:
         try:

@@ -188,7 +188,7 @@ def name_of(node: TreeNode) -> str:
 
 
 def explained(*books: CacheBooks) -> list[str]:
-    exchange = MemoryExchange(len(books), deadline_s=20)
+    exchange = MemoryExchange(len(books), deadline_s=60)
     with ThreadPoolExecutor(len(books)) as pool:
         return list(
             pool.map(

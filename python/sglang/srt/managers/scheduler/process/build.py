@@ -15,6 +15,8 @@ from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.disaggregation.common.bootstrap_client import find_endpoint
+from sglang.srt.disaggregation.halves import DECODE, HalfServer, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
@@ -26,6 +28,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
@@ -84,6 +87,8 @@ class BuiltScheduler:
     """With what depends on the machine filled in."""
     tiers: list[str]
     """One line per tier: its size, and why that size."""
+    route: dict[str, str]
+    """Where decode servers find a prefill server's rank; empty on others."""
 
     def ready_details(self) -> dict[str, Any]:
         """For the ready message."""
@@ -98,6 +103,7 @@ class BuiltScheduler:
             "attention_backend": self.server_args.attention_backend,
             "chunked_prefill_size": self.server_args.chunked_prefill_size,
             "tiers": self.tiers,
+            "route": self.route,
             "transfer_engine": None if engine is None else engine.describe(),
         }
 
@@ -132,6 +138,12 @@ def build_scheduler(
     check_model_flags(server_args, model_config)
     assert server_args.page_size is not None, "resolved"
     tokenizer = _load_tokenizer(server_args)
+
+    def joined() -> None:
+        on_joined()
+        if rendezvous is not None:
+            check_same_settings(TorchRankGroup.of_world(), server_args)
+
     runner = ModelRunner(
         ModelRunnerConfig(
             model_config=model_config,
@@ -150,10 +162,11 @@ def build_scheduler(
             attn_cp_size=server_args.attn_cp_size,
             gpu_id=_gpu_of(server_args, rendezvous),
         ),
-        on_joined,
+        joined,
     )
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
+    half_server = _make_half_server(server_args, runner)
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
     tiers += tree.tiers()
@@ -171,13 +184,15 @@ def build_scheduler(
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
         weight_seed=_make_weight_seed(runner),
+        make_half=None if half_server is None else half_server.make,
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
         resources = dataclasses.replace(resources, forward_guard=watchdog.guard)
     scheduler = Scheduler(make_parts(server_args, resources))
-    return BuiltScheduler(scheduler, group, server_args, tiers)
+    route = {} if half_server is None else half_server.route
+    return BuiltScheduler(scheduler, group, server_args, tiers, route)
 
 
 def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
@@ -345,12 +360,34 @@ def _gpu_of(server_args: ServerArgs, rendezvous: Rendezvous | None) -> int | Non
 
 def _transfer_engine(server_args: ServerArgs) -> SharedTransferEngine | None:
     """What this process's Transfer Engine is started with; None: nothing needs one."""
-    if not offers_weights(server_args):
+    if not offers_weights(server_args) and server_args.disaggregation_mode == "null":
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
     return SharedTransferEngine(
         hostname=name.get() if name.is_set() else address_for_peers(server_args.host),
         gpu_id=_gpu_of(server_args, None),
+        ib_device=server_args.disaggregation_ib_device,
+    )
+
+
+def _make_half_server(server_args: ServerArgs, runner: ModelRunner) -> HalfServer | None:
+    """What talks to the servers that compute the other half; None: this one computes both."""
+    if server_args.disaggregation_mode == "null":
+        return None
+    if server_args.disaggregation_mode == DECODE and server_args.enable_hierarchical_cache:
+        raise ValueError(
+            "--disaggregation-mode decode: a decode server has no hierarchical cache yet: enable "
+            "it on the prefill servers"
+        )
+    engine = get_mooncake_transfer_engine()
+    assert engine is not None, "the runner started it"
+    return make_half_server(
+        server_args.disaggregation_mode,
+        server_args.host,
+        list(runner.pools.values()),
+        runner.weight_source.identity(),
+        engine,
+        find_endpoint,
     )
 
 

@@ -35,6 +35,10 @@ class OtherRanks:
         self._rendezvous = rendezvous
         self._watch: RankWatch | None = None
 
+    def whose(self) -> str:
+        """What an error of this process begins with: the rank, where there are several."""
+        return "" if self._rendezvous is None else f"rank {self._rendezvous.rank}: "
+
     def watch(self) -> None:
         """They are there: end this process from now on when one is gone."""
         meeting = self._rendezvous

@@ -63,13 +63,14 @@ def run_scheduler_process(
     try:
         built = build_scheduler(server_args, rendezvous, watchdog, others.watch)
     except (ValueError, StorageUnavailable) as error:
-        send_error(ready_pipe, str(error))
+        send_error(ready_pipe, f"{others.whose()}{error}")
         raise SystemExit(1) from None
     except RankLost as error:
         others.end_without(error)
     except Exception as error:
         logger.critical("the scheduler cannot start", exc_info=True)
-        send_error(ready_pipe, f"the scheduler cannot start: {type(error).__name__}: {error}")
+        what = f"the scheduler cannot start: {type(error).__name__}: {error}"
+        send_error(ready_pipe, f"{others.whose()}{what}")
         raise SystemExit(1) from None
     for line in built.tiers:
         logger.info("%s", line)

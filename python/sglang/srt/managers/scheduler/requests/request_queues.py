@@ -20,7 +20,7 @@ class RequestState(Enum):
     """Its prompt is being computed: all that is left of it, or a part (`RequestQueues.partial`)."""
     DECODING = "decoding"
     HELD = "held"
-    """It holds slots though no step of this engine has computed anything for it."""
+    """It holds slots, and no step of this engine computes for it: another server does, or did."""
     ENDED = "ended"
     """It lives no more, or has never arrived."""
 
@@ -43,7 +43,7 @@ class RequestQueues:
         admit    WAITING, or COMPUTING in parts -> COMPUTING
         cut      WAITING, or COMPUTING in parts -> COMPUTING in parts
         join     COMPUTING, HELD -> DECODING
-        hold     WAITING -> HELD
+        hold     WAITING, COMPUTING -> HELD
         retract  COMPUTING in parts, DECODING, HELD -> WAITING
         finish   any -> ENDED
 
@@ -107,7 +107,7 @@ class RequestQueues:
 
     @property
     def held(self) -> Collection[Req]:
-        """Requests that hold slots without having been scheduled. A live view."""
+        """Requests whose slots something else fills or reads. A live view."""
         return self._held.values()
 
     @property
@@ -171,10 +171,12 @@ class RequestQueues:
         self.num_joined += 1
 
     def hold(self, req: Req) -> None:
-        """`req` was given slots and is not scheduled: something else fills them."""
-        self._leave(req, "hold", RequestState.WAITING)
+        """`req` has slots that something else fills, or reads."""
+        assert req is not self.partial, f"hold: the prompt of request {req.rid} is not complete"
+        was_waiting = self.state_of(req) is RequestState.WAITING
+        self._leave(req, "hold", RequestState.WAITING, RequestState.COMPUTING)
         self._enter(req, RequestState.HELD)
-        self.num_admitted += 1
+        self.num_admitted += was_waiting
 
     def retract(self, req: Req) -> None:
         """`req` gave its slots back and waits again."""

@@ -6,6 +6,7 @@ All addresses that are passed to C++ come from tensors that are registered here.
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 import time
 import urllib.error
@@ -212,8 +213,11 @@ class MooncakeClient:
                 "MOONCAKE_CLIENT (client_server_address) set"
             )
         if code:
+            held = sum(one.nbytes for one in self._registered.values())
             raise StorageUnavailable(
-                f"Mooncake refused to register {tensor.nbytes} bytes of host memory (code {code})"
+                f"Mooncake refused to register {tensor.nbytes} bytes of host memory (code {code}) "
+                f"beside {held} that it has; {_lockable()} (ulimit -l): raise that, or lower "
+                "--hicache-size or --hicache-ratio"
             )
         self._registered[address] = tensor
 
@@ -231,6 +235,13 @@ class MooncakeClient:
         for tensor in self.registered():
             self.unregister(tensor)
         self.give_up()
+
+
+def _lockable() -> str:
+    """How much memory this process may page-lock, as transports that use RDMA do."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    amount = "any amount" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    return f"this process may lock {amount} of memory"
 
 
 def choose_protocol(config: MooncakeStoreConfig) -> str:

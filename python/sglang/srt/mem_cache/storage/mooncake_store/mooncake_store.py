@@ -117,7 +117,11 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         shared = MooncakeHostTensorAllocator() if self.config.standalone_storage else None
         concurrent_gets = 1 if self._readers is None else _CONCURRENT_GETS
         rows = PoolRows(
-            pool, with_checksum=self._verify, allocator=shared, concurrent_gets=concurrent_gets
+            pool,
+            with_checksum=self._verify,
+            allocator=shared,
+            concurrent_gets=concurrent_gets,
+            others=self._rows.values(),
         )
         for tensor in rows.buffers():
             self.register_buffer(tensor)

@@ -8,7 +8,7 @@ staged: one row has page and trailer. The object is the same in both cases.
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -59,10 +59,16 @@ class PageBatch:
 
 
 class PoolRows:
-    """Side rows of one pool. Gets and sets have separate rows, so that neither waits for the other.
+    """Side rows of one pool, or of several with equally long rows. Gets and sets have separate
+    rows, so that neither waits for the other.
 
     Threads: one get and one set at a time, each with its own helper threads.
     """
+
+    memory: torch.Tensor
+    """uint8 `[batches, batch_pages, row_bytes]`. One block needs only one registration."""
+    _free: dict[bool, queue.SimpleQueue[torch.Tensor]]
+    """Rows of a batch that nobody uses, of gets and of sets."""
 
     def __init__(
         self,
@@ -71,25 +77,28 @@ class PoolRows:
         with_checksum: bool = True,
         allocator: HostTensorAllocator | None = None,
         concurrent_gets: int = 1,
+        others: Iterable[PoolRows] = (),
     ) -> None:
         """Args:
         with_checksum: Whether to hash pages that are put and pages that were read.
         allocator: Allocator of the side memory; None takes ordinary memory.
         concurrent_gets: Most batches of gets on the wire at once.
+        others: Of other pools of the same client; memory of equal rows is shared with them.
         """
         self.pool = pool
         self._with_checksum = with_checksum
         self._in_place = pool.is_zero_copy and pool.page_bytes >= SHORT_PAGE_BYTES
         self.row_bytes = TRAILER_BYTES + (0 if self._in_place else pool.page_bytes)
         self.batch_pages = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // pool.page_bytes))
-        self._free: dict[bool, queue.SimpleQueue[torch.Tensor]] = {
-            True: queue.SimpleQueue(),
-            False: queue.SimpleQueue(),
-        }
+        shape = (self.batch_pages, self.row_bytes)
+        alike = next((one for one in others if one.memory.shape[1:] == shape), None)
+        if alike is not None:
+            self._free, self.memory = alike._free, alike.memory
+            return
+        self._free = {True: queue.SimpleQueue(), False: queue.SimpleQueue()}
         for_gets = max(_ROWS_PER_DIRECTION, concurrent_gets)
-        # One block needs only one registration.
         self.memory = (allocator or HostTensorAllocator()).allocate(
-            (for_gets + _ROWS_PER_DIRECTION, self.batch_pages, self.row_bytes), torch.uint8
+            (for_gets + _ROWS_PER_DIRECTION, *shape), torch.uint8
         )
         for index, rows in enumerate(self.memory):
             self._free[index < for_gets].put(rows)

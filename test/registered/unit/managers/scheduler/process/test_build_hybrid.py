@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.rank_group import SingleRank
+from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.process.build import (
     build_scheduler,
     check_model_flags,
     init_pools,
 )
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -98,6 +101,61 @@ def test_snapshots_while_decoding_are_where_snapshots_can_be(hybrid: Path) -> No
     ).resolve()
     with pytest.raises(ValueError, match="--mamba-track-interval 100 must be a multiple of 64"):
         build_scheduler(args)
+
+
+class OfKeysAndValues(HiCacheFile):
+    """A backend whose question about prompts knows one pool."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, **_: Any) -> None:
+        super().__init__(storage_config, envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get())
+
+    def prompts_exist(self, prompts: Any, extra_infos: Any) -> Any:  # type: ignore[override]
+        return []
+
+
+def of_this_file(backend: type) -> dict[str, Any]:
+    extra = {"backend_name": "x", "module_path": __name__, "class_name": backend.__name__}
+    return {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+
+
+@pytest.mark.parametrize(("family", "second"), [("qwen3_5", "mamba"), ("deepseek_v32", "indexer")])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hicache_size": 1e6}, r"pool kv \d+ bytes, pool {second} \d+ .*needs .* GiB available"),
+        ({"hicache_ratio": 1e-6}, r"pool kv gets \d+ bytes .* takes \d+; .* GB available"),
+        (of_this_file(OfKeysAndValues), r"host pool {second} of \d+ bytes .* knows one pool"),
+    ],
+)
+def test_a_stack_that_cannot_be_built_ends_the_start(
+    tmp_path: Path, family: str, second: str, fields: dict[str, Any], message: str
+) -> None:
+    save_tiny_checkpoint(tmp_path / family, family)
+    folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3"))
+    with folder, pytest.raises(ValueError, match=message.format(second=second)):
+        build_scheduler(start_args(tmp_path / family, **fields))
+
+
+def test_a_layout_that_states_do_not_have_ends_the_start_with_the_name_of_their_pool(
+    hybrid: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"kv_split is not for host pool mamba; use .*page_first"):
+        build_scheduler(start_args(hybrid, hicache_mem_layout="page_first_kv_split"))
+
+
+def start_args(model: Path, **fields: Any) -> ServerArgs:
+    return ServerArgs(
+        model_path=str(model),
+        tokenizer_path=str(BUILTIN_MODEL_DIR),
+        max_total_tokens=256,
+        page_size=16,
+        device="cpu",
+        enable_hierarchical_cache=True,
+        **fields,
+    ).resolve()
 
 
 @pytest.mark.parametrize(

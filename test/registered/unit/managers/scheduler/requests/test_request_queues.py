@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Final
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.messages.io_struct import (
@@ -136,7 +136,7 @@ def allowed_end(act: str, state: RequestState, partial: str | None, rid: str) ->
             return COMPUTING
         case "join", _ if (state is COMPUTING and not is_partial) or state is HELD:
             return DECODING
-        case "hold", _ if state is WAITING:
+        case "hold", _ if state is WAITING or (state is COMPUTING and not is_partial):
             return HELD
         case "retract", _ if is_partial or state in (DECODING, HELD):
             return WAITING
@@ -148,6 +148,8 @@ def allowed_end(act: str, state: RequestState, partial: str | None, rid: str) ->
 
 
 @settings(max_examples=150, deadline=None)
+@example([("arrive", "a"), ("admit", "a"), ("hold", "a"), ("join", "a")])
+@example([("arrive", "a"), ("cut", "a"), ("hold", "a")])
 @given(st.lists(st.tuples(st.sampled_from(TRANSITIONS), st.sampled_from("abc")), max_size=30))
 def test_any_transitions_leave_each_request_in_the_state_of_a_simple_model(
     steps: list[tuple[str, str]],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.managers.scheduler.watchdog import StepOutOfMemory, naming_the_remedy
+from sglang.srt.managers.scheduler.launched_step import StepOutOfMemory, naming_the_remedy
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scheduler_rig import SchedulerRig, prompt
 

@@ -1,0 +1,121 @@
+"""Messages of the control connection between a decode and a prefill server, as msgpack.
+
+A decode server asks, a prefill server answers. Every question may be repeated: it asks for a state,
+and changes nothing that it has changed already. So messages may be lost, doubled or late.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
+
+VERSION: Final = 1
+"""Of these messages, and of what they mean."""
+
+
+class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a pool in a server's memory: pages that follow one another."""
+
+    address: int
+    page_bytes: int
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """What a prefill server holds, and where."""
+
+    version: int
+    instance_id: str
+    """Drawn at its start."""
+    session_id: str
+    """Of its Transfer Engine."""
+    layout: str
+    """Digest of all that determines a page's bytes: equal ones can be exchanged."""
+    layout_facts: dict[str, str]
+    """What the digest is of, for errors."""
+    buffers: list[PoolBuffer]
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill server has found beside keys and values."""
+
+    token_id: int | None
+    """None: the request wants no token."""
+    prompt_len: int
+    prompt_digest: str
+    """Of the prompt's token ids: both servers must mean the same."""
+    logprob: float | None = None
+    top_logprobs: TopLogprobs | None = None
+    cached: CachedTokensDetails | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A decode server begins a conversation: who answers, and what is there?"""
+
+    version: int = VERSION
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """How far is a room? The answer may wait until there is more than the asker has."""
+
+    room: int
+    have_pages: int
+    """Of the prompt, from its first page on."""
+    has_token: bool = False
+
+
+class Received(msgspec.Struct, frozen=True, tag=True):
+    """The decode server has all: the prefill server may let go of the room."""
+
+    room: int
+
+
+class GiveUp(msgspec.Struct, frozen=True, tag=True):
+    """The decode server does not want the room any more."""
+
+    room: int
+    reason: str
+
+
+class RoomNews(msgspec.Struct, frozen=True, tag=True):
+    """The state of a room."""
+
+    room: int
+    is_known: bool
+    """The prefill server has been sent the request."""
+    first_page: int = 0
+    pages: list[int] = []
+    """Pages of the prefill server's pools that hold the prompt, from `first_page` on."""
+    first_token: FirstToken | None = None
+    """Set once all pages are there."""
+    failure: str | None = None
+    """Why the room has ended without success."""
+
+
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """The prefill server has let go of the room."""
+
+    room: int
+    was_held: bool
+    """Until now nothing else was written to its pages: what was read of them is right."""
+
+
+Question = Hello | Ask | Received | GiveUp
+Answer = Offer | RoomNews | Released
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """A question with its number in a conversation."""
+
+    number: int
+    question: Question
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to the question of that number."""
+
+    number: int
+    instance_id: str
+    answer: Answer

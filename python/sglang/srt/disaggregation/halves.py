@@ -1,0 +1,136 @@
+"""Makes the half of a prefill or a decode server: memory that peers read, sockets, threads."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.remote_prompt import (
+    FindEndpoint,
+    Patience,
+    RemotePrompt,
+    decline,
+)
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import address_for_peers
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+        MooncakeTransferEngine,
+    )
+    from sglang.srt.managers.messages.io_struct import Bootstrap
+    from sglang.srt.managers.scheduler.half import Half
+    from sglang.srt.managers.scheduler.parts import Holder
+    from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+
+logger = logging.getLogger(__name__)
+
+MakeHalf = Callable[["SchedulerState", "Holder"], "Half"]
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class HalfServer:
+    """What of a rank other servers find."""
+
+    make: MakeHalf
+    route: dict[str, str]
+    """For the bootstrap server; empty on a decode server, which nobody looks for."""
+
+
+def make_half_server(
+    mode: str,
+    host: str,
+    pools: Sequence[BaseDevicePool],
+    weights_identity: str,
+    engine: MooncakeTransferEngine,
+    find_endpoint: FindEndpoint,
+) -> HalfServer:
+    """Register the pools with the Transfer Engine, and listen.
+
+    Args:
+        mode: `prefill` or `decode`.
+        host: Where this server listens.
+        pools: Of the model.
+        find_endpoint: How a decode server finds prefill servers.
+
+    Raises:
+        ValueError: A pool cannot be read by pages, or the host is not this machine's.
+        RuntimeError: The transport refuses the memory.
+    """
+    geometry = PoolGeometry.of(pools, weights_identity)
+    engine.batch_register([buffer.address for buffer in geometry.buffers], geometry.sizes)
+    if mode == PREFILL:
+        return _prefill(host, geometry, engine)
+    return HalfServer(_decode(geometry, engine, find_endpoint), {})
+
+
+def _prefill(host: str, geometry: PoolGeometry, engine: MooncakeTransferEngine) -> HalfServer:
+    instance_id = uuid.uuid4().hex
+    try:
+        desk = RoomDesk(
+            geometry.offer(instance_id, engine.get_session_id()),
+            host,
+            unclaimed_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            silent_s=_silence(),
+        )
+    except zmq.ZMQError as error:
+        raise ValueError(f"--host {host}: cannot listen for decode servers: {error}") from error
+    address = address_for_peers(host)
+    bracketed = f"[{address}]" if ":" in address else address
+    route = {"endpoint": f"tcp://{bracketed}:{desk.port}", "instance_id": instance_id}
+    logger.info("decode servers are answered at %s, instance %s", *route.values())
+    return HalfServer(lambda state, _: PrefillHalf(state, desk), route)
+
+
+def _decode(
+    geometry: PoolGeometry, engine: MooncakeTransferEngine, find_endpoint: FindEndpoint
+) -> MakeHalf:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    threads = CallThreads("disagg-prompt")
+    patience = Patience(
+        bootstrap=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+        waiting=envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+        silence=_silence(),
+    )
+
+    def begin(meeting: Bootstrap, pages: Sequence[int], first_page: int) -> RemotePrompt:
+        prompt = RemotePrompt(
+            meeting,
+            pages,
+            first_page,
+            geometry=geometry,
+            mover=engine,
+            find_endpoint=find_endpoint,
+            patience=patience,
+            context=context,
+        )
+        threads.submit(prompt.run)
+        return prompt
+
+    def decline_room(meeting: Bootstrap, reason: str) -> None:
+        threads.submit(
+            lambda: decline(
+                meeting, reason, find_endpoint=find_endpoint, patience=patience, context=context
+            )
+        )
+
+    return lambda state, holder: DecodeHalf(state, holder, begin, decline_room, threads.close)
+
+
+def _silence() -> float:
+    """Seconds without a word after which the other server counts as gone."""
+    interval = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get()
+    return interval * envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get()

@@ -1,0 +1,163 @@
+"""The scheduler's part of a prefill server: what is computed is held until it has been read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+import xxhash
+
+from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.common.room_desk import RoomDeclined, RoomExists
+from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.managers.scheduler.policy import ceil_to_page
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler.batch import PrefillWork
+    from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.mem_cache.tree.radix_key import TokenArray
+
+logger = logging.getLogger(__name__)
+
+LOST_STATUS: Final = 503
+
+
+class Desk(Protocol):
+    """What prefilling asks of `RoomDesk`; see there."""
+
+    def open(self, room: int) -> None: ...
+    def add_pages(self, room: int, pages: Sequence[int]) -> None: ...
+    def num_pages(self, room: int) -> int: ...
+    def complete(self, room: int, first_token: FirstToken) -> None: ...
+    def end(self, room: int, failure: str | None = None) -> None: ...
+    def outcome(self, room: int) -> str | None: ...
+    def close(self) -> None: ...
+
+
+def prompt_digest(ids: TokenArray) -> str:
+    """Of a prompt's token ids."""
+    return xxhash.xxh3_64_hexdigest(ids.tobytes())
+
+
+class PrefillHalf:
+    """Requests that a prefill server computes for decode servers.
+
+    A request is computed at once. Then it is held, without decoding, until a decode server has read
+    its pages, gives it up, or is not heard of.
+
+    Args:
+        state: The scheduler's.
+        desk: Answers decode servers.
+    """
+
+    def __init__(self, state: SchedulerState, desk: Desk) -> None:
+        self._state = state
+        self._desk = desk
+        self._held: dict[str, tuple[Req, FinishReason]] = {}
+        """By id: requests that are complete, and how they end if all goes well."""
+        self._ended: list[tuple[Req, FinishReason]] = []
+        self._owners: dict[int, str] = {}
+        """By room: the id of the request that has it."""
+
+    def on_arrival(self, req: Req) -> FinishReason | None:
+        meeting = req.spec.bootstrap
+        if meeting is None:
+            return None
+        try:
+            self._desk.open(meeting.room)
+        except RoomExists as error:
+            return FinishReason(type="abort", message=str(error), status_code=400)
+        except RoomDeclined as error:
+            return FinishReason(type="abort", message=str(error), status_code=LOST_STATUS)
+        self._owners[meeting.room] = req.rid
+        return None
+
+    def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
+        meeting = message.bootstrap
+        if meeting is None:
+            return
+        owner = self._owners.get(meeting.room)
+        if owner is None:
+            try:
+                self._desk.open(meeting.room)
+            except (RoomExists, RoomDeclined):
+                return
+        elif owner != message.rid:
+            return  # The room is another request's, which is not refused.
+        self._owners.pop(meeting.room, None)
+        self._desk.end(meeting.room, reason.message or "the request was refused")
+
+    def is_remote(self, req: Req) -> bool:
+        return False
+
+    def on_computed(self, work: PrefillWork) -> None:
+        req = work.req
+        meeting = req.spec.bootstrap
+        if meeting is None or req.progress.finish_reason is not None:
+            return
+        page_size = self._state.limits.page_size
+        known = self._desk.num_pages(meeting.room) * page_size
+        # Of the last chunk the last page may be begun.
+        end = ceil_to_page(work.end, page_size) if work.is_last_chunk else work.end
+        if known < end:
+            row = self._state.pools.req_to_token_pool.req_to_token[req.slots.row]
+            slots = row[known : min(end, work.end) : page_size]
+            self._desk.add_pages(meeting.room, slots.div(page_size, rounding_mode="floor").tolist())
+
+    def keeps(self, req: Req) -> bool:
+        return req.spec.bootstrap is not None
+
+    def hand_over(self, req: Req, reason: FinishReason | None) -> None:
+        meeting, spec, progress = req.spec.bootstrap, req.spec, req.progress
+        assert meeting is not None
+        outputs = progress.output_ids
+        first_token = FirstToken(
+            token_id=outputs[0] if outputs else None,
+            prompt_len=len(spec.origin_input_ids),
+            prompt_digest=prompt_digest(spec.origin_input_ids),
+            logprob=progress.output_logprobs[0] if progress.output_logprobs else None,
+            top_logprobs=(
+                progress.output_top_logprobs[0] if progress.output_top_logprobs else None
+            ),
+            cached=req.report.cached_tokens_details,
+        )
+        self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
+        self._desk.complete(meeting.room, first_token)
+
+    def tick(self) -> None:
+        for req, good_end in list(self._held.values()):
+            meeting = req.spec.bootstrap
+            assert meeting is not None
+            failure = self._desk.outcome(meeting.room)
+            if failure is None:
+                continue
+            del self._held[req.rid]
+            reason = good_end
+            if failure:
+                logger.warning("request %s, room %d: %s", req.rid, meeting.room, failure)
+                reason = FinishReason(type="abort", message=failure, status_code=LOST_STATUS)
+            self._ended.append((req, reason))
+
+    def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
+        ended, self._ended = self._ended, []
+        return [(req, reason) for req, reason in ended if req.progress.finish_reason is None]
+
+    def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
+        return ()
+
+    def may_end(self, req: Req) -> bool:
+        return True
+
+    def on_end(self, req: Req, reason: FinishReason) -> None:
+        meeting = req.spec.bootstrap
+        if meeting is None or self._owners.get(meeting.room) != req.rid:
+            return
+        del self._owners[meeting.room]
+        self._held.pop(req.rid, None)
+        self._desk.end(meeting.room, reason.message or "the request has ended")
+
+    def close(self) -> None:
+        self._desk.close()

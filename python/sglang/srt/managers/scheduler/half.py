@@ -1,0 +1,97 @@
+"""What a scheduler asks of that half of its requests which another server computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.protocol import FirstToken
+    from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler.batch import PrefillWork
+    from sglang.srt.managers.scheduler.requests.req import Req
+
+
+class Half(Protocol):
+    """A server that only prefills, or only decodes, has one. Scheduler's thread."""
+
+    def on_arrival(self, req: Req) -> FinishReason | None:
+        """A request was accepted; why it cannot be after all, or None."""
+
+    def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
+        """A request was not accepted."""
+
+    def is_remote(self, req: Req) -> bool:
+        """Whether the prompt of a waiting request is computed elsewhere."""
+
+    def on_computed(self, work: PrefillWork) -> None:
+        """A part of a prompt has its keys and values."""
+
+    def keeps(self, req: Req) -> bool:
+        """Whether a request whose prompt is complete does not decode here."""
+
+    def hand_over(self, req: Req, reason: FinishReason | None) -> None:
+        """The prompt and the first token of a request that is kept are there.
+
+        Args:
+            reason: Why its first token ends it, or None.
+        """
+
+    def tick(self) -> None:
+        """Look for what has come and what can begin."""
+
+    def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
+        """Requests that are over here."""
+
+    def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
+        """Requests whose prompt has come."""
+
+    def may_end(self, req: Req) -> bool:
+        """Whether nothing touches the slots of a request that is to be aborted. Where something
+        does, it is told to stop: ask again."""
+
+    def on_end(self, req: Req, reason: FinishReason) -> None:
+        """A request ends, and gives back its slots after this."""
+
+    def close(self) -> None:
+        """End what runs beside the scheduler."""
+
+
+class NoOtherHalf:
+    """The requests of a server that does both."""
+
+    def on_arrival(self, req: Req) -> FinishReason | None:
+        return None
+
+    def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
+        pass
+
+    def is_remote(self, req: Req) -> bool:
+        return False
+
+    def on_computed(self, work: PrefillWork) -> None:
+        pass
+
+    def keeps(self, req: Req) -> bool:
+        return False
+
+    def hand_over(self, req: Req, reason: FinishReason | None) -> None:
+        raise AssertionError("nothing is handed over: this server does both")
+
+    def tick(self) -> None:
+        pass
+
+    def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
+        return ()
+
+    def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
+        return ()
+
+    def may_end(self, req: Req) -> bool:
+        return True
+
+    def on_end(self, req: Req, reason: FinishReason) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,142 @@
+"""Which heads of a pool one object of L3 holds, and which of several ranks writes it.
+
+Ranks of a server hold other heads of the same pages, or the same. An object has the name of its
+heads and not of a rank, so that ranks with equal bytes share it; one of them writes it.
+
+Pure data and functions, any thread; the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.mem_cache.device.state_spec import RankShare
+
+_SETTING = "extra config tp_lcm_size"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """The heads `[begin, end)` of `total`, which an object holds of a page."""
+
+    begin: int = 0
+    end: int = 1
+    total: int = 1
+
+    @property
+    def shard(self) -> str:
+        """`h{first}-{last}.{total}`; "" where the object holds all heads."""
+        if self.end - self.begin == self.total:
+            return ""
+        return f"h{self.begin}-{self.end - 1}.{self.total}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One of the objects that a page of a pool is stored as."""
+
+    pool: str
+    """The pool as the backend knows it: of the first object the pool's own name, of further ones
+    the name with the heads."""
+    name: str
+    """Last part of the object's key: `{pool}[/{heads}]`."""
+    group: HeadGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShards:
+    """How a rank's pages of one pool are stored."""
+
+    objects: tuple[StoredObject, ...]
+    """What a page consists of, in the order of heads; at least one."""
+    num_writers: int = 1
+    """Ranks that hold the same bytes as this one, itself included."""
+    writer: int = 0
+    """Which of them this one is, from 0."""
+
+    @classmethod
+    def of(
+        cls, pool: str, share: RankShare, ranks: RankGroup, tp_lcm_size: int | None = None
+    ) -> PoolShards:
+        """The objects of a pool whose heads are split over `ranks`.
+
+        Args:
+            pool: Its name.
+            share: The heads that this rank has.
+            ranks: All of them.
+            tp_lcm_size: An object holds the heads of one rank of so many; None: of this one.
+
+        Raises:
+            ValueError: The heads are not split evenly, or `tp_lcm_size` cannot work; see
+                `check_tp_lcm_size`.
+        """
+        num_heads = share.end - share.begin
+        tp_size, tp_rank = ranks.attn_tp_size, ranks.attn_tp_rank
+        replicas, rest = divmod(tp_size * num_heads, share.total)
+        if rest or not replicas or share.begin != tp_rank // replicas * num_heads:
+            raise ValueError(
+                f"pool {pool}: rank {tp_rank} of {tp_size} has heads {share.begin} to "
+                f"{share.end - 1} of {share.total}, which is no even split; L3 needs one"
+            )
+        size = num_heads
+        if tp_lcm_size is not None:
+            check_tp_lcm_size(tp_lcm_size, pool, share.total, tp_size)
+            size = max(1, share.total // tp_lcm_size)
+        groups = [
+            HeadGroup(begin, begin + size, share.total)
+            for begin in range(share.begin, share.end, size)
+        ]
+        return cls(
+            tuple(_stored_object(pool, group, is_first=group is groups[0]) for group in groups),
+            num_writers=replicas * ranks.attn_cp_size,
+            writer=ranks.attn_cp_rank * replicas + tp_rank % replicas,
+        )
+
+    @property
+    def is_split(self) -> bool:
+        """A page is several objects."""
+        return len(self.objects) > 1
+
+    @property
+    def holds_all_heads(self) -> bool:
+        """A page is one object on all ranks."""
+        return not self.objects[0].group.shard
+
+    def writes(self, object_key: str) -> bool:
+        """Whether this rank writes an object that it holds: of the ranks that hold it exactly one
+        does, each of them equally many."""
+        if self.num_writers == 1:
+            return True
+        return xxhash.xxh3_64_intdigest(object_key.encode()) % self.num_writers == self.writer
+
+
+def check_tp_lcm_size(tp_lcm_size: int, pool: str, total_heads: int, tp_size: int) -> None:
+    """Raise ValueError, with the remedy, where heads cannot be stored as of `tp_lcm_size` ranks.
+
+    Args:
+        tp_lcm_size: A common multiple of the sizes of all servers that share the store.
+        pool: Name of the pool.
+        total_heads: Heads of the model in this pool.
+        tp_size: Ranks over which this server splits heads.
+    """
+    if tp_lcm_size < 1 or tp_lcm_size % tp_size:
+        raise ValueError(
+            f"{_SETTING}: {tp_lcm_size} is no multiple of the {tp_size} ranks that split the heads "
+            "of this server; give a common multiple of the sizes of all servers that share the "
+            "store"
+        )
+    if total_heads == 1:
+        return
+    if total_heads % tp_lcm_size and tp_lcm_size % total_heads:
+        raise ValueError(
+            f"{_SETTING}: {tp_lcm_size} ranks cannot split the {total_heads} heads of pool {pool} "
+            f"evenly; give a divisor or a multiple of {total_heads}"
+        )
+
+
+def _stored_object(pool: str, group: HeadGroup, *, is_first: bool) -> StoredObject:
+    name = f"{pool}/{group.shard}" if group.shard else pool
+    return StoredObject(pool if is_first else name, name, group)

@@ -1,0 +1,56 @@
+"""L3 in files, under ranks that split heads and prompts: experts, and sparse latent attention."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.storage_backend_case import StorageBackendCase, save_checkpoint
+
+register_cpu_ci(est_time=120, suite="base-b-test-cpu")
+
+
+class FileBackendCase(StorageBackendCase):
+    """Ranks with objects in a directory of the class."""
+
+    backend_name = "HiCacheFile"
+    tp_size = 2
+
+    @classmethod
+    def _get_additional_server_args_and_env(cls) -> tuple[dict[str, object], dict[str, str]]:
+        directory = cls.enterClassContext(tempfile.TemporaryDirectory())
+        sizes: dict[str, object] = {"--tp-size": cls.tp_size, "--attn-cp-size": 2}
+        return (
+            {**sizes, "--hicache-storage-backend": "file"},
+            {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": directory},
+        )
+
+
+class TestFileBackendQwen330BTP4CP2(FileBackendCase):
+    """Four ranks in two sets: the ballot has a round over the sets and one within them."""
+
+    __test__ = True
+    tp_size = 4
+
+    @classmethod
+    def _get_model_name(cls) -> str:
+        directory = cls.enterClassContext(tempfile.TemporaryDirectory())
+        return save_checkpoint(Path(directory), "qwen3_moe")
+
+
+class TestFileBackendDeepseekV32CP2(FileBackendCase):
+    """Prompts longer than the tokens that the indexer chooses, which is 32."""
+
+    __test__ = True
+
+    @classmethod
+    def _get_model_name(cls) -> str:
+        directory = cls.enterClassContext(tempfile.TemporaryDirectory())
+        return save_checkpoint(Path(directory), "deepseek_v32", num_key_value_heads=8)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

@@ -1,0 +1,43 @@
+"""Random work on several ranks for most of an hour, their books compared at every tick.
+
+Upstream's ranks came apart after thirty to forty minutes. See `sglang.test.random_ranks`: the seeds
+are drawn and printed, and a failure's notes say how to repeat it.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.random_ranks import run_for
+
+register_cpu_ci(est_time=2950, suite="nightly-test-cpu", nightly=True)
+
+TICKS = 20_000
+SECONDS = 45 * 60.0
+WORK = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
+RARE_WORK = ("read late", "read failed", "retractions")
+"""What must have happened: for that which is rare 20,000 ticks may be too few."""
+
+
+def test_20000_ticks_of_ranks_that_split_heads_and_prompts() -> None:
+    torch.set_num_threads(1)
+    counts = run_for(0.0, secrets.randbits(31), [(4, 2)], least_ticks=TICKS)
+    assert counts["ticks"] >= TICKS
+    for what in WORK:
+        assert counts[what], f"no {what} in {counts['seeds']} seeds"
+
+
+def test_45_minutes_of_ranks_of_all_sizes() -> None:
+    torch.set_num_threads(1)
+    counts = run_for(SECONDS, secrets.randbits(31))
+    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
+    for what in (*WORK, *RARE_WORK):
+        assert counts[what] > 10, what
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

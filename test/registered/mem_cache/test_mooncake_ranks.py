@@ -1,0 +1,84 @@
+"""Several ranks on a real Mooncake Store: one writer an object, and servers of unlike sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.mem_cache.storage.mooncake_store import page_batches
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import run_on_ranks
+from sglang.test.mla_rig import MLARig
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.sharded_rig import ShardedRig
+from sglang.test.storage_rigs import StorageRigs, storage_io_of
+
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+
+PROMPT = [*range(160), 7]
+PAGES = 40
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    with MooncakeCluster(segment_size="256mb") as running:
+        yield running
+
+
+@pytest.fixture(params=["staged", "in place"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How whole pages move; the tiny ones of these tests would all be staged."""
+    if request.param == "in place":
+        monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
+
+
+def run_prompt(rigs: StorageRigs, kind: type[CacheRig], group: RankGroup) -> tuple[Reused, int]:
+    """What a rank reuses of the prompt, and the objects that it writes. Nothing that it is to write
+    was there before."""
+    rig = rigs.make(kind=partial(kind, group=group))
+    try:
+        reused = rig.run(PROMPT)
+        rig.settle()
+        storage = storage_io_of(rig).storage
+        assert isinstance(storage, MooncakeStore)
+        stats = storage.get_stats()
+        assert not stats.get("set_present_pages")
+        return reused, stats["set_objects"]
+    finally:
+        rig.close()
+
+
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_pages_written_by_one_number_of_ranks_are_read_by_any(
+    cluster: MooncakeCluster, writers: int
+) -> None:
+    with StorageRigs.on(cluster, tp_lcm_size=4) as rigs:
+        run = partial(run_prompt, rigs, ShardedRig)
+        written = run_on_ranks(writers, run)
+        assert [reused for reused, _ in written] == [Reused()] * writers
+        assert sum(objects for _, objects in written) == 4 * PAGES
+        for ranks in (1, 2, 4):
+            assert run_on_ranks(ranks, run) == [(Reused(storage=160), 0)] * ranks
+
+
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize(("kind", "objects"), [(ShardedRig, 2), (MLARig, 2)])
+def test_no_object_is_written_twice(
+    cluster: MooncakeCluster, kind: type[CacheRig], objects: int
+) -> None:
+    """Two halves of the heads, or latent rows and indexer keys."""
+    with StorageRigs.on(cluster) as rigs:
+        run = partial(run_prompt, rigs, kind)
+        written = [number for _, number in run_on_ranks(4, run, attn_cp_size=2)]
+        assert sum(written) == objects * PAGES and min(written) > 0
+        assert run_on_ranks(4, run, attn_cp_size=2) == [(Reused(storage=160), 0)] * 4
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

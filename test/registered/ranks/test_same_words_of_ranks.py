@@ -1,0 +1,139 @@
+"""The same words from one, two and four ranks: tiny models, real servers, every tier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+from sglang.test.forked_servers import ForkedServer
+from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.request_battery import GREEDY, Results, battery, differences
+from sglang.test.scheduler_rig import prompt
+from sglang.test.tiny_models import save_tiny_checkpoint
+
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+
+HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "vocab_size": 2176, "eos_token_id": 2}
+"""Two KV heads: of four ranks each has one that another has too."""
+LATENT: Final[dict[str, Any]] = {**HEADS, "num_key_value_heads": 8}
+DELTA: Final[dict[str, Any]] = {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+FAMILIES: Final = {
+    "qwen3": HEADS,
+    "qwen3_moe": HEADS,
+    "deepseek_v32": LATENT,
+    "qwen3_next": DELTA,
+    "qwen3_5": DELTA,
+}
+SIZES: Final = dict.fromkeys(FAMILIES, (1, 2, 4)) | {"qwen3_5": (1, 2)}
+"""Numbers of ranks; the first is the reference."""
+IDS: Final = prompt(1, 200)
+PAGE: Final = 16
+WHOLE: Final = 192
+"""Tokens of the whole pages of IDS."""
+SOURCES: Final = {"L1": (WHOLE, 0, 0), "L2": (0, WHOLE, 0), "L3": (0, 0, WHOLE)}
+TOLERANCE: Final = 1e-4
+
+
+def flags(family: str, size: int, backend: str = "file") -> list[str]:
+    words = {
+        "tp-size": size,
+        "device": "cpu",
+        "tokenizer-path": BUILTIN_MODEL_DIR,
+        "page-size": PAGE,
+        "max-total-tokens": 1024,
+        "max-running-requests": 8,
+        "chunked-prefill-size": 64,
+        "hicache-storage-backend": backend,
+        "hicache-storage-prefetch-policy": "wait_complete",
+        "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
+        "hicache-ratio": 4,
+    }
+    if family in ("qwen3_next", "qwen3_5"):
+        words["max-mamba-cache-size"] = 24
+    return [
+        "--enable-hierarchical-cache",
+        "--constrained-json-disable-any-whitespace",
+        *(text for name, value in words.items() for text in (f"--{name}", str(value))),
+    ]
+
+
+def ask(server: EngineServer) -> tuple[list[int], tuple[int, int, int]]:
+    """The words, and how many tokens of the prompt came from the device, the host and the store."""
+    answer = server.generate(IDS, sampling=GREEDY)
+    found = answer.cached
+    return answer.output_ids, (found["device"], found["host"], found.get("storage", 0))
+
+
+def push_out(server: EngineServer) -> None:
+    """Fill L1 with other prompts."""
+    for seed in range(100, 105):
+        server.generate(prompt(seed, 220), max_new_tokens=1)
+
+
+def words_of(server: ForkedServer, *, restarts: bool) -> tuple[list[int], Results]:
+    """What a server says to IDS, the same from every tier and after a restart, and to the
+    battery."""
+    cold, found = ask(server)
+    assert found == (0, 0, 0)
+    assert ask(server) == (cold, SOURCES["L1"])
+    results = battery(server)
+    server.flush()
+    assert ask(server) == (cold, SOURCES["L3"])
+    push_out(server)
+    assert ask(server) == (cold, SOURCES["L2"])
+    assert server.stop() == 0
+    if restarts:
+        server.start()
+        assert ask(server) == (cold, SOURCES["L3"]), "from the store of a server that ended"
+    return cold, results
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_ranks_say_what_one_rank_says(tmp_path: Path, family: str) -> None:
+    model = tmp_path / "model"
+    save_tiny_checkpoint(model, family, **FAMILIES[family])
+    expected: tuple[list[int], Results] | None = None
+    for size in SIZES[family]:
+        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / f"store-{size}")}
+        with ForkedServer(*flags(family, size), env=env, model=str(model)) as server:
+            found = words_of(server, restarts=size > 1)
+        if expected is None:
+            expected = found
+            check(found[1])
+        assert found[0] == expected[0], f"TP {size}"
+        assert differences(found[1], expected[1], TOLERANCE) == [], f"TP {size}"
+
+
+def check(results: Results) -> None:
+    """What is compared is there."""
+    assert all(answer["ids"] for answers in results.values() for answer in answers)
+    (schema,) = results["schema"]
+    assert json.loads(schema["text"])["name"] in ("heron", "stork")
+    assert len({tuple(sample["ids"]) for sample in results["samples"]}) == 3
+    (logprobs,) = results["log probabilities"]
+    assert len(logprobs["logprobs"]) > 4 * 70
+    (stopped,) = results["stop"]
+    assert stopped["end"]["type"] == "stop"
+
+
+def test_ranks_write_to_mooncake_and_read_from_it(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3", **FAMILIES["qwen3"])
+    with MooncakeCluster() as cluster:
+        env = cluster.engine_env()
+        with ForkedServer(*flags("qwen3", 2, "mooncake"), env=env, model=str(tmp_path)) as server:
+            cold, _ = ask(server)
+            server.flush()
+            assert ask(server) == (cold, SOURCES["L3"])
+            assert server.stop() == 0
+            server.start()
+            assert ask(server) == (cold, SOURCES["L3"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

@@ -1,0 +1,156 @@
+"""Two machines' parts of one server, on one machine: they serve, drain and end together."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.srt.utils.process import is_alive
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.forked_servers import ForkedProcess, ForkedServer
+from sglang.test.scheduler_rig import prompt
+from sglang.test.test_utils import await_health, new_log_path
+from sglang.test.tiny_models import save_tiny_checkpoint
+
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+
+END_S: Final = 40.0
+"""Seconds in which both end at the latest; they need ten on a machine that does nothing else."""
+IDS: Final = prompt(1, 100)
+FLAGS: Final = (
+    "--tp-size", "2", "--device", "cpu", "--tokenizer-path", str(BUILTIN_MODEL_DIR),
+    "--max-total-tokens", "4096", "--page-size", "16", "--enable-hierarchical-cache",
+    "--served-model-name", "tiny",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    save_tiny_checkpoint(path, "qwen3", num_attention_heads=8, vocab_size=2176, eos_token_id=2)
+    return path
+
+
+class Nodes:
+    """Node 0, which is a server, and node 1."""
+
+    def __init__(self, model: Path, *flags_of_1: str, model_of_1: Path | None = None) -> None:
+        meeting = ("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{get_free_port()}")
+        self.server = ForkedServer(*FLAGS, *meeting, model=str(model))
+        self.first = self.server.launch()
+        flags = ["--model-path", str(model_of_1 or model), *FLAGS, *meeting, "--node-rank", "1"]
+        self.second = ForkedProcess([*flags, *flags_of_1], new_log_path())
+
+    def await_ready(self) -> list[psutil.Process]:
+        """Wait until they serve; their children."""
+        await_health(self.first, self.server.url, 60)
+        assert wait_until(lambda: "rank 1 serves" in self.second.log_tail(), 60)
+        return [
+            child
+            for node in (self.first, self.second)
+            for child in psutil.Process(node.pid).children(recursive=True)
+        ]
+
+    def ends(self) -> tuple[int, int]:
+        """The exit statuses of both."""
+        begin = time.monotonic()
+        statuses = self.first.wait(END_S), self.second.wait(END_S)
+        print(f"both have ended after {time.monotonic() - begin:.1f} s")
+        return statuses
+
+    def kill(self) -> None:
+        self.first.kill()
+        self.second.kill()
+
+
+@contextmanager
+def two_nodes(model: Path) -> Iterator[Nodes]:
+    """Both serve inside the block; nothing is left behind it."""
+    nodes = Nodes(model)
+    try:
+        children = nodes.await_ready()
+        assert len(children) == 3, "a rank each, and one detokenizer"
+        yield nodes
+        assert wait_until(lambda: not any(map(is_alive, children)), 10), "processes are left"
+    finally:
+        nodes.kill()
+
+
+def test_they_say_what_one_rank_says_and_drain_together(model: Path) -> None:
+    with ForkedServer(*FLAGS[2:], model=str(model)) as server:
+        expected = server.generate(IDS).output_ids
+    with two_nodes(model) as nodes:
+        assert nodes.server.generate(IDS).output_ids == expected
+        assert nodes.server.generate(IDS).cached["device"] == 96
+        nodes.first.send_signal(signal.SIGTERM)
+        assert nodes.ends() == (0, 0)
+        assert nodes.second.log_tail(1).endswith("scheduler 1] I shut down")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_that_is_killed_takes_the_other_down(model: Path, victim: int) -> None:
+    with two_nodes(model) as nodes:
+        (nodes.first, nodes.second)[victim].kill()
+        statuses = nodes.ends()
+        assert statuses[victim] == -signal.SIGKILL
+        assert statuses[1 - victim] == 1
+        log = (nodes.second, nodes.first)[victim].log_tail(5)
+        assert f"rank {victim} " in log and ": this rank ends" in log
+
+
+def test_sigterm_to_node_1_ends_the_server(model: Path) -> None:
+    with two_nodes(model) as nodes:
+        nodes.second.send_signal(signal.SIGTERM)
+        assert nodes.ends() == (1, 128 + signal.SIGTERM)
+        assert "rank 1 has given no sign of life" in nodes.first.log_tail(5)
+
+
+def ends_of_start(nodes: Nodes) -> tuple[str, str]:
+    """The last lines of both, whose starts have failed."""
+    try:
+        assert nodes.ends() == (1, 1)
+        return nodes.first.log_tail(2), nodes.second.log_tail(1)
+    finally:
+        nodes.kill()
+
+
+def test_flags_that_differ_end_the_start_of_both(model: Path) -> None:
+    nodes = Nodes(model, "--page-size", "32")
+    why = "error: rank {}: --page-size is 16 on rank 0, 32 on rank 1: give all machines the same"
+    first, second = ends_of_start(nodes)
+    assert why.format(0) in first
+    assert why.format(1) in second
+
+
+def test_models_that_differ_end_the_start_of_both(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / model.name)
+    config = other / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
+    first, second = ends_of_start(Nodes(model, model_of_1=other))
+    assert "error: rank 0: config.json of the model is" in first
+    assert "error: rank 1: config.json of the model is" in second
+
+
+def test_a_node_that_cannot_read_its_weights_ends_the_start_of_both(
+    model: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(model, tmp_path / model.name)
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    first, second = ends_of_start(Nodes(model, model_of_1=other))
+    assert "error: rank 1: " in second and "model.safetensors" in second
+    assert "scheduler_TP0 process ended while it started" in first
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

@@ -1,0 +1,29 @@
+"""Side memory of pools in a Mooncake store."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
+from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PoolRows
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.host_pools import make_device_pool, make_host_pool
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+def test_groups_of_heads_of_a_pool_share_side_memory() -> None:
+    whole = make_host_pool(make_device_pool(), "page_first_direct")
+    first, second = (HeadGroupPool(whole, index, 2) for index in range(2))
+    rows = PoolRows(first)
+    beside = PoolRows(second, others=[rows])
+    assert beside.memory is rows.memory
+    (memory,) = beside.buffers()
+    assert memory is rows.memory, "the pool itself is not registered"
+    with rows.borrow(is_get=True) as one, beside.borrow(is_get=True) as other:
+        assert one.data_ptr() != other.data_ptr()
+    assert PoolRows(whole, others=[rows]).memory is not rows.memory
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
