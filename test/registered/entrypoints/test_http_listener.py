@@ -12,8 +12,7 @@ from typing import Final
 
 import pytest
 
-from sglang.srt.entrypoints.http.listener import listening_sockets
-from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.srt.utils.network import get_free_port, listening_sockets, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-b-test-cpu")

@@ -14,6 +14,7 @@ from sglang.srt.constants import MIB
 from sglang.srt.model_loader.load_config import SeedAddress
 from sglang.srt.model_loader.weight_offer import SeedAnswer, WeightsDigest
 from sglang.srt.utils.background_call import BackgroundCall
+from sglang.srt.utils.error_answers import error_text
 
 ANSWER_TIMEOUT_S: Final = 20.0
 """For one answer. The seed's scheduler gives it between two forward passes."""
@@ -104,7 +105,7 @@ def _parse(status: int, body: bytes) -> SeedAnswer:
             "of this release"
         )
     if status != 200:
-        raise ValueError(f"it answers with status {status}: {_error_text(body)}")
+        raise ValueError(f"it answers with status {status}: {error_text(body)}")
     try:
         return msgspec.json.decode(body, type=SeedAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -112,11 +113,3 @@ def _parse(status: int, body: bytes) -> SeedAnswer:
             f"its answer is not understood ({error}): start both with the same release, the seed "
             f"with {START_SEED}"
         ) from None
-
-
-def _error_text(body: bytes) -> str:
-    try:
-        message = msgspec.json.decode(body)["error"]["message"]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        message = "no reason that this server understands"
-    return " ".join(str(message).split())[:300]

@@ -74,6 +74,25 @@ def check_port_available(host: str, port: int, flag: str = "--port") -> None:
         )
 
 
+def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host`, not blocking.
+
+    Raises:
+        ValueError: One of the addresses cannot be listened on.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            sockets.append(socket.create_server(address[:2], family=family, backlog=backlog))
+            sockets[-1].setblocking(False)
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sockets
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is `localhost` or a loopback address. Resolves no names."""
     try:

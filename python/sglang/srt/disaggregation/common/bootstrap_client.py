@@ -1,10 +1,128 @@
-"""How a decode server finds the ranks of a prefill server."""
+"""A prefill server's ranks: how they make themselves known, and how decode servers find them."""
 
 from __future__ import annotations
 
-from sglang.srt.disaggregation.common.remote_prompt import RoomFailed
+import http.client
+from typing import Annotated, Final, TypeAlias
+from urllib.parse import urlencode
+
+import msgspec
+
+from sglang.srt.constants import KIB
+from sglang.srt.utils.background_call import BackgroundCall
+from sglang.srt.utils.error_answers import error_text
+from sglang.srt.utils.network import base_url
+
+ROUTE_PATH: Final = "/route"
+MAX_RANK: Final = 65_535
+REGISTER_TIMEOUT_S: Final = 10.0
+_MAX_ANSWER_BYTES: Final = 64 * KIB
+
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
-def find_endpoint(host: str, port: int) -> str:
-    """The control endpoint of the prefill server whose bootstrap server is at `host`:`port`."""
-    raise RoomFailed(f"no bootstrap client yet: {host}:{port}")
+class BootstrapError(RuntimeError):
+    """A bootstrap server did not do what was asked; one line that names it and says why."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank of a prefill server answers decode servers, and who it is."""
+
+    rank: Rank
+    endpoint: Text
+    """ZMQ's form: `tcp://HOST:PORT`."""
+    instance_id: Text
+    """Drawn at its start: another one at the same address is another server."""
+
+
+class Registration(Route, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A route with the proof that a process of the same server sends it."""
+
+    token: Text
+
+
+def register(host: str, port: int, token: str, route: Route) -> None:
+    """Make a rank known to its own server's bootstrap server. Blocks, at most for ten seconds.
+
+    Args:
+        host: Where the bootstrap server listens.
+        port: There.
+        token: The one that it has drawn.
+        route: Replaces what was registered for this rank.
+
+    Raises:
+        BootstrapError: It does not answer, or refuses.
+    """
+    body = msgspec.json.encode(Registration(token=token, **msgspec.structs.asdict(route)))
+    _ask(host, port, "PUT", ROUTE_PATH, body, REGISTER_TIMEOUT_S)
+
+
+def find(host: str, port: int, rank: int, timeout: float) -> Route:
+    """Where a rank of the prefill server at `host`:`port` is. Any thread; blocks.
+
+    Asks once. A server that has just been started may answer later: ask again.
+
+    Args:
+        host: Where the bootstrap server listens.
+        port: There.
+        rank: The prefill server's.
+        timeout: Seconds in all.
+
+    Raises:
+        BootstrapError: There is no answer in time, the rank is not registered, or it is no
+            bootstrap server.
+    """
+    path = f"{ROUTE_PATH}?{urlencode({'rank': rank})}"
+    answer = _ask(host, port, "GET", path, None, timeout)
+    try:
+        route = msgspec.json.decode(answer, type=Route)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _error(host, port, f"its answer is not understood ({error}): start both servers with "
+                     "the same release") from None  # fmt: skip
+    if route.rank != rank:
+        raise _error(host, port, f"it was asked for rank {rank} and answered for {route.rank}")
+    return route
+
+
+def _ask(host: str, port: int, method: str, path: str, body: bytes | None, timeout: float) -> bytes:
+    """The body of a 200 within `timeout` seconds."""
+
+    def work() -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, response.read(_MAX_ANSWER_BYTES)
+        finally:
+            connection.close()
+
+    # The connection's own timeout is for each of its parts, which may come slowly without end.
+    expected = (OSError, http.client.HTTPException, ValueError)
+    call = BackgroundCall("ask-bootstrap", work, expected=expected)
+    if not call.wait(timeout) or isinstance(call.error, TimeoutError):
+        raise _error(
+            host, port, f"it has not answered for {timeout:g} s: it is stopped, or its host is away"
+        )
+    if isinstance(call.error, http.client.HTTPException):
+        raise _error(
+            host,
+            port,
+            f"it does not speak HTTP ({type(call.error).__name__}): bootstrap_port has to be the "
+            "prefill server's --disaggregation-bootstrap-port",
+        )
+    if call.error is not None:
+        raise _error(
+            host,
+            port,
+            f"it cannot be reached ({call.error or type(call.error).__name__}): check that the "
+            "prefill server runs, its --host, and its --disaggregation-bootstrap-port",
+        )
+    status, answer = call.result
+    if status != 200:
+        raise _error(host, port, f"it answers with status {status}: {error_text(answer)}")
+    return answer
+
+
+def _error(host: str, port: int, cause: str) -> BootstrapError:
+    return BootstrapError(f"the bootstrap server at {base_url(host, port)}: {cause}")

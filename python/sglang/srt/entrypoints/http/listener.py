@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 import uvicorn
 
 from sglang.srt.utils.logging_utils import RateLimitedLogger
+from sglang.srt.utils.network import listening_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +44,6 @@ def most_connections() -> int:
     """How many connections fit the limit of open files of this process, as it is now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(soft - SPARE_FILES, soft // 2)
-
-
-def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen on every address of `host`, not blocking.
-
-    Raises:
-        ValueError: One of the addresses cannot be listened on.
-    """
-    sockets: list[socket.socket] = []
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(found):
-            sockets.append(socket.create_server(address[:2], family=family, backlog=backlog))
-            sockets[-1].setblocking(False)
-    except OSError as error:
-        for sock in sockets:
-            sock.close()
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return sockets
 
 
 class Listener:

@@ -1,0 +1,117 @@
+"""Finding a prefill server's rank: what each kind of failure says."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.disaggregation.common.bootstrap_client import (
+    BootstrapError,
+    Route,
+    find,
+    register,
+)
+from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
+from sglang.srt.utils.network import get_free_port
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+HOST = "127.0.0.1"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+
+
+@contextlib.contextmanager
+def answering(answer: bytes, *, more: bytes = b"") -> Iterator[int]:
+    """A server that sends `answer` to its one client, and then `more` again and again."""
+    left = threading.Event()
+    with socket.create_server((HOST, 0)) as listener:
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.recv(4096)
+                peer.sendall(answer)
+                while more and not left.wait(0.02):
+                    peer.sendall(more)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        left.set()
+        thread.join()
+
+
+def ok(body: bytes) -> bytes:
+    return OK % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"SSH-2.0-x\r\n", "does not speak HTTP .*--disaggregation-bootstrap-port$"),
+        (ok(b"nonsense"), "its answer is not understood"),
+        (ok(b'{"rank": 0}'), "its answer is not understood .*endpoint"),
+        (
+            ok(b'{"rank": 1, "endpoint": "tcp://a:1", "instance_id": "i"}'),
+            "it was asked for rank 0 and answered for 1$",
+        ),
+        (
+            b'HTTP/1.1 500 No\r\ncontent-length: 29\r\n\r\n{"error":{"message":"a\\n b"}} ',
+            "answers with status 500: a b$",
+        ),
+        (b"HTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n", "404: no reason that this server under"),
+    ],
+)
+def test_an_answer_of_another_kind_is_one_line(answer: bytes, message: str) -> None:
+    with answering(answer) as port:
+        where = f"the bootstrap server at http://{HOST}:{port}: "
+        with pytest.raises(BootstrapError, match=f"^{where}.*{message}") as raised:
+            find(HOST, port, 0, 20)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_answer_that_does_not_end_is_given_up() -> None:
+    message = r"it has not answered for 0\.3 s: it is stopped, or its host is away$"
+    with socket.create_server((HOST, 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(BootstrapError, match=message):
+            find(HOST, port, 0, 0.3)
+    with (
+        answering(b"HTTP/1.1 200 OK\r\n", more=b"x: y\r\n") as port,
+        pytest.raises(BootstrapError, match=message),
+    ):
+        find(HOST, port, 0, 0.3)
+
+
+def test_no_server_is_said_with_its_address() -> None:
+    port = get_free_port()
+    with pytest.raises(BootstrapError, match=f":{port}: it cannot be reached .*refused.*--host"):
+        find(HOST, port, 0, 20)
+    with pytest.raises(BootstrapError, match="it cannot be reached"):
+        find("no-such-host.invalid", port, 0, 20)
+    with pytest.raises(BootstrapError, match="it cannot be reached"):
+        find("x" * 100, port, 0, 20)
+
+
+def test_a_wrong_token_and_a_missing_rank_are_said() -> None:
+    port = get_free_port()
+    server = BootstrapServer(HOST, port)
+    route = Route(rank=3, endpoint="tcp://a:1", instance_id="i")
+    try:
+        with pytest.raises(BootstrapError, match="status 403: token: only processes of this"):
+            register(HOST, port, "wrong", route)
+        with pytest.raises(BootstrapError, match="status 404: rank 3 is not registered here"):
+            find(HOST, port, 3, 20)
+        register(HOST, port, server.token, route)
+        assert find(HOST, port, 3, 20) == route
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
