@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.remote_prompt import (
     FindEndpoint,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FIND_S: Final = 5.0
+"""For one question to a bootstrap server."""
 MakeHalf = Callable[["SchedulerState", "Holder"], "Half"]
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -56,7 +59,7 @@ def make_half_server(
     pools: Sequence[BaseDevicePool],
     weights_identity: str,
     engine: MooncakeTransferEngine,
-    find_endpoint: FindEndpoint,
+    find_endpoint: FindEndpoint | None = None,
 ) -> HalfServer:
     """Register the pools with the Transfer Engine, and listen.
 
@@ -64,7 +67,7 @@ def make_half_server(
         mode: `prefill` or `decode`.
         host: Where this server listens.
         pools: Of the model.
-        find_endpoint: How a decode server finds prefill servers.
+        find_endpoint: How a decode server finds prefill servers; None: by their bootstrap servers.
 
     Raises:
         ValueError: A pool cannot be read by pages, or the host is not this machine's.
@@ -74,7 +77,11 @@ def make_half_server(
     engine.batch_register([buffer.address for buffer in geometry.buffers], geometry.sizes)
     if mode == PREFILL:
         return _prefill(host, geometry, engine)
-    return HalfServer(_decode(geometry, engine, find_endpoint), {})
+    return HalfServer(_decode(geometry, engine, find_endpoint or _find_endpoint), {})
+
+
+def _find_endpoint(host: str, port: int) -> str:
+    return find(host, port, 0, _FIND_S).endpoint
 
 
 def _prefill(host: str, geometry: PoolGeometry, engine: MooncakeTransferEngine) -> HalfServer:

@@ -7,6 +7,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang.srt.arg_groups.disaggregation import PREFILL
+from sglang.srt.disaggregation.common.bootstrap_client import Route
+from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
@@ -82,9 +85,17 @@ class EngineFront:
             loaded.append(load_model_files(args))
             return tokenizer_data(loaded[0].tokenizer)
 
-        self.processes: EngineProcesses = launch_subprocesses(args, load)
+        self._bootstrap = _start_bootstrap(args)
+        try:
+            self.processes: EngineProcesses = launch_subprocesses(args, load)
+        except BaseException:
+            if self._bootstrap is not None:
+                self._bootstrap.close()
+            raise
         (model,) = loaded
         details = self.processes.ready_details
+        if self._bootstrap is not None:
+            self._bootstrap.register(Route(rank=0, **details["route"]))
         self.manager = TokenizerManager(
             ipc=self.processes.ipc,
             tokenizer=model.tokenizer,
@@ -124,8 +135,21 @@ class EngineFront:
         except EngineUnavailable:
             ended_well = False
         await self.manager.close()
+        if self._bootstrap is not None:
+            await asyncio.to_thread(self._bootstrap.close)
         await asyncio.to_thread(self.processes.kill)
         return ended_well
+
+
+def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
+    """Where decode servers will find this one; None: it is no prefill server.
+
+    Raises:
+        ValueError: The port is taken.
+    """
+    if args.disaggregation_mode != PREFILL:
+        return None
+    return BootstrapServer(args.host, args.disaggregation_bootstrap_port)
 
 
 def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 import zmq
 
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
@@ -72,8 +73,8 @@ class Patience:
 
 
 FindEndpoint = Callable[[str, int], str]
-"""The control endpoint of the prefill server whose bootstrap server is at a host and port. May take
-time; raises RoomFailed."""
+"""The control endpoint of the prefill server whose bootstrap server is at a host and port. Asks
+once and may take time; raises BootstrapError."""
 
 
 class RemotePrompt:
@@ -137,7 +138,7 @@ class RemotePrompt:
 
     def _receive(self) -> FirstToken:
         meeting = self._meeting
-        endpoint = self._find_endpoint(meeting.host, meeting.port)
+        endpoint = _found(self._find_endpoint, meeting, self._patience, self._cancelled)
         with _Conversation(endpoint, self._context, self._patience, self._cancelled) as talk:
             try:
                 offer = talk.ask(Hello(), Offer)
@@ -199,6 +200,21 @@ class RemotePrompt:
         return len(pages)
 
 
+def _found(
+    find_endpoint: FindEndpoint, meeting: Bootstrap, patience: Patience, cancelled: threading.Event
+) -> str:
+    """The control endpoint of a room's prefill server, which may have just been started."""
+    deadline = time.monotonic() + patience.silence
+    while True:
+        try:
+            return find_endpoint(meeting.host, meeting.port)
+        except BootstrapError as error:
+            if time.monotonic() >= deadline:
+                raise RoomFailed(f"the prefill server is not found: {error}") from error
+        if cancelled.wait(REPEAT_S):
+            raise RoomFailed("the request was aborted")
+
+
 def decline(
     meeting: Bootstrap,
     reason: str,
@@ -208,9 +224,10 @@ def decline(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     """Tell the prefill server that nobody will come for a room. A thread's work; never raises."""
+    cancelled = threading.Event()
     try:
-        endpoint = find_endpoint(meeting.host, meeting.port)
-        with _Conversation(endpoint, context, patience, threading.Event()) as talk:
+        endpoint = _found(find_endpoint, meeting, patience, cancelled)
+        with _Conversation(endpoint, context, patience, cancelled) as talk:
             talk.ask(GiveUp(meeting.room, reason), Released)
     except RoomFailed as error:
         # It gives the room up by itself after a while.

@@ -15,7 +15,6 @@ from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
-from sglang.srt.disaggregation.common.bootstrap_client import find_endpoint
 from sglang.srt.disaggregation.halves import DECODE, HalfServer, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
@@ -387,7 +386,6 @@ def _make_half_server(server_args: ServerArgs, runner: ModelRunner) -> HalfServe
         list(runner.pools.values()),
         runner.weight_source.identity(),
         engine,
-        find_endpoint,
     )
 
 
