@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,14 +11,19 @@ import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank, gather_texts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange, RankIsMissing
+from sglang.test.memory_ranks import MemoryExchange, MemoryRankGroup, RankIsMissing
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 
-def on_ranks(size: int, work: Callable[[RankGroup], object], deadline_s: float = 20.0) -> list[str]:
+def on_ranks(
+    size: int,
+    work: Callable[[MemoryRankGroup], object],
+    deadline_s: float = 20.0,
+    attn_cp_size: int = 1,
+) -> list[str]:
     """What `work` gave or raised on each rank."""
-    exchange = MemoryExchange(size, deadline_s)
+    exchange = MemoryExchange(size, deadline_s, attn_cp_size=attn_cp_size)
 
     def on(rank: int) -> str:
         try:
@@ -46,6 +52,48 @@ def test_ranks_get_what_rank_0_says_and_the_least_of_what_all_have() -> None:
         return first, least.tolist(), group.broadcast(b"" if group.rank == 0 else None)
 
     assert on_ranks(3, work) == [str((b"one", [0, -2, 5], b""))] * 3
+
+
+@pytest.mark.parametrize(
+    ("size", "attn_cp_size", "rounds"), [(4, 1, 1), (4, 2, 2), (4, 4, 1), (6, 3, 2), (1, 1, 0)]
+)
+def test_the_least_of_all_ranks_takes_a_round_over_cp_and_one_over_tp(
+    size: int, attn_cp_size: int, rounds: int
+) -> None:
+    def work(group: MemoryRankGroup) -> tuple[list[int], int]:
+        values = torch.full((size,), 9)
+        values[group.rank] = -group.rank
+        return group.reduce_min(values).tolist(), len(group.rounds)
+
+    found = on_ranks(size, work, attn_cp_size=attn_cp_size)
+    assert found == [str(([-rank for rank in range(size)], rounds))] * size
+
+
+def test_a_round_alone_is_over_the_ranks_with_the_same_heads_or_over_those_of_a_set() -> None:
+    def work(group: MemoryRankGroup) -> list[int]:
+        least = []
+        for round_ in list(group.rounds):
+            group.rounds = [round_]
+            least += group.reduce_min(torch.tensor([10 + group.rank])).tolist()
+        return least
+
+    assert on_ranks(4, work, attn_cp_size=2) == [
+        str(two) for two in ([10, 10], [11, 10], [10, 12], [11, 12])
+    ]
+
+
+def test_unlike_calls_of_other_ranks_than_those_waited_for_are_an_error() -> None:
+    """Ranks 0 and 2 meet, and so do 1 and 3, which are about to do something else."""
+
+    def work(group: MemoryRankGroup) -> object:
+        return group.reduce_min(torch.zeros(4 + group.rank % 2).long())
+
+    found = on_ranks(4, work, attn_cp_size=2)
+    assert all(text.startswith("RanksDiverged: ") for text in found)
+    both = (
+        "a reduction of 4 values over CP on rank [02], a reduction of 5 values over CP on rank [13]"
+    )
+    assert any(re.search(f"collective 0 is {both}", text) for text in found)
 
 
 def test_texts_of_all_ranks_reach_all_ranks_cut_to_their_length() -> None:
