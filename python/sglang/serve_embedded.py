@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -78,11 +78,14 @@ def curl_line(base_url: str, question: str, has_key: bool) -> str:
 
 
 def describe_answer(answer: dict[str, Any]) -> str:
-    """The text of a chat completion, and the number of prompt tokens from each tier."""
+    """The text of a chat completion, and the number of prompt tokens from each tier, or from all
+    where the answer does not tell them apart."""
     text = answer["choices"][0]["message"]["content"]
     usage = answer["usage"]
     details = (answer.get("sglext") or {}).get("cached_tokens_details") or {}
     cached = ", ".join(f"{tier} {count}" for tier, count in details.items())
+    if not details and usage.get("prompt_tokens_details"):
+        cached = f"{usage['prompt_tokens_details']['cached_tokens']} tokens"
     return (
         f"  {text!r}\n  {usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} "
         f"answered; cached: {cached or 'none'}"
@@ -111,7 +114,8 @@ def ask(base_url: str, question: str, api_key: str | None, timeout: float = 120.
         raise RuntimeError(f"no answer from the server: {error!r}") from None
 
 
-def _server_url(args: ServerArgs) -> str:
+def server_url(args: ServerArgs) -> str:
+    """Where clients on this machine reach it."""
     return base_url("127.0.0.1" if args.host == "0.0.0.0" else args.host, args.port)
 
 
@@ -120,7 +124,7 @@ def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[
     log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-serve-")))
     master = MooncakeMaster(log_dir)
     node = StoreNode(master, log_dir, segment_bytes=STORE_BYTES)
-    url = _server_url(args)
+    url = server_url(args)
     server = ManagedProcess(
         "the server",
         [sys.executable, "-m", "sglang.launch_server", *STORAGE_FLAGS, *argv],
@@ -128,19 +132,35 @@ def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[
         log_dir=None,
         env=master.engine_env(),
     )
-    started = [master, node, server]
-    for process, timeout, patience in (
-        (master, 30.0, 10.0),
-        (node, 30.0, 10.0),
-        (server, _START_TIMEOUT, _DRAIN_TIMEOUT),
-    ):
-        stack.callback(process.stop, patience)
-        process.start(timeout)
-        print(f"serve: {process.name} runs", flush=True)
-    return started
+    start_in_order("serve", stack, (master, node), (server,))
+    return [master, node, server]
 
 
-def _stay(processes: Sequence[ManagedProcess]) -> None:
+def start_in_order(
+    title: str,
+    stack: ExitStack,
+    quick: Sequence[ManagedProcess],
+    servers: Sequence[ManagedProcess],
+) -> None:
+    """Start the quick ones, then the servers, each after the one before it; say so.
+
+    Args:
+        title: Begins each line.
+        stack: Ends them in reverse order.
+        quick: Serve within seconds.
+        servers: Load a model, and finish what runs before they end.
+
+    Raises:
+        ChildStartError: One of them did not start.
+    """
+    for process in (*quick, *servers):
+        is_quick = process in quick
+        stack.callback(process.stop, 10.0 if is_quick else _DRAIN_TIMEOUT)
+        process.start(30.0 if is_quick else _START_TIMEOUT)
+        print(f"{title}: {process.name} runs", flush=True)
+
+
+def stay(processes: Sequence[ManagedProcess]) -> None:
     """Wait for Ctrl-C.
 
     Raises:
@@ -165,7 +185,7 @@ def serve(argv: Sequence[str]) -> None:
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
     check_port_available(args.host, args.port)
     check_model(args)
-    url = _server_url(args)
+    url = server_url(args)
     with ExitStack() as stack:
         processes = _start_all(stack, args, argv)
         print(f"serve: asking {url}\n  {QUESTION!r}", flush=True)
@@ -174,23 +194,31 @@ def serve(argv: Sequence[str]) -> None:
         print(f"serve: ask the next one, whose start is cached now:\n\n{follow_up}\n", flush=True)
         if not once:
             print("serve: Ctrl-C ends it", flush=True)
-            _stay(processes)
+            stay(processes)
 
 
-def main() -> int:
-    """Exit status: 0 after Ctrl-C or the one answer; 1 after an error, with one line about it."""
+def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:
+    """Call `serve` with the process's arguments, and say how it ends.
+
+    Args:
+        title: Begins each line.
+        serve: Raises as the function of that name above.
+
+    Returns:
+        Exit status: 0 after Ctrl-C or the one answer; 1 after an error, with one line about it.
+    """
     # From here on Ctrl-C and a supervisor's SIGTERM end all started processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         serve(sys.argv[1:])
     except KeyboardInterrupt:
-        print("serve: ended", flush=True)
+        print(f"{title}: ended", flush=True)
     except (ValueError, RuntimeError) as error:
-        print(f"serve: error: {error}", file=sys.stderr)
+        print(f"{title}: error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run("serve", serve))

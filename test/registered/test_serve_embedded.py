@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -110,7 +111,7 @@ def test_the_curl_line_is_valid_in_a_shell() -> None:
 
 
 def test_an_answer_names_the_tiers() -> None:
-    answer = {
+    answer: dict[str, Any] = {
         "choices": [{"message": {"content": "7391"}}],
         "usage": {"prompt_tokens": 80, "completion_tokens": 5},
         "sglext": {"cached_tokens_details": {"device": 0, "host": 64}},
@@ -120,6 +121,8 @@ def test_an_answer_names_the_tiers() -> None:
     )
     del answer["sglext"]
     assert describe_answer(answer).endswith("cached: none")
+    answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 64}
+    assert describe_answer(answer).endswith("cached: 64 tokens")
 
 
 if __name__ == "__main__":

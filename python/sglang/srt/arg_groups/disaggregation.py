@@ -40,6 +40,10 @@ def check_disaggregation(args: ServerArgs) -> None:
         )
     if mode == WHOLE:
         return
+    if mode == DECODE and (args.enable_hierarchical_cache or args.hicache_storage_backend):
+        raise ValueError(
+            f"--enable-hierarchical-cache does not work {where} yet: use it on the prefill servers"
+        )
     for field in ("attn_cp_size", "nnodes", "tp_size"):
         value = getattr(args, field)
         if value > 1:

@@ -26,13 +26,12 @@ def test_halves_keep_the_features_of_a_whole_server(mode: str) -> None:
     assert args.disaggregation_ib_device == "mlx5_0"
     assert args.disaggregation_bootstrap_port == 8998
     assert args.resolve() == args
-    tiers = prepare(MODE, mode, "--hicache-storage-backend", "file", "--grammar-backend=xgrammar")
-    assert tiers.enable_hierarchical_cache
 
 
 def test_a_prefill_server_listens_where_it_is_told() -> None:
     assert prepare(MODE, "prefill", PORT, "9001").disaggregation_bootstrap_port == 9001
     assert prepare().disaggregation_mode == "null"
+    assert prepare(MODE, "prefill", "--hicache-storage-backend", "file").enable_hierarchical_cache
 
 
 @pytest.mark.parametrize(
@@ -54,6 +53,11 @@ def test_a_prefill_server_listens_where_it_is_told() -> None:
             (MODE, "prefill", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1"),
             "^--nnodes 2 does not work",
         ),
+        (
+            (MODE, "decode", "--enable-hierarchical-cache"),
+            f"^--enable-hierarchical-cache does not work with {MODE} decode yet: use it on the pre",
+        ),
+        ((MODE, "decode", "--hicache-storage-backend", "file"), "^--enable-hierarchical-cache"),
         ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
         ((MODE, "prefill", BACKEND, "carrier"), f"^{BACKEND} carrier: choose one of mooncake"),
         *(

@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
-from sglang.srt.disaggregation.halves import DECODE, HalfServer, make_half_server
+from sglang.srt.disaggregation.halves import HalfServer, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
@@ -373,11 +373,6 @@ def _make_half_server(server_args: ServerArgs, runner: ModelRunner) -> HalfServe
     """What talks to the servers that compute the other half; None: this one computes both."""
     if server_args.disaggregation_mode == "null":
         return None
-    if server_args.disaggregation_mode == DECODE and server_args.enable_hierarchical_cache:
-        raise ValueError(
-            "--disaggregation-mode decode: a decode server has no hierarchical cache yet: enable "
-            "it on the prefill servers"
-        )
     engine = get_mooncake_transfer_engine()
     assert engine is not None, "the runner started it"
     return make_half_server(

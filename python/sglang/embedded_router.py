@@ -1,0 +1,69 @@
+"""`sglang_router` as a child process, in front of prefill and decode servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from sglang.embedded_mooncake import LOOPBACK, ChildStartError, ManagedProcess
+from sglang.srt.utils.network import base_url, get_free_port
+
+_PACKAGE: Final = "sglang_router"
+_READY_PATH: Final = "/readiness"
+"""200 once the router knows a healthy server of each kind; its `/health` is about itself alone."""
+_READY_TIMEOUT_S: Final = 2.0
+
+
+class Router(ManagedProcess):
+    """The package's router, for pairs of servers that compute halves of requests."""
+
+    def __init__(
+        self,
+        prefills: Sequence[tuple[str, int]],
+        decodes: Sequence[str],
+        *,
+        host: str = LOOPBACK,
+        port: int,
+        log_dir: Path,
+        flags: Sequence[str] = (),
+    ) -> None:
+        """Describe the router; `start` waits until it knows healthy servers.
+
+        Args:
+            prefills: URL and bootstrap port of each.
+            decodes: URL of each.
+            host: Where it listens.
+            port: There.
+            log_dir: An existing directory.
+            flags: Further ones of the router.
+
+        Raises:
+            ChildStartError: The package is not installed.
+        """
+        if importlib.util.find_spec(_PACKAGE) is None:
+            raise ChildStartError(f"the package {_PACKAGE} is missing: pip install sglang-router")
+        self.url = base_url(LOOPBACK if host in ("0.0.0.0", "::") else host, port)
+        command = [
+            *(sys.executable, "-m", f"{_PACKAGE}.launch_router", "--pd-disaggregation"),
+            *(word for url, port in prefills for word in ("--prefill", url, str(port))),
+            *(word for url in decodes for word in ("--decode", url)),
+            *("--host", host, "--port", str(port)),
+            # Its metrics would be on a fixed port of all addresses.
+            *("--prometheus-host", LOOPBACK, "--prometheus-port", str(get_free_port())),
+            *("--log-level", "warn"),
+            *flags,
+        ]
+        super().__init__("router", command, ready=self._is_ready, log_dir=log_dir)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(
+                f"{self.url}{_READY_PATH}", timeout=_READY_TIMEOUT_S
+            ) as response:
+                return int(response.status) == 200
+        except OSError:
+            return False

@@ -1,0 +1,187 @@
+"""`make serve-pd`: a prefill server, a decode server and a router on this machine, and an answer.
+
+Starts `mooncake_master` and a store node for the prefill server's cache, both servers, and
+`sglang_router` in front of them. Asks a question over HTTP, prints the answer and a command for the
+next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Arguments are those of both
+servers, but `--host` and `--port` are the router's, and those of the cache are the prefill
+server's. With two GPUs each server has one. All processes are children and end by their handles.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+if __name__ == "__main__":
+    # Before the other imports, because Ctrl-C during them would print a traceback.
+    signal.signal(signal.SIGINT, lambda sig, frame: os._exit(128 + sig))
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sglang.embedded_mooncake import LOOPBACK, ManagedProcess, MooncakeMaster, StoreNode
+from sglang.embedded_router import Router
+from sglang.serve_embedded import (
+    NEXT_QUESTION,
+    QUESTION,
+    STORAGE_FLAGS,
+    STORE_BYTES,
+    ask,
+    curl_line,
+    run,
+    start_in_order,
+    stay,
+)
+from sglang.srt.arg_groups.disaggregation import DECODE, PREFILL, WHOLE
+from sglang.srt.entrypoints.start_checks import check_model
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.utils.network import base_url, check_port_available, get_free_ports, is_healthy
+
+_GPUS: Final = Path("/dev")
+_CACHE_FLAGS: Final = ("--enable-hierarchical-cache", "--hicache-")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The command lines of both servers, and where they are."""
+
+    prefill_url: str
+    decode_url: str
+    bootstrap_port: int
+    prefill: list[str]
+    decode: list[str]
+
+
+def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: int) -> Plan:
+    """Divide `argv` between the servers.
+
+    Args:
+        args: What `argv` means for the prefill server but for its mode.
+        argv: The user's.
+        ports: Three free ones of this machine: prefill, bootstrap, decode.
+        num_gpus: Of this machine.
+
+    Raises:
+        ValueError: A flag does not fit the two servers. One line.
+    """
+    for field in ("api_key", "admin_api_key"):
+        if getattr(args, field) is not None:
+            raise ValueError(
+                f"--{field.replace('_', '-')}: the router here has no keys; start servers and "
+                "router by hand (docs/pd.md)"
+            )
+    if args.disaggregation_mode != WHOLE:
+        raise ValueError(
+            f"--disaggregation-mode {args.disaggregation_mode}: both kinds of server are started "
+            "here; remove the flag"
+        )
+    prefill_port, bootstrap_port, decode_port = ports
+    prefill = [
+        *STORAGE_FLAGS,
+        *argv,
+        *("--host", LOOPBACK, "--port", str(prefill_port)),
+        *("--disaggregation-mode", PREFILL),
+        *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+    ]
+    decode = [
+        *_without_cache(argv),
+        *("--host", LOOPBACK, "--port", str(decode_port), "--enable-cache-report"),
+        # Both have pages of one size; the prefill server's depends on its cache.
+        *("--page-size", str(args.page_size)),
+        *("--disaggregation-mode", DECODE),
+    ]
+    if args.device != "cpu" and num_gpus > args.base_gpu_id + 1:
+        decode += ["--base-gpu-id", str(args.base_gpu_id + 1)]
+    for one in (prefill, decode):
+        prepare_server_args(one)
+    return Plan(
+        base_url(LOOPBACK, prefill_port),
+        base_url(LOOPBACK, decode_port),
+        bootstrap_port,
+        prefill,
+        decode,
+    )
+
+
+def _without_cache(argv: Sequence[str]) -> list[str]:
+    """`argv` without flags of the hierarchical cache, which a decode server does not have."""
+    kept: list[str] = []
+    drops = False
+    for word in argv:
+        if word.startswith("--"):
+            drops = word.startswith(_CACHE_FLAGS)
+        if not drops:
+            kept.append(word)
+    return kept
+
+
+def count_gpus() -> int:
+    """NVIDIA's devices of this machine, without loading a library."""
+    return sum(path.name[6:].isdigit() for path in _GPUS.glob("nvidia*"))
+
+
+def _start_all(
+    stack: ExitStack, args: ServerArgs, parts: Plan
+) -> tuple[Router, list[ManagedProcess]]:
+    log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-serve-pd-")))
+    print(f"serve-pd: the logs are in {log_dir}", flush=True)
+    master = MooncakeMaster(log_dir)
+    node = StoreNode(master, log_dir, segment_bytes=STORE_BYTES)
+    servers = [
+        ManagedProcess(
+            f"{name}_server",
+            [sys.executable, "-m", "sglang.launch_server", *flags],
+            ready=lambda url=url: is_healthy(url),  # type: ignore[misc]
+            log_dir=log_dir,
+            env=master.engine_env(),
+        )
+        for name, flags, url in (
+            (PREFILL, parts.prefill, parts.prefill_url),
+            (DECODE, parts.decode, parts.decode_url),
+        )
+    ]
+    router = Router(
+        [(parts.prefill_url, parts.bootstrap_port)],
+        [parts.decode_url],
+        host=args.host,
+        port=args.port,
+        log_dir=log_dir,
+    )
+    start_in_order("serve-pd", stack, (master, node), (*servers, router))
+    return router, [master, node, *servers, router]
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Run until Ctrl-C, SIGTERM, or with `ONCE=1` until the first answer.
+
+    Raises:
+        ValueError: Flags or environment are wrong. One line.
+        ChildStartError: A process did not start, or ended. One line.
+        RuntimeError: The first question was not answered. One line.
+        KeyboardInterrupt: A signal came, and all processes have ended.
+    """
+    once = envs.ONCE.get()
+    args = prepare_server_args([*STORAGE_FLAGS, *argv])
+    check_port_available(args.host, args.port)
+    check_model(args)
+    parts = plan(args, argv, get_free_ports(3), count_gpus())
+    with ExitStack() as stack:
+        router, processes = _start_all(stack, args, parts)
+        print(f"serve-pd: asking {router.url}\n  {QUESTION!r}", flush=True)
+        print(ask(router.url, QUESTION, None), flush=True)
+        follow_up = curl_line(router.url, NEXT_QUESTION, has_key=False)
+        print(f"serve-pd: ask the next one, whose start is cached now:\n\n{follow_up}\n")
+        print(f"serve-pd: prefill at {parts.prefill_url}, decode at {parts.decode_url}", flush=True)
+        if not once:
+            print("serve-pd: Ctrl-C ends it", flush=True)
+            stay(processes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("serve-pd", serve))
