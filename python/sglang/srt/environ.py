@@ -147,6 +147,18 @@ class EnvInt(EnvField[int]):
         return int(text)
 
 
+class EnvShare(EnvField[float]):
+    """A number from 0 to 1."""
+
+    expects = "a number from 0 to 1"
+
+    def parse(self, text: str) -> float:
+        share = float(text)
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(text)
+        return share
+
+
 class EnvBool(EnvField[bool]):
     expects = "1/true/yes/on or 0/false/no/off"
 
@@ -228,6 +240,9 @@ class Envs:
     )
     SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE = EnvInt(
         2, "After so many silent intervals the other server counts as gone."
+    )
+    SGLANG_TEST_DISAGG_FAILURE_PROB = EnvShare(
+        0.0, "For tests: the share of requests that fail on a decode server before they decode."
     )
     SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, hidden from other users.")
     SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, hidden from other users.")

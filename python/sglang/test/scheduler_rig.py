@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -12,6 +12,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.disaggregation.halves import MakeHalf
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
@@ -30,6 +31,7 @@ from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process.build import init_pools
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
@@ -87,12 +89,15 @@ class SchedulerRig:
         group: The ranks, each with a rig of its own; None: this one alone.
         tp_group: Those of them that split the model's layers with this one; None: it has them all.
         cp_group: Those that split the tokens of prefills with this one; None: nobody does.
+        make_half: Makes `SchedulerResources.make_half` of the model's pools; None: there is none.
         args: Fields of `ServerArgs`.
     """
 
     device: ClassVar[str] = RIG_DEVICE
     overlap: ClassVar[bool] = False
     """Default of `overlap` for new rigs."""
+    tick_s: ClassVar[float] = 1.0
+    """Seconds between two ticks."""
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class SchedulerRig:
         group: RankGroup | None = None,
         tp_group: TensorGroup | None = None,
         cp_group: TensorGroup | None = None,
+        make_half: Callable[[Sequence[BaseDevicePool]], MakeHalf] | None = None,
         **args: Any,
     ) -> None:
         self.group = group or SingleRank()
@@ -148,6 +154,7 @@ class SchedulerRig:
             group=self.group,
             new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
             grammar_backend=grammar_backend,
+            make_half=None if make_half is None else make_half(self.pools),
             overlap=self.overlap if overlap is None else overlap,
         )
         self.scheduler = Scheduler(make_parts(self.server_args, resources))
@@ -182,6 +189,12 @@ class SchedulerRig:
         self.model_pools = ModelPools.of(runner.pools.values(), layers)
         return TpModelWorker(runner)
 
+    @property
+    def pools(self) -> list[BaseDevicePool]:
+        """Of the model."""
+        known = self.model_pools
+        return [self.worker.token_to_kv_pool] if known is None else list(known.pools)
+
     def request(
         self, rid: str, input_ids: list[int], params: SamplingParams | None = None, **fields: Any
     ) -> TokenizedGenerateReqInput:
@@ -192,8 +205,8 @@ class SchedulerRig:
         )
 
     def step(self, *messages: ToScheduler) -> None:
-        """Run one tick, one second after the last one."""
-        self.now += 1.0
+        """Run one tick, `tick_s` after the last one."""
+        self.now += self.tick_s
         for output in self.scheduler.step(self.scheduler.make_tick(self.now, messages)):
             if isinstance(output, ControlReqOutput):
                 self.answers.append(output)

@@ -34,6 +34,19 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize(("text", "share"), [("0", 0.0), ("0.25", 0.25), (" 1 ", 1.0)])
+def test_shares(monkeypatch: pytest.MonkeyPatch, text: str, share: float) -> None:
+    monkeypatch.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", text)
+    assert envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get() == share
+
+
+@pytest.mark.parametrize("text", ["", "-0.1", "1.1", "nan", "10%"])
+def test_invalid_shares_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", text)
+    with pytest.raises(ValueError, match=r"SGLANG_TEST_DISAGG_FAILURE_PROB.*from 0 to 1"):
+        envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
+
+
 def test_unset_means_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
     monkeypatch.delenv("MOONCAKE_MASTER", raising=False)

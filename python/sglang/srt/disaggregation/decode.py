@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest
 from sglang.srt.managers.messages.io_struct import FinishReason
@@ -13,7 +13,6 @@ from sglang.srt.managers.scheduler.policy import AddOutcome
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.protocol import FirstToken
-    from sglang.srt.disaggregation.common.remote_prompt import RemotePrompt
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.parts import Holder
@@ -22,50 +21,80 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BeginPrompt = Callable[["Bootstrap", Sequence[int], int], "RemotePrompt"]
-"""Begins to get a prompt: the room, this server's pages, and the prompt's page that the first of
-them is for."""
-DeclineRoom = Callable[["Bootstrap", str], None]
+
+class Prompt(Protocol):
+    """A prompt on its way; see `RemotePrompt`."""
+
+    @property
+    def first_token(self) -> FirstToken | None: ...
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def has_ended(self) -> bool: ...
+    def cancel(self) -> None: ...
 
 
-@dataclass(slots=True)
+class Remote(Protocol):
+    """Prefill servers, as decoding sees them; see `PrefillServers`. None of its calls waits."""
+
+    def begin(self, meeting: Bootstrap, pages: Sequence[int], first_page: int) -> Prompt:
+        """Begin to get a prompt.
+
+        Args:
+            pages: This server's, for the prompt's pages from `first_page` on.
+        """
+
+    def decline(self, meeting: Bootstrap, reason: str) -> None:
+        """Tell a prefill server that nobody will get a prompt."""
+
+    def close(self) -> None:
+        """End its threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A request that waits for slots."""
+
+    req: Req
+    arrived: float
+    """Seconds, of the scheduler's ticks."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Coming:
     """A request whose prompt is on its way."""
 
     req: Req
-    prompt: RemotePrompt
+    prompt: Prompt
 
 
 class DecodeHalf:
     """Requests whose prompts prefill servers compute.
 
     A request waits for slots, then for its prompt, then decodes like any other. One that was
-    retracted meanwhile is computed again here.
+    retracted meanwhile is computed again here, and before new ones get slots. One that ends while
+    its prompt is read keeps its slots until nothing is in flight to them.
 
     Args:
         state: The scheduler's.
         holder: Gives requests their slots.
-        begin: Begins to get a prompt, in a thread of its own.
-        decline: Tells a prefill server, in such a thread, that nobody will come for a room.
-        end_all: Ends these threads.
+        remote: Gets their prompts.
+        wait_s: Seconds for which a request waits for slots. Prefill servers wait no longer.
     """
 
     def __init__(
-        self,
-        state: SchedulerState,
-        holder: Holder,
-        begin: BeginPrompt,
-        decline: DeclineRoom = lambda meeting, reason: None,
-        end_all: Callable[[], None] = lambda: None,
+        self, state: SchedulerState, holder: Holder, remote: Remote, wait_s: float
     ) -> None:
         self._state = state
         self._holder = holder
-        self._begin = begin
-        self._decline = decline
-        self._end_all = end_all
-        self._wanted: dict[str, Req] = {}
-        """By id: requests that wait for slots, in order of arrival."""
+        self._remote = remote
+        self._wait_s = wait_s
+        self._wanted: dict[str, _Wanted] = {}
+        """By id, in order of arrival."""
         self._coming: dict[str, _Coming] = {}
+        self._lingering: list[_Coming] = []
+        """Of requests that have ended, prompts that may still be read."""
+        self._ended: list[tuple[Req, FinishReason]] = []
         self._received: list[tuple[Req, FirstToken]] = []
         self._owners: dict[int, str] = {}
         """By room: the id of the request that has it."""
@@ -78,16 +107,17 @@ class DecodeHalf:
             message = f"bootstrap_room {meeting.room} belongs to another request: draw one for each"
             return FinishReason(type="abort", message=message, status_code=400)
         self._owners[meeting.room] = req.rid
-        self._wanted[req.rid] = req
+        self._wanted[req.rid] = _Wanted(req, self._state.now)
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         meeting = message.bootstrap
-        if meeting is None or self._owners.get(meeting.room, message.rid) != message.rid:
+        if meeting is None:
             return
-        self._wanted.pop(message.rid, None)
-        self._owners.pop(meeting.room, None)
-        self._decline(meeting, reason.message or "refused")
+        if self._wanted.pop(message.rid, None) is not None:
+            del self._owners[meeting.room]
+        if meeting.room not in self._owners:
+            self._remote.decline(meeting, reason.message or "the request was refused")
 
     def is_remote(self, req: Req) -> bool:
         return req.rid in self._wanted
@@ -102,35 +132,59 @@ class DecodeHalf:
         raise AssertionError("a decode server hands nothing over")
 
     def tick(self) -> None:
-        for coming in [one for one in self._coming.values() if one.prompt.has_ended]:
-            if coming.req.progress.to_abort is None:
+        for coming in list(self._coming.values()):
+            is_decided = coming.prompt.failure is not None or coming.prompt.has_ended
+            if is_decided and coming.req.progress.to_abort is None:
                 self._settle(coming)
-        for req in list(self._wanted.values()):
-            if req.progress.grammar_ticket is not None or req.progress.to_abort is not None:
+        if self._has_retracted():
+            return  # Else new requests would take the slots that these wait for.
+        now = self._state.now
+        for wanted in list(self._wanted.values()):
+            req = wanted.req
+            if req.progress.to_abort is not None:
                 continue
-            if not self._hold(req):
+            if now - wanted.arrived > self._wait_s:
+                why = f"no slots were free for the request within {self._wait_s:.0f} s"
+                self._ended.append((req, _lost(why)))
+            elif req.progress.grammar_ticket is None and not self._hold(req):
                 break
+
+    def _has_retracted(self) -> bool:
+        """Whether requests wait that have decoded already."""
+        waiting = self._state.queues.waiting
+        return len(waiting) > len(self._wanted) and any(req.progress.output_ids for req in waiting)
 
     def _settle(self, coming: _Coming) -> None:
         """A prompt has come, or will not."""
         req, prompt = coming.req, coming.prompt
-        failure = prompt.failure
-        first = prompt.first_token
+        first, failure = prompt.first_token, prompt.failure
         if first is not None:
-            ids = req.spec.origin_input_ids
-            if first.prompt_len != len(ids) or first.prompt_digest != prompt_digest(ids):
-                failure = (
-                    f"the prefill server computed another prompt, of {first.prompt_len} tokens: "
-                    "both servers need the same tokenizer and chat template"
-                )
+            failure = self._why_not(req, first)
         if failure is not None:
             logger.warning("request %s: %s", req.rid, failure)
-            reason = FinishReason(type="abort", message=failure, status_code=LOST_STATUS)
-            self._state.queues.abort(req, reason)
+            self._ended.append((req, _lost(failure)))
             return
-        assert first is not None
+        assert first is not None, "it has ended one way or the other"
         del self._coming[req.rid]
         self._received.append((req, first))
+
+    def _why_not(self, req: Req, first: FirstToken) -> str | None:
+        """Why `req` cannot go on with what the prefill server has found, or None."""
+        spec = req.spec
+        ids = spec.origin_input_ids
+        if first.prompt_len != len(ids) or first.prompt_digest != prompt_digest(ids):
+            return (
+                f"the prefill server computed another prompt, of {first.prompt_len} tokens: "
+                "both servers need the same tokenizer and chat template"
+            )
+        wants_token = spec.sampling_params.max_new_tokens > 0
+        has_token = first.token_id is not None
+        lacks_logprob = has_token and spec.return_logprob and first.logprob is None
+        if has_token != wants_token or lacks_logprob:
+            return "the prefill server was sent another request: max_new_tokens or logprobs differ"
+        if first.token_id is not None and not 0 <= first.token_id < self._state.vocab_size:
+            return f"the prefill server chose token {first.token_id}, which the model does not have"
+        return None
 
     def _hold(self, req: Req) -> bool:
         """Give `req` slots and ask for its prompt. False: there is no room now."""
@@ -150,33 +204,43 @@ class DecodeHalf:
         row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
         slots = row[begin:end:page_size]
         pages = slots.div(page_size, rounding_mode="floor").tolist()
-        self._coming[req.rid] = _Coming(req, self._begin(meeting, pages, begin // page_size))
+        prompt = self._remote.begin(meeting, pages, begin // page_size)
+        self._coming[req.rid] = _Coming(req, prompt)
         return True
 
     def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
-        return ()
+        ended, self._ended = self._ended, []
+        return ended
 
     def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
         received, self._received = self._received, []
         return received
 
-    def may_end(self, req: Req) -> bool:
-        coming = self._coming.get(req.rid)
+    def on_end(self, req: Req, reason: FinishReason) -> bool:
+        meeting = req.spec.bootstrap
+        if meeting is None or self._owners.get(meeting.room) != req.rid:
+            return True
+        del self._owners[meeting.room]
+        if self._wanted.pop(req.rid, None) is not None:
+            self._remote.decline(meeting, reason.message or "the request has ended")
+        coming = self._coming.pop(req.rid, None)
         if coming is None or coming.prompt.has_ended:
             return True
         coming.prompt.cancel()
+        self._lingering.append(coming)
         return False
 
-    def on_end(self, req: Req, reason: FinishReason) -> None:
-        meeting = req.spec.bootstrap
-        if meeting is None or self._owners.get(meeting.room) != req.rid:
-            return
-        del self._owners[meeting.room]
-        self._coming.pop(req.rid, None)
-        if self._wanted.pop(req.rid, None) is not None:
-            self._decline(meeting, reason.message or "the request has ended")
+    def take_let_go(self) -> Sequence[Req]:
+        let_go = [coming for coming in self._lingering if coming.prompt.has_ended]
+        for coming in let_go:
+            self._lingering.remove(coming)
+        return [coming.req for coming in let_go]
 
     def close(self) -> None:
-        for coming in self._coming.values():
+        for coming in [*self._coming.values(), *self._lingering]:
             coming.prompt.cancel()
-        self._end_all()
+        self._remote.close()
+
+
+def _lost(message: str) -> FinishReason:
+    return FinishReason(type="abort", message=message, status_code=LOST_STATUS)

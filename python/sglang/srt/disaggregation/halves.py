@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import random
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.remote_prompt import (
+    STEPS,
     FindEndpoint,
+    Mover,
     Patience,
     RemotePrompt,
-    decline,
+    decline_room,
 )
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
@@ -26,9 +29,6 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import address_for_peers
 
 if TYPE_CHECKING:
-    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-        MooncakeTransferEngine,
-    )
     from sglang.srt.managers.messages.io_struct import Bootstrap
     from sglang.srt.managers.scheduler.half import Half
     from sglang.srt.managers.scheduler.parts import Holder
@@ -42,6 +42,15 @@ _FIND_S: Final = 5.0
 MakeHalf = Callable[["SchedulerState", "Holder"], "Half"]
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
+_MAX_DECLINING: Final = 32
+"""At once."""
+
+
+class Engine(Mover, Protocol):
+    """What halves ask of the Transfer Engine; see `MooncakeTransferEngine`."""
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
+    def get_session_id(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ def make_half_server(
     host: str,
     pools: Sequence[BaseDevicePool],
     weights_identity: str,
-    engine: MooncakeTransferEngine,
+    engine: Engine,
     find_endpoint: FindEndpoint | None = None,
 ) -> HalfServer:
     """Register the pools with the Transfer Engine, and listen.
@@ -84,7 +93,7 @@ def _find_endpoint(host: str, port: int) -> str:
     return find(host, port, 0, _FIND_S).endpoint
 
 
-def _prefill(host: str, geometry: PoolGeometry, engine: MooncakeTransferEngine) -> HalfServer:
+def _prefill(host: str, geometry: PoolGeometry, engine: Engine) -> HalfServer:
     instance_id = uuid.uuid4().hex
     try:
         desk = RoomDesk(
@@ -102,39 +111,82 @@ def _prefill(host: str, geometry: PoolGeometry, engine: MooncakeTransferEngine) 
     return HalfServer(lambda state, _: PrefillHalf(state, desk), route)
 
 
-def _decode(
-    geometry: PoolGeometry, engine: MooncakeTransferEngine, find_endpoint: FindEndpoint
-) -> MakeHalf:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    threads = CallThreads("disagg-prompt")
+class PrefillServers:
+    """Prefill servers, as a decode server sees them. Scheduler's thread.
+
+    Threads: `disagg-prompt`, one for each prompt on its way; `disagg-decline`, one for each room
+    that is being declined.
+
+    Args:
+        failure_prob: The share of prompts that fail by injection.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        mover: Mover,
+        find_endpoint: FindEndpoint,
+        patience: Patience,
+        failure_prob: float = 0.0,
+    ) -> None:
+        self._geometry = geometry
+        self._mover = mover
+        self._find_endpoint = find_endpoint
+        self._patience = patience
+        self._failure_prob = failure_prob
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._threads = CallThreads("disagg-prompt")
+        self._declining = CallThreads("disagg-decline")
+
+    def begin(self, meeting: Bootstrap, pages: Sequence[int], first_page: int) -> RemotePrompt:
+        """See `Remote`."""
+        fails = random.random() < self._failure_prob
+        prompt = RemotePrompt(
+            meeting,
+            pages,
+            first_page,
+            geometry=self._geometry,
+            mover=self._mover,
+            find_endpoint=self._find_endpoint,
+            patience=self._patience,
+            context=self._context,
+            fails_at=random.choice(STEPS) if fails else None,
+        )
+        self._threads.submit(prompt.run)
+        return prompt
+
+    def decline(self, meeting: Bootstrap, reason: str) -> None:
+        """See `Remote`. Where many are being declined, this one is not: the prefill server then
+        waits in vain for a while."""
+        if self._declining.num_busy < _MAX_DECLINING:
+            self._declining.submit(lambda: self._decline(meeting, reason))
+
+    def close(self) -> None:
+        """Take no more work. What is under way ends by itself."""
+        self._threads.close()
+        self._declining.close()
+
+    def _decline(self, meeting: Bootstrap, reason: str) -> None:
+        decline_room(
+            meeting,
+            reason,
+            find_endpoint=self._find_endpoint,
+            patience=self._patience,
+            context=self._context,
+        )
+
+
+def _decode(geometry: PoolGeometry, engine: Engine, find_endpoint: FindEndpoint) -> MakeHalf:
     patience = Patience(
         bootstrap=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
         waiting=envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
         silence=_silence(),
     )
-
-    def begin(meeting: Bootstrap, pages: Sequence[int], first_page: int) -> RemotePrompt:
-        prompt = RemotePrompt(
-            meeting,
-            pages,
-            first_page,
-            geometry=geometry,
-            mover=engine,
-            find_endpoint=find_endpoint,
-            patience=patience,
-            context=context,
-        )
-        threads.submit(prompt.run)
-        return prompt
-
-    def decline_room(meeting: Bootstrap, reason: str) -> None:
-        threads.submit(
-            lambda: decline(
-                meeting, reason, find_endpoint=find_endpoint, patience=patience, context=context
-            )
-        )
-
-    return lambda state, holder: DecodeHalf(state, holder, begin, decline_room, threads.close)
+    failure_prob = envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
+    if failure_prob:
+        logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
+    servers = PrefillServers(geometry, engine, find_endpoint, patience, failure_prob)
+    return lambda state, holder: DecodeHalf(state, holder, servers, patience.bootstrap)
 
 
 def _silence() -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 import xxhash
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.room_desk import RoomDeclined, RoomExists
+from sglang.srt.disaggregation.common.room_desk import RoomExists
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 
@@ -34,6 +34,7 @@ class Desk(Protocol):
     def complete(self, room: int, first_token: FirstToken) -> None: ...
     def end(self, room: int, failure: str | None = None) -> None: ...
     def outcome(self, room: int) -> str | None: ...
+    def take_given_up(self) -> Mapping[int, str]: ...
     def close(self) -> None: ...
 
 
@@ -46,7 +47,7 @@ class PrefillHalf:
     """Requests that a prefill server computes for decode servers.
 
     A request is computed at once. Then it is held, without decoding, until a decode server has read
-    its pages, gives it up, or is not heard of.
+    its pages or is not heard of. One that the decode server gives up ends, wherever it is.
 
     Args:
         state: The scheduler's.
@@ -70,8 +71,6 @@ class PrefillHalf:
             self._desk.open(meeting.room)
         except RoomExists as error:
             return FinishReason(type="abort", message=str(error), status_code=400)
-        except RoomDeclined as error:
-            return FinishReason(type="abort", message=str(error), status_code=LOST_STATUS)
         self._owners[meeting.room] = req.rid
         return None
 
@@ -83,7 +82,7 @@ class PrefillHalf:
         if owner is None:
             try:
                 self._desk.open(meeting.room)
-            except (RoomExists, RoomDeclined):
+            except RoomExists:
                 return
         elif owner != message.rid:
             return  # The room is another request's, which is not refused.
@@ -128,18 +127,26 @@ class PrefillHalf:
         self._desk.complete(meeting.room, first_token)
 
     def tick(self) -> None:
+        for room, why in self._desk.take_given_up().items():
+            owner = self._state.queues.find(self._owners.get(room, ""))
+            if owner is not None:
+                self._fail(owner, room, why)
         for req, good_end in list(self._held.values()):
             meeting = req.spec.bootstrap
             assert meeting is not None
             failure = self._desk.outcome(meeting.room)
-            if failure is None:
+            if failure is None or req.progress.to_abort is not None:
                 continue
             del self._held[req.rid]
-            reason = good_end
             if failure:
-                logger.warning("request %s, room %d: %s", req.rid, meeting.room, failure)
-                reason = FinishReason(type="abort", message=failure, status_code=LOST_STATUS)
-            self._ended.append((req, reason))
+                self._fail(req, meeting.room, failure)
+            else:
+                self._ended.append((req, good_end))
+
+    def _fail(self, req: Req, room: int, why: str) -> None:
+        logger.warning("request %s, room %d: %s", req.rid, room, why)
+        reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
+        self._state.queues.abort(req, reason)
 
     def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
         ended, self._ended = self._ended, []
@@ -148,16 +155,17 @@ class PrefillHalf:
     def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
         return ()
 
-    def may_end(self, req: Req) -> bool:
+    def on_end(self, req: Req, reason: FinishReason) -> bool:
+        meeting = req.spec.bootstrap
+        if meeting is not None and self._owners.get(meeting.room) == req.rid:
+            del self._owners[meeting.room]
+            self._held.pop(req.rid, None)
+            self._desk.end(meeting.room, reason.message or "the request has ended")
+        # A decode server that still reads is told that it read too late.
         return True
 
-    def on_end(self, req: Req, reason: FinishReason) -> None:
-        meeting = req.spec.bootstrap
-        if meeting is None or self._owners.get(meeting.room) != req.rid:
-            return
-        del self._owners[meeting.room]
-        self._held.pop(req.rid, None)
-        self._desk.end(meeting.room, reason.message or "the request has ended")
+    def take_let_go(self) -> Sequence[Req]:
+        return ()
 
     def close(self) -> None:
         self._desk.close()

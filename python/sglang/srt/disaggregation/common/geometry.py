@@ -67,8 +67,11 @@ class PoolGeometry:
         """Why pages of `offer` cannot be read into these; None: they can."""
         if offer.version != VERSION:
             return f"it speaks version {offer.version} of the protocol, this server {VERSION}"
-        if offer.layout == self.digest and len(offer.buffers) == len(self.buffers):
-            return None
+        if offer.layout == self.digest:
+            theirs, own = len(offer.buffers), len(self.buffers)
+            if theirs == own:
+                return None
+            return f"its pages differ: it has {theirs} buffers, this server {own}"
         names = sorted(self.facts.keys() | offer.layout_facts.keys())
         unlike = [
             f"{name} {offer.layout_facts.get(name, 'none')} there, {self.facts.get(name, 'none')} "

@@ -6,7 +6,7 @@ and changes nothing that it has changed already. So messages may be lost, double
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -14,6 +14,8 @@ from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogpr
 
 VERSION: Final = 1
 """Of these messages, and of what they mean."""
+Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+"""Who reads a prompt, drawn for each: a room belongs to the first reader that asks for it."""
 
 
 class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
@@ -61,21 +63,26 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """How far is a room? The answer may wait until there is more than the asker has."""
 
     room: int
+    reader: Reader
     have_pages: int
     """Of the prompt, from its first page on."""
     has_token: bool = False
+    may_wait: bool = True
+    """False: only to be heard, and to hear of a failure."""
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
     """The decode server has all: the prefill server may let go of the room."""
 
     room: int
+    reader: Reader
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):
-    """The decode server does not want the room any more."""
+    """The decode server does not want the room any more, or never has."""
 
     room: int
+    reader: Reader
     reason: str
 
 

@@ -1,7 +1,9 @@
 """The decode server's side of a room: reads a prompt's pages from the prefill server's memory.
 
 The decode server reads; nobody writes into its memory. So its pages are free again as soon as its
-own reads have ended, which it knows itself, whatever becomes of the prefill server.
+own reads have ended, which it knows itself, whatever becomes of the prefill server. While it reads,
+it goes on asking: the prefill server keeps the pages for those that it hears of, and a prefill
+server that is gone fails the request before the transport has given up.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -40,11 +43,17 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.srt.utils.bad_messages import MALFORMED
 
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 1.0
-"""After so long without an answer a question is asked again."""
+"""After so long without an answer a question is asked again, earlier where patience is short."""
+_POLL_S: Final = 0.1
+"""How soon an abort is seen."""
+ABORTED: Final = "the request was aborted"
+STEPS: Final = ("asking", "reading", "confirming")
+"""Of a prompt, where tests let it fail."""
 _A = TypeVar("_A", Offer, RoomNews, Released)
 
 
@@ -53,9 +62,9 @@ class RoomFailed(RuntimeError):
 
 
 class Mover(Protocol):
-    """What a room asks of the Transfer Engine; see `MooncakeTransferEngine.transfer`."""
+    """What a room asks of the Transfer Engine; see `MooncakeTransferEngine.begin`."""
 
-    def transfer(
+    def begin(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer: ...
 
@@ -71,6 +80,11 @@ class Patience:
     silence: float
     """For any answer of the prefill server."""
 
+    @property
+    def repeat(self) -> float:
+        """For an answer, before a question is asked again."""
+        return min(REPEAT_S, self.silence / 4)
+
 
 FindEndpoint = Callable[[str, int], str]
 """The control endpoint of the prefill server whose bootstrap server is at a host and port. Asks
@@ -84,6 +98,7 @@ class RemotePrompt:
         meeting: Where the prefill server is, and the room.
         own_pages: Pages of this server's pools for the prompt's pages from `first_page` on.
         first_page: Pages of the prompt that this server has already.
+        fails_at: One of STEPS, which then fails; for tests.
     """
 
     def __init__(
@@ -97,6 +112,7 @@ class RemotePrompt:
         find_endpoint: FindEndpoint,
         patience: Patience,
         context: zmq.Context[zmq.Socket[bytes]],
+        fails_at: str | None = None,
     ) -> None:
         self._meeting = meeting
         self._own_pages = own_pages
@@ -106,12 +122,16 @@ class RemotePrompt:
         self._find_endpoint = find_endpoint
         self._patience = patience
         self._context = context
+        self._fails_at = fails_at
+        self._reader = uuid.uuid4().hex
+        self._transfer: Transfer | None = None
+        """The last one that was begun."""
         self._cancelled = threading.Event()
         self._ended = threading.Event()
         self.first_token: FirstToken | None = None
-        """Set at the end, where all has come."""
+        """Set before `has_ended`, where all has come."""
         self.failure: str | None = None
-        """Set at the end, where it has not."""
+        """Set where it will not come, maybe long before `has_ended`."""
         self.read_seconds = 0.0
         """Spent in transfers."""
 
@@ -125,7 +145,8 @@ class RemotePrompt:
         self._cancelled.set()
 
     def run(self) -> None:
-        """Get the prompt. Never raises; `has_ended` afterwards."""
+        """Get the prompt. Never raises; `has_ended` afterwards, unless the transport never lets go
+        of the pages."""
         try:
             self.first_token = self._receive()
         except RoomFailed as error:
@@ -133,71 +154,116 @@ class RemotePrompt:
         except Exception as error:
             logger.exception("a prompt could not be received")
             self.failure = f"receiving the prompt failed: {type(error).__name__}: {error}"
-        finally:
+        transfer = self._transfer
+        if transfer is None or transfer.wait():
             self._ended.set()
+        else:
+            logger.error(
+                "room %d: its pages are lost, since the transport does not let go of them",
+                self._meeting.room,
+            )
 
     def _receive(self) -> FirstToken:
         meeting = self._meeting
         endpoint = _found(self._find_endpoint, meeting, self._patience, self._cancelled)
         with _Conversation(endpoint, self._context, self._patience, self._cancelled) as talk:
             try:
-                offer = talk.ask(Hello(), Offer)
-                self._check(offer)
-                first_token = self._read_all(talk, offer)
-            except RoomFailed as error:
-                talk.tell(GiveUp(meeting.room, str(error)))
+                return self._converse(talk)
+            except Exception as error:
+                talk.tell(GiveUp(meeting.room, self._reader, str(error)))
                 raise
-            if not talk.ask(Received(meeting.room), Released).was_held:
-                raise RoomFailed("the prefill server let go of the pages while they were read")
-            return first_token
 
-    def _check(self, offer: Offer) -> None:
+    def _converse(self, talk: _Conversation) -> FirstToken:
+        room = self._meeting.room
+        self._reach("asking")
+        offer = talk.ask(Hello(), Offer)
         refusal = self._geometry.why_not(offer)
         if refusal is not None:
-            where = f"{self._meeting.host}:{self._meeting.port}"
-            raise RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
+            host, port = self._meeting.host, self._meeting.port
+            raise RoomFailed(
+                f"the prefill server at {host}:{port} cannot serve this one: {refusal}"
+            )
+        first_token = self._read_all(talk, offer)
+        self._reach("confirming")
+        if not talk.ask(Received(room, self._reader), Released).was_held:
+            raise RoomFailed("the prefill server let go of the pages while they were read")
+        return first_token
+
+    def _reach(self, step: str) -> None:
+        if step == self._fails_at:
+            raise RoomFailed(f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed")
+
+    def _ask(self, have: int, *, may_wait: bool = True) -> Ask:
+        """Args:
+        have: Pages that were read or are being read.
+        """
+        return Ask(
+            self._meeting.room,
+            self._reader,
+            self._first_page + have,
+            has_token=not may_wait,
+            may_wait=may_wait,
+        )
 
     def _read_all(self, talk: _Conversation, offer: Offer) -> FirstToken:
-        room, have = self._meeting.room, 0
-        total = len(self._own_pages)
+        have, total = 0, len(self._own_pages)
         patience = self._patience
+        is_known = False
         deadline = time.monotonic() + patience.bootstrap
         while True:
-            news = talk.ask(Ask(room, self._first_page + have), RoomNews)
-            if news.failure is not None:
-                raise RoomFailed(f"the prefill server ended the request: {news.failure}")
-            is_news = bool(news.pages) or news.first_token is not None
-            if is_news:
-                have += self._read(offer, news, have)
-                deadline = time.monotonic() + patience.waiting
-            if news.first_token is not None and have == total:
+            news = talk.ask(self._ask(have), RoomNews)
+            _check(news)
+            coming = have + len(news.pages)
+            if coming > total or (news.first_token is not None and coming < total):
+                raise RoomFailed(
+                    f"the prefill server computed a prompt of {self._first_page + coming} pages, "
+                    f"this server expects {self._first_page + total}: both need the same tokenizer "
+                    "and chat template"
+                )
+            if news.pages:
+                self._reach("reading")
+                self._read(talk, offer, news, have)
+                have = coming
+            if news.first_token is not None:
                 return news.first_token
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if news.pages or (news.is_known and not is_known):
+                is_known = True
+                deadline = now + patience.waiting
+            elif now >= deadline:
                 what = "has not computed more" if news.is_known else "does not know the request"
                 raise RoomFailed(f"the prefill server {what} in time")
 
-    def _read(self, offer: Offer, news: RoomNews, have: int) -> int:
-        """Read the pages of `news`: how many."""
-        pages = news.pages[: len(self._own_pages) - have]
+    def _read(self, talk: _Conversation, offer: Offer, news: RoomNews, have: int) -> None:
+        """Read the pages of `news`, after the `have` ones that there are."""
         if news.first_page != self._first_page + have:
             raise RoomFailed("the prefill server answered for other pages than were asked for")
-        if not pages:
-            return 0
-        own = self._own_pages[have : have + len(pages)]
-        blocks = self._geometry.blocks(offer, pages, own)
+        coming = have + len(news.pages)
+        blocks = self._geometry.blocks(offer, news.pages, self._own_pages[have:coming])
         started = time.monotonic()
         try:
-            transfer = self._mover.transfer(
+            transfer = self._mover.begin(
                 offer.session_id, TransferOp.READ, blocks, timeout=self._patience.waiting
             )
-            # What is in flight writes to this server's pages until the transport lets go.
-            transfer.wait()
         except TransferError as error:
             raise RoomFailed(f"reading from the prefill server failed: {error}") from error
+        self._transfer = transfer
+        try:
+            while not transfer.wait(_POLL_S):
+                if transfer.is_left:
+                    raise RoomFailed("reading from the prefill server failed, and cannot end")
+                _check(talk.keep_alive(self._ask(coming, may_wait=False), RoomNews))
+        except BaseException:
+            transfer.abandon()
+            raise
         self.read_seconds += time.monotonic() - started
+        if transfer.error is not None:
+            raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
         if not transfer.is_done:
-            raise RoomFailed("reading from the prefill server ended early")
-        return len(pages)
+            raise RoomFailed(
+                "the prefill server's pages could not be read within "
+                f"{self._patience.waiting:g} s, or it refuses their addresses"
+            )
 
 
 def _found(
@@ -211,11 +277,11 @@ def _found(
         except BootstrapError as error:
             if time.monotonic() >= deadline:
                 raise RoomFailed(f"the prefill server is not found: {error}") from error
-        if cancelled.wait(REPEAT_S):
+        if cancelled.wait(patience.repeat):
             raise RoomFailed("the request was aborted")
 
 
-def decline(
+def decline_room(
     meeting: Bootstrap,
     reason: str,
     *,
@@ -223,15 +289,22 @@ def decline(
     patience: Patience,
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """Tell the prefill server that nobody will come for a room. A thread's work; never raises."""
+    """Tell a prefill server, once, that nobody will read a prompt. A thread's work; never raises:
+    a prefill server that does not hear it waits in vain for a while."""
     cancelled = threading.Event()
     try:
         endpoint = _found(find_endpoint, meeting, patience, cancelled)
         with _Conversation(endpoint, context, patience, cancelled) as talk:
-            talk.ask(GiveUp(meeting.room, reason), Released)
+            talk.tell(GiveUp(meeting.room, uuid.uuid4().hex, reason))
     except RoomFailed as error:
-        # It gives the room up by itself after a while.
         logger.warning("room %d could not be declined: %s", meeting.room, error)
+    except Exception:
+        logger.exception("room %d could not be declined", meeting.room)
+
+
+def _check(news: RoomNews | None) -> None:
+    if news is not None and news.failure is not None:
+        raise RoomFailed(f"the prefill server ended the request: {news.failure}")
 
 
 class _Conversation:
@@ -248,6 +321,9 @@ class _Conversation:
         self._patience = patience
         self._cancelled = cancelled
         self._number = 0
+        self._heard = time.monotonic()
+        """When the prefill server was last heard of, or began to be asked."""
+        self._sent = 0.0
         self._instance_id: str | None = None
         self._decoder = msgspec.msgpack.Decoder(Answered)
         self._socket = context.socket(zmq.DEALER)
@@ -274,37 +350,54 @@ class _Conversation:
                 cancelled.
         """
         self._number += 1
-        deadline = time.monotonic() + self._patience.silence
-        next_time = 0.0
+        self._sent = 0.0
+        self._heard = time.monotonic()
         while not self._cancelled.is_set():
-            now = time.monotonic()
-            if now >= deadline:
-                raise RoomFailed(
-                    f"the prefill server at {self._endpoint} has not answered for "
-                    f"{self._patience.silence:.0f} s"
-                )
-            if now >= next_time:
-                self._send(question)
-                next_time = now + REPEAT_S
-            answer = self._receive(100)
+            self._repeat(question)
+            answer = self._receive(_POLL_S)
             if isinstance(answer, kind):
                 return answer
-        raise RoomFailed("the request was aborted")
+        raise RoomFailed(ABORTED)
+
+    def keep_alive(self, question: Question, kind: type[_A]) -> _A | None:
+        """Now and then ask, without waiting for the answer: an answer to this or to one before.
+
+        Raises:
+            RoomFailed: As `ask`. The silence begins with the last answer.
+        """
+        if self._cancelled.is_set():
+            raise RoomFailed(ABORTED)
+        self._repeat(question)
+        answer = self._receive(0.0)
+        return answer if isinstance(answer, kind) else None
+
+    def _repeat(self, question: Question) -> None:
+        now = time.monotonic()
+        if now >= self._heard + self._patience.silence:
+            raise RoomFailed(
+                f"the prefill server at {self._endpoint} has not answered for "
+                f"{self._patience.silence:g} s"
+            )
+        if now >= self._sent + self._patience.repeat:
+            self._send(question)
+            self._sent = now
 
     def _send(self, question: Question) -> None:
         message = msgspec.msgpack.encode(Asked(self._number, question))
         with contextlib.suppress(zmq.Again):  # Without a connection: the question is repeated.
             self._socket.send(message, zmq.NOBLOCK)
 
-    def _receive(self, timeout_ms: int) -> Answer | None:
-        """The answer to the last question; None: there is none yet."""
-        if not self._socket.poll(timeout_ms):
+    def _receive(self, timeout: float) -> Answer | None:
+        """The answer to the last question, after at most `timeout` seconds; None: there is none."""
+        if not self._socket.poll(round(timeout * 1000)):
             return None
         try:
             message = self._decoder.decode(self._socket.recv())
-        except msgspec.DecodeError:
+        except MALFORMED as error:
+            logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
             return None
         if self._instance_id not in (None, message.instance_id):
             raise RoomFailed("the prefill server was replaced by another instance")
         self._instance_id = message.instance_id
+        self._heard = time.monotonic()
         return message.answer if message.number == self._number else None

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,7 +27,7 @@ from sglang.srt.disaggregation.common.protocol import (
     GiveUp,
     Hello,
     Offer,
-    Received,
+    Question,
     Released,
     RoomNews,
 )
@@ -38,22 +39,27 @@ LONG_POLL_S: Final = 0.5
 """How long a question waits for news: shorter than the asker's patience."""
 _REMEMBER_S: Final = 60.0
 """For how long a room that has ended is answered for: the last answer may be lost."""
-_MAX_DECLINED: Final = 65_536
-"""Rooms that were given up before their requests came."""
 _MAX_WAITING: Final = 65_536
 """Questions that wait for news at once."""
+_MAX_UNWANTED: Final = 65_536
+"""Rooms that were given up before their requests came."""
+_LAST_WORDS_MS: Final = 1000
+"""For the last answers to leave."""
 
 
 @dataclass(slots=True)
 class _Room:
-    opened: float
     pages: list[int] = field(default_factory=list)
     first_token: FirstToken | None = None
+    completed: float | None = None
+    """When all pages were told; None: not yet."""
     failure: str | None = None
-    asked: float | None = None
-    """When the decode server was last heard of; None: never."""
-    ended: float | None = None
-    """When the pages were let go of."""
+    reader: str | None = None
+    """The first that asked; None: nobody has."""
+    heard: float = 0.0
+    """When the reader was last heard of."""
+    has_ended: bool = False
+    """The pages were let go of."""
     was_received: bool = False
 
 
@@ -70,10 +76,6 @@ class RoomExists(ValueError):
     """The room belongs to another request."""
 
 
-class RoomDeclined(RuntimeError):
-    """The decode server has given the room up before its request came here."""
-
-
 class RoomDesk:
     """Rooms by number. The scheduler's thread opens, fills and ends them; one thread of the desk,
     `disagg-desk`, answers decode servers.
@@ -81,7 +83,7 @@ class RoomDesk:
     Args:
         offer: What this server holds.
         host: Address to listen on; a free port of it.
-        unclaimed_s: Seconds after which a room that nobody has asked for is given up.
+        unclaimed_s: Seconds after which a complete room that nobody has asked for is given up.
         silent_s: Seconds without a question after which the decode server counts as gone.
     """
 
@@ -100,13 +102,16 @@ class RoomDesk:
         self._silent_s = silent_s
         self._clock = clock
         self._rooms: dict[int, _Room] = {}
-        self._declined: dict[int, tuple[str, float]] = {}
-        """By room: why it was given up before its request came, and when."""
+        self._ended: deque[tuple[float, int]] = deque()
+        """Rooms that have ended, and when, in this order."""
+        self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
+        """Rooms that were given up before their requests came: when, and why."""
+        self._given_up: dict[int, str] = {}
+        """Rooms that were given up since the scheduler last asked, and why."""
         self._waiting: dict[bytes, _Waiting] = {}
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         bracketed = f"[{host}]" if ":" in host else host
@@ -126,16 +131,15 @@ class RoomDesk:
 
         Raises:
             RoomExists: Another request has the room, or had it a moment ago.
-            RoomDeclined: The decode server does not want it any more.
         """
         with self._lock:
-            if room in self._declined:
-                raise RoomDeclined(self._declined.pop(room)[0])
             if room in self._rooms:
                 raise RoomExists(
                     f"bootstrap_room {room} belongs to another request: draw one for each request"
                 )
-            self._rooms[room] = _Room(self._clock())
+            self._rooms[room] = one = _Room()
+            if room in self._unwanted:
+                self._give_up(room, one, self._unwanted.pop(room)[1])
         self._wake()
 
     def add_pages(self, room: int, pages: Sequence[int]) -> None:
@@ -152,7 +156,8 @@ class RoomDesk:
     def complete(self, room: int, first_token: FirstToken) -> None:
         """All pages are told, and the first token is known."""
         with self._lock:
-            self._rooms[room].first_token = first_token
+            one = self._rooms[room]
+            one.first_token, one.completed = first_token, self._clock()
         self._wake()
 
     def end(self, room: int, failure: str | None = None) -> None:
@@ -163,11 +168,24 @@ class RoomDesk:
         """
         with self._lock:
             one = self._rooms[room]
-            if one.ended is None:
-                one.ended = self._clock()
-                one.failure = None if one.was_received else failure or "the request has ended"
-                one.pages = []
+            if not one.has_ended:
+                one.has_ended = True
+                self._ended.append((self._clock(), room))
+                self._given_up.pop(room, None)
+                if one.was_received:
+                    one.failure = "a decode server has read it already"
+                elif one.failure is None:
+                    one.failure = failure or "the request has ended"
+                one.pages, one.first_token = [], None
         self._wake()
+
+    def take_given_up(self) -> Mapping[int, str]:
+        """Rooms that decode servers do not want, and why; each is told once."""
+        if not self._given_up:
+            return {}
+        with self._lock:
+            given_up, self._given_up = self._given_up, {}
+        return given_up
 
     def outcome(self, room: int) -> str | None:
         """What became of a room that is complete: "" where the decode server has it, the reason
@@ -179,20 +197,20 @@ class RoomDesk:
                 return ""
             if one.failure is not None:
                 return one.failure
-            if one.asked is None:
-                if one.first_token is not None and now - one.opened > self._unclaimed_s:
+            if one.reader is None:
+                if one.completed is not None and now - one.completed > self._unclaimed_s:
                     return f"no decode server has asked for it within {self._unclaimed_s:.0f} s"
-            elif now - one.asked > self._silent_s:
+            elif now - one.heard > self._silent_s:
                 return f"the decode server has not been heard of for {self._silent_s:.0f} s"
             return None
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Answer those that wait for news there are, and end the thread. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
             self._wake()
             self._thread.join()
-            self._context.destroy(linger=0)
+            self._context.destroy(linger=_LAST_WORDS_MS)
 
     # -- the desk's side -------------------------------------------------------------------------
 
@@ -220,6 +238,7 @@ class RoomDesk:
                 while (frames := self._take(self._socket)) is not None:
                     self._read(frames)
             self._answer_waiting()
+        self._answer_waiting()
 
     @staticmethod
     def _take(source: zmq.Socket[bytes]) -> list[bytes] | None:
@@ -238,66 +257,90 @@ class RoomDesk:
             self._bad.add(error)
             return
         question = asked.question
-        if isinstance(question, Ask):
-            until = self._clock() + LONG_POLL_S
-            if sender in self._waiting or len(self._waiting) < _MAX_WAITING:
-                # Of a question that is repeated the last one counts.
-                self._waiting[sender] = _Waiting(asked.number, question, until)
-            return
-        self._reply(sender, asked.number, self._answer(question))
+        if isinstance(question, Ask) and question.may_wait:
+            self._keep_waiting(sender, asked.number, question)
+        else:
+            self._reply(sender, asked.number, self._answer(question))
 
-    def _answer(self, question: Hello | Received | GiveUp) -> Answer:
+    def _keep_waiting(self, sender: bytes, number: int, ask: Ask) -> None:
+        """Of each asker the last question counts."""
+        before = self._waiting.get(sender)
+        if before is None and len(self._waiting) >= _MAX_WAITING:
+            return  # It will be repeated.
+        # A question that is repeated has waited since it came first.
+        is_repeated = before is not None and before.number == number
+        until = before.until if before is not None and is_repeated else self._clock() + LONG_POLL_S
+        self._waiting[sender] = _Waiting(number, ask, until)
+
+    def _answer(self, question: Question) -> Answer:
         if isinstance(question, Hello):
             return self._offer
+        now = self._clock()
         with self._lock:
+            if isinstance(question, Ask):
+                return self._news_of(question, now)
             one = self._rooms.get(question.room)
-            reason = ""
             if isinstance(question, GiveUp):
-                reason = f"the decode server gave it up: {question.reason[:500]}"
-            if one is None:
-                if reason and len(self._declined) < _MAX_DECLINED:
-                    self._declined[question.room] = reason, self._clock()
+                self._on_give_up(question, one, now)
                 return Released(question.room, was_held=False)
-            one.asked = self._clock()
-            if reason:
-                if not one.was_received and one.failure is None:
-                    one.failure = reason
+            if one is None or one.reader != question.reader:
                 return Released(question.room, was_held=False)
-            held = one.failure is None and one.ended is None and one.first_token is not None
-            one.was_received |= held
+            one.heard = now
+            one.was_received |= one.failure is None and one.completed is not None
             return Released(question.room, was_held=one.was_received)
+
+    def _on_give_up(self, question: GiveUp, one: _Room | None, now: float) -> None:
+        reason = f"the decode server gave it up: {question.reason[:500]}"
+        if one is None:
+            self._unwanted[question.room] = now, reason
+            self._unwanted.move_to_end(question.room)
+            while len(self._unwanted) > _MAX_UNWANTED:
+                self._unwanted.popitem(last=False)
+        elif one.reader in (None, question.reader) and not one.was_received:
+            self._give_up(question.room, one, reason)
+
+    def _give_up(self, room: int, one: _Room, reason: str) -> None:
+        if one.failure is None:
+            one.failure = reason
+            self._given_up[room] = reason
+
+    def _forget(self, now: float) -> None:
+        """Rooms that ended long ago, and those that were given up and whose requests never came."""
+        while self._ended and now - self._ended[0][0] > _REMEMBER_S:
+            del self._rooms[self._ended.popleft()[1]]
+        while self._unwanted:
+            room, (since, _) = next(iter(self._unwanted.items()))
+            if now - since <= self._unclaimed_s:
+                break
+            del self._unwanted[room]
 
     def _answer_waiting(self) -> None:
         now = self._clock()
+        answers: list[tuple[bytes, int, RoomNews]] = []
         with self._lock:
-            for room in [
-                number
-                for number, one in self._rooms.items()
-                if one.ended is not None and now - one.ended > _REMEMBER_S
-            ]:
-                del self._rooms[room]
-            for room in [
-                number for number, (_, at) in self._declined.items() if now - at > _REMEMBER_S
-            ]:
-                del self._declined[room]
-            answers = [(sender, self._news_for(one, now)) for sender, one in self._waiting.items()]
-        for sender, news in answers:
-            if news is not None:
-                self._reply(sender, self._waiting.pop(sender).number, news)
+            self._forget(now)
+            for sender, waiting in self._waiting.items():
+                news = self._news_of(waiting.ask, now)
+                if now >= waiting.until or _is_worth_telling(news, waiting.ask):
+                    answers.append((sender, waiting.number, news))
+        for sender, number, news in answers:
+            del self._waiting[sender]
+            self._reply(sender, number, news)
 
-    def _news_for(self, waiting: _Waiting, now: float) -> RoomNews | None:
-        """The answer; None: there is no news, and the asker has time."""
-        ask = waiting.ask
+    def _news_of(self, ask: Ask, now: float) -> RoomNews:
+        """What there is to say. The reader is heard of."""
         one = self._rooms.get(ask.room)
         if one is None:
-            return RoomNews(ask.room, is_known=False) if now >= waiting.until else None
-        one.asked = now
+            return RoomNews(ask.room, is_known=False)
+        if one.reader is None:
+            one.reader = ask.reader
+        if one.reader != ask.reader:
+            failure = "the room belongs to another reader: draw one for each request"
+            return RoomNews(ask.room, is_known=True, failure=failure)
+        one.heard = now
         if one.failure is not None:
             return RoomNews(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)
-        has_news = len(one.pages) > first or (one.first_token is not None and not ask.has_token)
-        if not has_news and now < waiting.until:
-            return None
         return RoomNews(
             ask.room,
             is_known=True,
@@ -312,3 +355,9 @@ class RoomDesk:
             self._socket.send_multipart([sender, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("an answer was not sent: %s", error)  # It will be asked for again.
+
+
+def _is_worth_telling(news: RoomNews, ask: Ask) -> bool:
+    """Whether the asker does not know it yet."""
+    has_token = news.first_token is not None and not ask.has_token
+    return has_token or bool(news.pages) or news.failure is not None

@@ -230,6 +230,24 @@ class MooncakeTransferEngine:
             UnknownRange: A local address is not registered; nothing was sent.
             ValueError: A block without bytes, or `peer` is no session id.
         """
+        transfer = self.begin(peer, op, blocks, timeout=timeout)
+        if not transfer.wait(timeout):
+            transfer.abandon()
+        if transfer.error is not None:
+            raise transfer.error
+        return transfer
+
+    def begin(
+        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
+    ) -> Transfer:
+        """`transfer` without waiting: what becomes of it, and its error, the transfer tells.
+
+        Args:
+            timeout: Seconds after which nothing more is sent; None: everything is.
+
+        Raises:
+            PeerStalled, UnknownRange, ValueError: As `transfer`; nothing was sent.
+        """
         remote = self._peer(peer)
         remote.check_moving()
         ranges = self._book.pin(blocks)
@@ -237,10 +255,6 @@ class MooncakeTransferEngine:
         deadline = None if timeout is None else time.monotonic() + timeout
         worker = TransferWorker(remote, op, transfer, merge_blocks(blocks, ranges), deadline)
         self._threads.submit(worker.run)
-        if not transfer.wait(timeout):
-            transfer.abandon()
-        if transfer.error is not None:
-            raise transfer.error
         return transfer
 
     def transfer_sync(

@@ -128,6 +128,11 @@ class Transfer:
         return self._settled
 
     @property
+    def is_left(self) -> bool:
+        """Whether what is in flight stays so for as long as this process lives."""
+        return self._ended.is_set() and not self._settled
+
+    @property
     def error(self) -> Exception | None:
         """Why it ended early; None where it did not, or has not ended."""
         return self._error

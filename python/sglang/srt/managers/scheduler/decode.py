@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.managers.scheduler.batch import DecodeBatch
@@ -58,8 +58,15 @@ class DecodeScheduler:
             admitted and nothing more is retracted.
     """
 
-    def __init__(self, state: DecodeView) -> None:
+    def __init__(
+        self, state: DecodeView, is_kept: Callable[[Req], bool] = lambda req: False
+    ) -> None:
+        """Args:
+        is_kept: Whether what is computed of a request's prompt must stay where it is, since another
+            server reads it.
+        """
         self._state = state
+        self._is_kept = is_kept
         self._say = RateLimitedLogger(logger)
         self._sampling_info: SamplingBatchInfo | None = None
         self.is_stalled = False
@@ -133,8 +140,9 @@ class DecodeScheduler:
         )
         coming = 0
         while True:
-            # What fills the slots of a held request cannot be told to stop.
-            candidates = [*queues.decoding, *queues.computing]
+            # What fills or reads the slots of a held request cannot be told to stop.
+            computing = [req for req in queues.computing if not self._is_kept(req)]
+            candidates = [*queues.decoding, *computing]
             if queues.num_holders == 1:
                 self._stall_or_give_up(candidates[0])
                 return

@@ -46,12 +46,12 @@ class Half(Protocol):
     def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
         """Requests whose prompt has come."""
 
-    def may_end(self, req: Req) -> bool:
-        """Whether nothing touches the slots of a request that is to be aborted. Where something
-        does, it is told to stop: ask again."""
+    def on_end(self, req: Req, reason: FinishReason) -> bool:
+        """A request ends. Whether nothing touches its slots any more: where something does, it is
+        told to stop, and `take_let_go` has the request later."""
 
-    def on_end(self, req: Req, reason: FinishReason) -> None:
-        """A request ends, and gives back its slots after this."""
+    def take_let_go(self) -> Sequence[Req]:
+        """Requests that have ended, and whose slots nothing touches any more."""
 
     def close(self) -> None:
         """End what runs beside the scheduler."""
@@ -87,11 +87,11 @@ class NoOtherHalf:
     def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
         return ()
 
-    def may_end(self, req: Req) -> bool:
+    def on_end(self, req: Req, reason: FinishReason) -> bool:
         return True
 
-    def on_end(self, req: Req, reason: FinishReason) -> None:
-        pass
+    def take_let_go(self) -> Sequence[Req]:
+        return ()
 
     def close(self) -> None:
         pass

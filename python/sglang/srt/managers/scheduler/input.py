@@ -74,9 +74,9 @@ class InputHandler:
 
     def end_aborted(self) -> None:
         """End the requests that are marked, in whatever state they are. No step may be in
-        flight. Those whose slots another server reads or fills end in a later tick."""
+        flight."""
         state = self._state
-        for req in [req for req in state.queues.aborted if self._half.may_end(req)]:
+        for req in list(state.queues.aborted):
             assert req.progress.to_abort is not None
             state.tree.release_aborted_request(req.rid)
             self._results.end(req, req.progress.to_abort)

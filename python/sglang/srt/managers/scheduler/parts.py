@@ -148,7 +148,7 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         control=control,
         grammar=grammar,
         prefill=prefill,
-        decode=DecodeScheduler(state),
+        decode=DecodeScheduler(state, half.keeps),
         turns=Turns(server_args.target_inter_token_latency),
         results=results,
         outputs=outputs,

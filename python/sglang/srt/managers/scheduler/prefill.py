@@ -120,16 +120,20 @@ class PrefillScheduler:
 
     def hold(self, req: Req) -> AddOutcome:
         """Lock what is cached of the prompt of a waiting request, and give the rest slots that
-        something else is going to fill; or do none of it. L1 alone is looked at.
+        something else is going to fill; or do none of it. L1 alone is looked at: what comes from L2
+        is there only for steps that wait for it.
 
         The request is held then. Until its prompt is there, the tokens to come count as in flight.
         """
         state, queues, progress = self._state, self._state.queues, req.progress
+        if self._unawaited_load != -1 and "loads" in state.tree.is_busy():
+            return AddOutcome.NO_BUDGET  # The tree shows pages that are not there yet.
         others = list(queues.holders())
         # It is computed elsewhere: no budget of this server's batches counts.
         limits = dataclasses.replace(state.limits, chunk_tokens=None)
         reserved = sum(state.reserve_for(other) for other in others)
-        prefix, plan = self._reuse(req, PrefillAdder(limits, len(others), reserved))
+        adder = PrefillAdder(limits, len(others), reserved)
+        prefix, plan = self._reuse(req, adder, loads=False)
         if plan.is_admitted:
             progress.kv_committed_len = len(prefix.slots)
             rest = progress.uncommitted_tokens
@@ -197,7 +201,7 @@ class PrefillScheduler:
     def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
         state, queues = self._state, self._state.queues
         self._blocked_by = None
-        added: set[str] = set()
+        added = {work.req.rid for work in works}
         for req in order_waiting(
             state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
         ):
@@ -265,8 +269,11 @@ class PrefillScheduler:
         tokens = self._state.snapshots.shorten(plan.extend_tokens, begin, branching)
         return plan if tokens == plan.extend_tokens else AddPlan(AddOutcome.CHUNKED, tokens)
 
-    def _reuse(self, req: Req, adder: PrefillAdder) -> tuple[_Prefix, AddPlan]:
-        """Match and lock the prompt, plan, and if admitted queue the load of its host part."""
+    def _reuse(
+        self, req: Req, adder: PrefillAdder, *, loads: bool = True
+    ) -> tuple[_Prefix, AddPlan]:
+        """Match and lock the prompt, plan, and if admitted and `loads` queue the load of its host
+        part."""
         state = self._state
         match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
         prefix = _Prefix(
@@ -279,11 +286,12 @@ class PrefillScheduler:
         )
         state.tree.inc_lock_ref(prefix.node)
         new_tokens = state.estimate.reserve(req.rest_new_tokens)
-        host = match.host_hit_length
+        host = match.host_hit_length if loads else 0
         rest = req.progress.num_tokens - prefix.from_device - host
         free = state.free_tokens()
         plan = adder.plan(rest, host, new_tokens, free)
-        if not (host or match.mamba_host_hit_length) or not plan.is_admitted:
+        has_load = loads and (host or match.mamba_host_hit_length)
+        if not has_load or not plan.is_admitted:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
         loaded, node = state.tree.init_load_back(

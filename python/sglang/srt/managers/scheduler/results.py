@@ -85,7 +85,10 @@ class ResultProcessor:
 
     def follow_half(self) -> None:
         """End the requests that are over since another server has done, or failed to do, the other
-        half; let those decode whose prompt has come from there."""
+        half; let those decode whose prompt has come from there; take back slots."""
+        for req in self._half.take_let_go():
+            self._state.release(req)
+            self._state.queues.let_go(req)
         for req, reason in self._half.take_ended():
             self.end(req, reason)
         for req, first in self._half.take_received():
@@ -107,11 +110,12 @@ class ResultProcessor:
             self._state.queues.join(going_on)
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """`req` ends now, in whatever state it is."""
+        """`req` ends now, in whatever state it is. Slots that something still touches come back
+        later."""
         state = self._state
-        self._half.on_end(req, reason)
-        state.queues.finish(req, reason)
-        if req.slots.req_pool_idx is not None:
+        is_untouched = self._half.on_end(req, reason)
+        state.queues.finish(req, reason, lingers=not is_untouched)
+        if is_untouched and req.slots.req_pool_idx is not None:
             state.release(req)
         self._outputs.on_tokens(req)
         if reason.type == "abort":

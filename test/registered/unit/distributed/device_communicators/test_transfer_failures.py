@@ -232,12 +232,29 @@ def test_what_a_failed_batch_left_keeps_its_memory_where_it_cannot_be_ended(
     fakes.answer = lambda _, call: -1 if call.requests else 0
     transfer = engine.transfer(peer, TransferOp.READ, apart(2), timeout=30)
     assert transfer.in_flight == [0, 1]
-    assert not transfer.is_settled and not transfer.wait(60)
+    assert not transfer.is_settled and not transfer.wait(60) and transfer.is_left
     assert engine.transfer_sync(peer, BASE, 7, 10) == -1
     assert f"2 blocks stay in flight with peer {peer}" in caplog.text
     with pytest.raises(RangeInUse):
         engine.deregister(BASE)
     assert engine.describe()["requests_in_flight"] == {peer: 2}
+
+
+def test_a_transfer_that_is_begun_tells_its_end(
+    fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
+) -> None:
+    fakes.answer = hanging = Hanging()
+    transfer = engine.begin(peer, TransferOp.READ, apart(2), timeout=10)
+    assert hanging.entered.wait(10)
+    assert (transfer.wait(0), transfer.in_flight, transfer.is_left) == (False, [0, 1], False)
+    hanging.go_on.set()
+    assert transfer.wait(10)
+    assert (transfer.is_done, transfer.error, transfer.is_left) == (True, None, False)
+    fakes.answer = lambda _, call: -1
+    transfer = engine.begin(f"127.0.0.1:{get_free_port()}", TransferOp.READ, apart(1), timeout=10)
+    assert transfer.wait(10)
+    assert isinstance(transfer.error, PeerUnreachable)
+    engine.deregister(BASE)
 
 
 def test_a_library_that_raises_is_an_error_of_the_transfer(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from sglang.srt.managers.scheduler.stop_finder import StopFinder, StopRegexTooSl
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.grammar_rig import HandBackend, text_of
+from sglang.test.letters import Letters
 from sglang.test.memory_ranks import EchoGroup, MemoryExchange
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
@@ -45,18 +46,6 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     save_tiny_checkpoint(path, "qwen3", eos_token_id=None)
     return path
-
-
-class Letters:
-    """Token n is the letter n % 26."""
-
-    all_special_ids: ClassVar[list[int]] = []
-
-    def decode(self, token_ids: list[int], **_: bool) -> str:
-        return "".join(chr(ord("a") + token % 26) for token in token_ids)
-
-    def convert_ids_to_tokens(self, ids: int) -> str:
-        return self.decode([ids])
 
 
 class Rank(SchedulerRig):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -11,32 +10,11 @@ from sglang.srt.managers.messages.io_struct import (
     FinishReason,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.letters import Letters
 from sglang.test.scheduler_rig import PROMPTS, SchedulerRig, greedy
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_cuda_ci(est_time=10, suite="base-b-test-1-gpu-large")
-
-
-class Letters:
-    """Token n is the letter n % 26. Counts what it decodes."""
-
-    all_special_ids: ClassVar[list[int]] = []
-
-    def __init__(self) -> None:
-        self.num_decoded = 0
-
-    def decode(
-        self,
-        token_ids: list[int],
-        *,
-        skip_special_tokens: bool = True,
-        clean_up_tokenization_spaces: bool = False,
-    ) -> str:
-        self.num_decoded += len(token_ids)
-        return "".join(chr(ord("a") + token % 26) for token in token_ids)
-
-    def convert_ids_to_tokens(self, ids: int) -> str:
-        return self.decode([ids])
 
 
 def test_stop_tokens_eos_and_min_new_tokens(model: Path, alone: list[list[int]]) -> None:

@@ -35,9 +35,9 @@ _HOLDING_WEIGHT: Final = 0x1BE0CD19137E2179
 class RequestQueues:
     """Every request from its arrival to its end, in one state at a time. Scheduler thread only.
 
-    `arrive`, `admit`, `cut`, `join`, `hold`, `retract` and `finish` are the only transitions; each
-    asserts that it is allowed. None takes longer where more requests live. The queues are `Books`:
-    the same on all ranks.
+    `arrive`, `admit`, `cut`, `join`, `hold`, `retract`, `finish` and `let_go` are the only
+    transitions; each asserts that it is allowed. None takes longer where more requests live. The
+    queues are `Books`: the same on all ranks.
 
         arrive   -> WAITING
         admit    WAITING, or COMPUTING in parts -> COMPUTING
@@ -45,7 +45,8 @@ class RequestQueues:
         join     COMPUTING, HELD -> DECODING
         hold     WAITING, COMPUTING -> HELD
         retract  COMPUTING in parts, DECODING, HELD -> WAITING
-        finish   any -> ENDED
+        finish   any -> ENDED; a HELD one may keep its slots
+        let_go   ENDED -> ENDED, without slots
 
     Attributes:
         num_admitted: How often a request left the queue for slots, since the start.
@@ -62,6 +63,8 @@ class RequestQueues:
         self._computing = self._in[RequestState.COMPUTING]
         self._decoding = self._in[RequestState.DECODING]
         self._held = self._in[RequestState.HELD]
+        self._lingering: dict[int, Req] = {}
+        """By `id`: one that lives may have the same rid."""
         self._aborted: dict[str, Req] = {}
         self.partial: Req | None = None
         self.num_admitted = 0
@@ -120,11 +123,18 @@ class RequestQueues:
         yield from self.decoding
         yield from self.computing
         yield from self.held
+        yield from self.lingering
+
+    @property
+    def lingering(self) -> Collection[Req]:
+        """Requests that have ended, and whose slots something still fills or reads. A live view."""
+        return self._lingering.values()
 
     @property
     def num_holders(self) -> int:
         """Requests that hold slots."""
-        return len(self._decoding) + len(self._computing) + len(self._held)
+        num_living = len(self._decoding) + len(self._computing) + len(self._held)
+        return num_living + len(self._lingering)
 
     def find(self, rid: str) -> Req | None:
         """The request that lives under the id `rid`."""
@@ -186,13 +196,24 @@ class RequestQueues:
         self._forget_partial(req)
         self._enter(req, RequestState.WAITING)
 
-    def finish(self, req: Req, reason: FinishReason) -> None:
-        """`req` ends; its id is free again."""
-        self._leave(req, "finish", *_LIVING)
+    def finish(self, req: Req, reason: FinishReason, *, lingers: bool = False) -> None:
+        """`req` ends; its id is free again.
+
+        Args:
+            lingers: It was held, and keeps its slots until `let_go`.
+        """
+        self._leave(req, "finish", *((RequestState.HELD,) if lingers else _LIVING))
+        if lingers:
+            self._lingering[id(req)] = req
         del self._alive[req.rid], self._states[req.rid]
         self._aborted.pop(req.rid, None)
         self._forget_partial(req)
         req.progress.finish_reason = reason
+
+    def let_go(self, req: Req) -> None:
+        """`req`, which had ended, gave its slots back."""
+        assert id(req) in self._lingering, f"let_go: request {req.rid} does not linger"
+        del self._lingering[id(req)]
 
     # ---- a mark, in whatever state -------------------------------------------------------------
 

@@ -119,6 +119,37 @@ def test_one_prompt_at_a_time_is_computed_in_parts() -> None:
         queues.retract(a)
 
 
+def test_slots_of_a_held_request_may_outlast_it() -> None:
+    queues = RequestQueues()
+    first, second = make_req("a"), make_req("a")
+    queues.arrive(first)
+    with pytest.raises(AssertionError, match="finish: request a is waiting"):
+        queues.finish(first, REASON, lingers=True)
+    queues.hold(first)
+    digest_of_none = RequestQueues().digest
+    queues.finish(first, REASON, lingers=True)
+    assert (queues.state_of(first), queues.find("a"), queues.digest) == (
+        ENDED,
+        None,
+        digest_of_none,
+    )
+    assert (list(queues.lingering), list(queues.holders()), queues.num_holders) == (
+        [first],
+        [first],
+        1,
+    )
+    # Its id is free, also for one that comes to the same end.
+    queues.arrive(second)
+    queues.hold(second)
+    queues.finish(second, REASON, lingers=True)
+    queues.let_go(first)
+    assert (list(queues.holders()), queues.num_holders) == ([second], 1)
+    with pytest.raises(AssertionError, match="request a does not linger"):
+        queues.let_go(first)
+    queues.let_go(second)
+    assert queues.num_holders == 0
+
+
 TRANSITIONS: Final = ("arrive", "admit", "cut", "join", "hold", "retract", "finish", "abort")
 
 

@@ -1,0 +1,341 @@
+"""Prefill and decode apart give the words of one scheduler, over Mooncake's TCP on the loopback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import (
+    CachedTokensDetails,
+    FlushCacheReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.letters import Letters
+from sglang.test.pd_rig import LOOPBACK, PdRig
+from sglang.test.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
+from sglang.test.tiny_models import save_tiny_checkpoint
+
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+
+PAGE: Final = 16
+CHUNK: Final = 64
+LENGTHS: Final = (1, 5, 16, 17, 64, 100, 200)
+PROMPTS: Final = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+FAMILIES: Final = ("qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32")
+ARGS: Final[dict[str, Any]] = {
+    "page_size": PAGE,
+    "chunked_prefill_size": CHUNK,
+    "pool_tokens": 2048,
+    "max_requests": 16,
+    "tokenizer": Letters(),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[MooncakeTransferEngine]:
+    torch.set_num_threads(1)
+    mark_device_set(RIG_DEVICE)
+    with envs.MOONCAKE_PROTOCOL.override("tcp"):
+        engine = MooncakeTransferEngine(LOOPBACK)
+        yield engine
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {}
+    for family in FAMILIES:
+        paths[family] = tmp_path_factory.mktemp(family)
+        # Fewer tokens attended to than prompts have, where a model chooses them.
+        few: dict[str, Any] = {"index_topk": 12} if family == "deepseek_v32" else {}
+        save_tiny_checkpoint(paths[family], family, eos_token_id=None, **few)
+    return paths
+
+
+def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig:
+    return PdRig(model, engine, **{**ARGS, **args})
+
+
+@pytest.fixture(scope="module")
+def pair(engine: MooncakeTransferEngine, models: dict[str, Path]) -> Iterator[PdRig]:
+    """Of the dense model."""
+    with make_pair(engine, models["qwen3"]) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def single(models: dict[str, Path]) -> SchedulerRig:
+    """One scheduler that does both, of the dense model."""
+    return SchedulerRig(models["qwen3"], **ARGS)
+
+
+def said(rig: SchedulerRig, *messages: TokenizedGenerateReqInput) -> list[Collected]:
+    """What `rig` says to `messages` by itself."""
+    for message in messages:
+        rig.results.pop(message.rid, None)
+    rig.run(*(replaced(message) for message in messages))
+    return [rig.results.pop(message.rid) for message in messages]
+
+
+def replaced(message: TokenizedGenerateReqInput) -> TokenizedGenerateReqInput:
+    """The message without its room."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    return TokenizedGenerateReqInput(**{**fields, "bootstrap": None})
+
+
+def assert_same(got: Collected, want: Collected) -> None:
+    """Words, logprobs and the reason of the end."""
+    assert got.output_ids == want.output_ids
+    assert got.finish_reason == want.finish_reason
+    assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+    tops, wanted_tops = (of.last.output_top_logprobs if of.last else None for of in (got, want))
+    assert (tops is None) == (wanted_tops is None)
+    for row, wanted in zip(tops or [], wanted_tops or [], strict=True):
+        assert [token for _, token in row] == [token for _, token in wanted]
+        assert [p for p, _ in row] == pytest.approx([p for p, _ in wanted], abs=1e-4)
+
+
+def check(pair: PdRig, single: SchedulerRig, *messages: TokenizedGenerateReqInput) -> None:
+    """Both halves together say what one scheduler does."""
+    for rid in [message.rid for message in messages]:
+        pair.prefill.results.pop(rid, None)
+        pair.decode.results.pop(rid, None)
+    pair.run(*messages)
+    for message, want in zip(messages, said(single, *messages), strict=True):
+        assert_same(pair.result(message.rid), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_model_says_the_same_cold_and_cached(
+    engine: MooncakeTransferEngine, models: dict[str, Path], family: str
+) -> None:
+    alone = SchedulerRig(models[family], **ARGS)
+    with make_pair(engine, models[family]) as pair:
+        for turn in ("cold", "cached on both sides"):
+            messages = [
+                pair.request(f"{turn} {number}", ids, greedy(24), return_logprob=True)
+                for number, ids in enumerate(PROMPTS)
+            ]
+            check(pair, alone, *messages)
+        (again,) = said(alone, pair.request("again", PROMPTS[-1]))
+        last = pair.result(f"cached on both sides {len(PROMPTS) - 1}").last
+        assert last is not None and again.last is not None
+        assert last.cached_tokens_details == again.last.cached_tokens_details, "prefill's count"
+        assert pair.decode.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
+        assert pair.prefill.scheduler.state.counters.decode_steps == 0
+
+
+def test_a_prefix_that_only_one_side_has(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
+) -> None:
+    with make_pair(engine, models["qwen3"]) as pair:
+        check(pair, single, pair.request("first", PROMPTS[5], greedy(20)))
+        longer = [*PROMPTS[5], *pair.result("first").output_ids, 7, 8]
+        pair.prefill.step(FlushCacheReqInput(req_id="flush"))
+        check(pair, single, pair.request("decode has it", longer))
+        last = pair.result("decode has it").last
+        assert last is not None and last.cached_tokens_details == CachedTokensDetails()
+        pair.decode.step(FlushCacheReqInput(req_id="flush"))
+        check(pair, single, pair.request("prefill has it", longer))
+        last = pair.result("prefill has it").last
+        assert last is not None
+        assert last.cached_tokens_details.device == len(longer) // PAGE * PAGE
+
+
+def sampled(max_new_tokens: int) -> SamplingParams:
+    params = SamplingParams(
+        temperature=1.3, top_p=0.9, top_k=40, max_new_tokens=max_new_tokens, ignore_eos=True
+    )
+    params.normalize()
+    return params
+
+
+def test_sampling_with_a_seed(pair: PdRig, single: SchedulerRig) -> None:
+    messages = [pair.request(f"seed {n}", PROMPTS[5], sampled(30), seed=n) for n in range(4)]
+    check(pair, single, *messages)
+    words = {tuple(pair.result(f"seed {n}").output_ids) for n in range(4)}
+    assert len(words) == 4, "each seed gives words of its own"
+
+
+def test_penalties_count_the_first_token_too(pair: PdRig, single: SchedulerRig) -> None:
+    params = greedy(30, frequency_penalty=0.9, repetition_penalty=1.4, presence_penalty=0.3)
+    check(pair, single, pair.request("penalties", PROMPTS[4], params))
+
+
+def test_logprobs_and_the_most_likely_tokens(pair: PdRig, single: SchedulerRig) -> None:
+    message = pair.request(
+        "tops", PROMPTS[6], greedy(9), return_logprob=True, top_logprobs_num=3, stream=False
+    )
+    check(pair, single, message)
+    last = pair.result("tops").last
+    assert last is not None and last.output_top_logprobs is not None
+    assert [len(row) for row in last.output_top_logprobs] == [3] * 9
+
+
+def test_logprobs_of_the_prompt_are_prefills(pair: PdRig, single: SchedulerRig) -> None:
+    message = pair.request(
+        "inputs", PROMPTS[5], greedy(5), return_logprob=True, logprob_start_len=10
+    )
+    check(pair, single, message)
+    (want,) = said(single, message)
+    got = pair.prefill.results["inputs"]
+    assert len(want.input_logprobs) == len(PROMPTS[5]) - 11
+    assert got.input_logprobs == pytest.approx(want.input_logprobs, abs=1e-4)
+    assert pair.result("inputs").input_logprobs == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 7])
+def test_stop_tokens_and_stop_strings(pair: PdRig, single: SchedulerRig, place: int) -> None:
+    """At the first word, which prefill has found, as well as later."""
+    (free,) = said(single, pair.request("free", PROMPTS[3], greedy(20)))
+    token = free.output_ids[place]
+    text = Letters().decode([token])
+    messages = [
+        pair.request("id", PROMPTS[3], greedy(20, ignore_eos=False, stop_token_ids=[token])),
+        pair.request("text", PROMPTS[3], greedy(20, stop=[text])),
+    ]
+    check(pair, single, *messages)
+    assert pair.result("id").output_ids == free.output_ids[: free.output_ids.index(token) + 1]
+    reason = pair.result("text").finish_reason
+    assert reason is not None and (reason.type, reason.matched) == ("stop", text)
+
+
+@pytest.mark.parametrize("length", [5, 16, 100])
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_few_words(pair: PdRig, single: SchedulerRig, wanted: int, length: int) -> None:
+    message = pair.request("few", prompt(40 + wanted, length), greedy(wanted))
+    check(pair, single, message)
+    assert len(pair.result("few").output_ids) == wanted
+    check(pair, single, pair.request("few", prompt(40 + wanted, length), greedy(wanted)))
+
+
+def test_samples_have_rooms_of_their_own(pair: PdRig, single: SchedulerRig) -> None:
+    params, ids = sampled(12), prompt(77, 90)
+    computed = pair.prefill.scheduler.state.counters.prefill_tokens
+    messages = [
+        pair.request(f"sample {n}", ids, params, seed=n, sample_of=None if n == 0 else "sample 0")
+        for n in range(4)
+    ]
+    assert len({message.bootstrap.room for message in messages if message.bootstrap}) == 4
+    check(pair, single, *messages)
+    computed = pair.prefill.scheduler.state.counters.prefill_tokens - computed
+    rest = len(ids) - len(ids) // PAGE * PAGE
+    assert computed == len(ids) + 3 * rest, "prefill computes the shared pages once"
+
+
+def test_a_stream_has_its_words_one_by_one(pair: PdRig, single: SchedulerRig) -> None:
+    check(pair, single, pair.request("stream", PROMPTS[2], greedy(6), stream=True))
+    assert pair.result("stream").pieces == [1] * 5 + [1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_pages_of_other_sizes(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig, page_size: int
+) -> None:
+    """With pages of one token all of a prompt can be cached."""
+    with make_pair(engine, models["qwen3"], page_size=page_size) as pair:
+        for turn in "ab":
+            check(pair, single, *(pair.request(f"{turn}{i}", p) for i, p in enumerate(PROMPTS)))
+
+
+def test_prefill_reads_prompts_from_l3(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig, tmp_path: Path
+) -> None:
+    tiers = {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
+    }
+    with (
+        envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
+        make_pair(engine, models["qwen3"], prefill=tiers) as pair,
+    ):
+        check(pair, single, *(pair.request(f"a{i}", p) for i, p in enumerate(PROMPTS)))
+        pair.prefill.settle()
+        pair.prefill.step(FlushCacheReqInput(req_id="flush"))
+        pair.decode.step(FlushCacheReqInput(req_id="flush"))
+        check(pair, single, *(pair.request(f"b{i}", p) for i, p in enumerate(PROMPTS)))
+        last = pair.result(f"b{len(PROMPTS) - 1}").last
+        assert last is not None and last.cached_tokens_details.storage >= LENGTHS[-1] - PAGE
+
+
+def test_decode_uses_of_l2_only_what_is_loaded(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
+) -> None:
+    """No step of a decode server waits for a load."""
+    args = {"enable_hierarchical_cache": True, "hicache_write_policy": "write_through"}
+    with make_pair(engine, models["qwen3"], decode={**args, "pool_tokens": 320}) as pair:
+        for turn in range(3):
+            for number, ids in enumerate(PROMPTS[4:]):
+                check(pair, single, pair.request(f"{turn} {number}", ids, greedy(30)))
+                pair.decode.settle()
+        assert pair.decode.scheduler.state.counters.prefill_tokens == 0
+
+
+# ---- what does not fit -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"page_size": 8}, "page size 16 there, 8 here"),
+        ({"identity": "another"}, "weights rig there, another here"),
+        ({"model": "deepseek_v32"}, "pool indexer none there"),
+    ],
+)
+def test_unlike_servers_refuse_each_other_by_name(
+    engine: MooncakeTransferEngine,
+    models: dict[str, Path],
+    single: SchedulerRig,
+    fields: dict[str, Any],
+    named: str,
+) -> None:
+    with make_pair(engine, models["qwen3"]) as pair:
+        args = {**ARGS, **fields}
+        model = models[args.pop("model", "qwen3")]
+        with PdRig(model, engine, **args) as unlike:
+            unlike.endpoint = pair.prefill.route["endpoint"]
+            message = pair.request("unlike", PROMPTS[5])
+            pair.prefill.step(message)
+            unlike.until(lambda: "unlike" in unlike.decode.results, message)
+            reason = unlike.result("unlike").finish_reason
+            assert reason is not None and reason.status_code == 503
+            assert named in (reason.message or "")
+            # Prefill is told, so it does not wait for a reader.
+            pair.until(lambda: pair.prefill.scheduler.is_idle())
+            reason = pair.prefill.results["unlike"].finish_reason
+            assert reason is not None and named in (reason.message or "")
+            unlike.prefill.step()
+            unlike.decode.assert_clean()
+        pair.assert_clean()
+        check(pair, single, pair.request("goes on", PROMPTS[5]))
+
+
+def test_a_prompt_that_is_too_long_for_prefill(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
+) -> None:
+    """Decode hears of it at once, not after a deadline."""
+    with make_pair(engine, models["qwen3"], prefill={"pool_tokens": 128}) as pair:
+        pair.run(pair.request("long", PROMPTS[6]), pair.request("short", PROMPTS[5]))
+        reason = pair.result("long").finish_reason
+        assert reason is not None and reason.status_code == 503
+        assert "the prompt has 200 tokens, at most 127 can ever fit" in (reason.message or "")
+        (want,) = said(single, pair.request("short", PROMPTS[5]))
+        assert_same(pair.result("short"), want)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

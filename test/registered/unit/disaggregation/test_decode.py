@@ -1,0 +1,498 @@
+"""The decode server's half: requests that wait for slots, then for their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.disaggregation.prefill import prompt_digest
+from sglang.srt.managers.messages.io_struct import (
+    Bootstrap,
+    CachedTokensDetails,
+    FinishReason,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.grammar_rig import EOS_ID, HandBackend
+from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+PAGE = 4
+WAIT_S = 100.0
+
+
+@dataclass
+class FakePrompt:
+    """A prompt that comes when the test says so."""
+
+    meeting: Bootstrap
+    pages: list[int]
+    first_page: int
+    first_token: FirstToken | None = None
+    failure: str | None = None
+    has_ended: bool = False
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def come(self, ids: Sequence[int], **fields: Any) -> None:
+        first = FirstToken(
+            token_id=11, prompt_len=len(ids), prompt_digest=prompt_digest(token_array(ids))
+        )
+        self.first_token = msgspec.structs.replace(first, **fields)
+        self.has_ended = True
+
+
+@dataclass
+class FakeServers:
+    """Prefill servers that do nothing."""
+
+    begun: list[FakePrompt] = field(default_factory=list)
+    declined: list[tuple[int, str]] = field(default_factory=list)
+    is_closed: bool = False
+
+    def begin(self, meeting: Bootstrap, pages: Sequence[int], first_page: int) -> FakePrompt:
+        self.begun.append(FakePrompt(meeting, list(pages), first_page))
+        return self.begun[-1]
+
+    def decline(self, meeting: Bootstrap, reason: str) -> None:
+        self.declined.append((meeting.room, reason))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rig(SchedulerRig):
+    """A decode scheduler, before fake prefill servers."""
+
+    def __init__(self, model: Path, **args: Any) -> None:
+        self.servers = FakeServers()
+        half: MakeHalf = lambda state, holder: DecodeHalf(  # noqa: E731
+            state, holder, self.servers, WAIT_S
+        )
+        super().__init__(
+            model, make_half=lambda pools: half, **{"page_size": PAGE, "pool_tokens": 128, **args}
+        )
+
+    def ask(
+        self, rid: str, ids: list[int], room: int, params: SamplingParams | None = None, **more: Any
+    ) -> TokenizedGenerateReqInput:
+        return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
+
+    def prompt(self, room: int) -> FakePrompt:
+        (found,) = [one for one in self.servers.begun if one.meeting.room == room]
+        return found
+
+    def end(self, rid: str) -> FinishReason:
+        """Why it ended."""
+        reason = self.results[rid].finish_reason
+        assert reason is not None
+        return reason
+
+    def run_until(self, is_so: Callable[[], bool], *messages: TokenizedGenerateReqInput) -> None:
+        self.step(*messages)
+        for _ in range(1000):
+            if is_so():
+                return
+            self.step()
+        raise AssertionError("it does not come to that")
+
+    def run_until_ended(self, *messages: TokenizedGenerateReqInput) -> None:
+        """Until all requests that are computed here have ended."""
+        queues = self.scheduler.state.queues
+        self.run_until(lambda: not any(r.spec.bootstrap is None for r in queues.alive), *messages)
+
+    def assert_idle(self) -> None:
+        assert self.scheduler.is_idle()
+        self.assert_clean()
+        self.check()
+
+
+@pytest.fixture(params=[False, True], ids=["settled", "overlap"])
+def rig(model: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(model, overlap=request.param)
+    yield rig
+    rig.close()
+
+
+IDS = prompt(1, 10)
+
+
+# ---- the way of a request ----------------------------------------------------------------------
+
+
+def test_a_request_gets_slots_then_its_prompt_then_decodes(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 5, greedy(6)))
+    (coming,) = rig.servers.begun
+    assert (coming.meeting.room, len(coming.pages), coming.first_page) == (5, 3, 0)
+    rig.check()
+    for _ in range(3):
+        rig.step()
+    assert "a" not in rig.results
+    coming.come(IDS, cached=CachedTokensDetails(device=7))
+    rig.run()
+    got = rig.results["a"]
+    assert (got.output_ids[0], len(got.output_ids)) == (11, 6)
+    assert got.last is not None and got.last.cached_tokens_details.device == 7, "prefill's"
+    assert rig.scheduler.state.counters.prefill_tokens == 0
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32])
+def test_only_what_is_not_cached_is_asked_for(model: Path, length: int, page_size: int) -> None:
+    rig = Rig(model, page_size=page_size)
+    ids = prompt(length, length)
+    rig.run(rig.request("plain", ids, greedy(1)))
+    rig.step(rig.ask("a", ids, 1, greedy(4)))
+    cached = length // page_size
+    (coming,) = rig.servers.begun
+    assert (coming.first_page, len(coming.pages)) == (cached, -(-length // page_size) - cached)
+    coming.come(ids)
+    rig.run()
+    assert len(rig.results["a"].output_ids) == 4
+    # By now it is cached with what was said.
+    rig.step(rig.ask("again", [*ids, *rig.results["a"].output_ids], 2, greedy(2)))
+    assert rig.servers.begun[1].first_page == (length + 3) // page_size
+    rig.servers.begun[1].come([*ids, *rig.results["a"].output_ids])
+    rig.run()
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize(("wanted", "token"), [(0, None), (1, 11)])
+def test_what_prefill_has_completed_ends_at_once(rig: Rig, wanted: int, token: int | None) -> None:
+    rig.step(rig.ask("a", IDS, 1, greedy(wanted)))
+    rig.prompt(1).come(IDS, token_id=token)
+    rig.step()
+    assert rig.end("a") == FinishReason(type="length", length=wanted)
+    assert rig.scheduler.state.counters.decode_steps == 0
+    rig.assert_idle()
+
+
+def test_logprobs_of_the_first_token_come_with_it(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 1, greedy(2), return_logprob=True, top_logprobs_num=1))
+    rig.prompt(1).come(IDS, logprob=-0.25, top_logprobs=[(-0.25, 11)])
+    rig.run()
+    got = rig.results["a"]
+    assert (got.logprobs[0], len(got.logprobs)) == (-0.25, 2)
+    assert got.last is not None and got.last.output_top_logprobs is not None
+    assert got.last.output_top_logprobs[0] == [(-0.25, 11)]
+
+
+def test_plain_requests_are_computed_here(rig: Rig, model: Path) -> None:
+    rig.step(rig.ask("remote", IDS, 1))
+    rig.run_until_ended(rig.request("plain", prompt(2, 20)))
+    (alone,) = SchedulerRig(model).generate([prompt(2, 20)])
+    assert rig.results["plain"].output_ids == alone
+    rig.prompt(1).come(IDS)
+    rig.run()
+
+
+def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> None:
+    backend = HandBackend(hold=True)
+    rig = Rig(model, grammar_backend=lambda: backend)
+    params = SamplingParams(regex="[0-9]{3}", max_new_tokens=20, temperature=0.0)
+    params.normalize()
+    rig.step(rig.ask("a", IDS, 1, params))
+    rig.step(rig.ask("free", IDS, 2))
+    assert [one.meeting.room for one in rig.servers.begun] == [2], "nobody waits for it"
+    backend.release()
+    rig.step()
+    rig.prompt(1).come(IDS, token_id=1)
+    rig.prompt(2).come(IDS)
+    rig.run()
+    assert all(1 <= token <= 10 for token in rig.results["a"].output_ids[:3])
+    assert rig.results["a"].output_ids[3:] == [EOS_ID]
+    backend.hold = False
+    # A first token that the constraint does not allow.
+    rig.step(rig.ask("b", IDS, 3, params))
+    rig.prompt(3).come(IDS, token_id=60)
+    rig.run()
+    assert rig.end("b").type == "abort"
+    rig.assert_idle()
+
+
+# ---- prompts that do not come ------------------------------------------------------------------
+
+
+def test_a_failure_is_told_before_the_pages_are_free(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 1))
+    rig.prompt(1).failure = "prefill is gone"
+    rig.step()
+    assert rig.end("a") == FinishReason(type="abort", message="prefill is gone", status_code=503)
+    state = rig.scheduler.state
+    assert (state.queues.num_holders, state.free_tokens()) == (1, 128 - 12)
+    assert not rig.scheduler.is_idle(), "nothing may be flushed"
+    rig.check()
+    rig.prompt(1).has_ended = True
+    rig.step()
+    rig.assert_idle()
+
+
+def test_a_failure_after_the_reads(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 1))
+    rig.prompt(1).failure, rig.prompt(1).has_ended = "aborted there", True
+    rig.step()
+    assert rig.end("a").message == "aborted there"
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt_len": 9}, "computed another prompt, of 9 tokens"),
+        ({"prompt_digest": "other"}, "computed another prompt, of 10 tokens"),
+        ({"token_id": None}, "was sent another request"),
+        ({"logprob": None}, "was sent another request"),
+        ({"token_id": -1}, "chose token -1"),
+        ({"token_id": 160}, "chose token 160, which the model does not have"),
+    ],
+)
+def test_a_first_token_that_does_not_fit_is_not_used(
+    rig: Rig, fields: dict[str, Any], named: str
+) -> None:
+    rig.step(rig.ask("a", IDS, 1, return_logprob=True))
+    rig.prompt(1).come(IDS, **{"logprob": -1.0, **fields})
+    rig.step()
+    assert named in (rig.end("a").message or "")
+    assert rig.results["a"].output_ids == []
+    rig.assert_idle()
+
+
+def test_a_token_for_a_request_that_wants_none_is_not_used(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 1, greedy(0)))
+    rig.prompt(1).come(IDS)
+    rig.step()
+    assert "max_new_tokens" in (rig.end("a").message or "")
+    rig.assert_idle()
+
+
+# ---- aborts, in every state --------------------------------------------------------------------
+
+
+def test_an_abort_before_there_are_slots_declines_the_room(rig: Rig) -> None:
+    rig.step(rig.request("fills", prompt(7, 110), greedy(10)))
+    rig.step(rig.ask("a", IDS, 1))
+    assert rig.servers.begun == []
+    rig.step(rig.abort("a"))
+    assert rig.end("a").status_code == 499
+    ((room, why),) = rig.servers.declined
+    assert room == 1 and why
+    rig.run()
+    rig.assert_idle()
+
+
+def test_an_abort_while_pages_are_read_is_told_at_once(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 1))
+    first = rig.prompt(1)
+    rig.step(rig.abort("a"))
+    assert rig.end("a").status_code == 499
+    assert first.is_cancelled
+    assert rig.servers.declined == [], "the prompt's thread tells it"
+    # The id and the room are free, the slots are not.
+    rig.results.clear()
+    rig.step(rig.ask("a", prompt(2, 10), 1))
+    second = rig.servers.begun[1]
+    assert not set(first.pages) & set(second.pages)
+    first.has_ended = True
+    rig.step()
+    rig.check()
+    assert rig.scheduler.state.queues.num_holders == 1
+    second.come(prompt(2, 10))
+    rig.run()
+    assert len(rig.results["a"].output_ids) == 8
+    rig.assert_idle()
+
+
+def test_an_abort_in_the_tick_in_which_the_prompt_comes(rig: Rig) -> None:
+    for rid in "ab":
+        rig.step(rig.ask(rid, IDS, ord(rid)))
+    rig.prompt(ord("a")).come(IDS)
+    rig.prompt(ord("b")).failure = "gone"
+    rig.step(rig.abort("a"), rig.abort("b"))
+    assert [rig.end(rid).status_code for rid in "ab"] == [499, 499]
+    rig.prompt(ord("b")).has_ended = True
+    rig.step()
+    rig.assert_idle()
+
+
+def test_an_abort_while_it_decodes(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 1, greedy(50)))
+    rig.prompt(1).come(IDS)
+    for _ in range(4):
+        rig.step()
+    rig.run(rig.abort("a"))
+    assert rig.end("a").status_code == 499
+    assert not rig.prompt(1).is_cancelled
+    rig.assert_idle()
+
+
+# ---- refusals and duplicates -------------------------------------------------------------------
+
+
+def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: Rig) -> None:
+    rig.step(rig.ask("a", IDS, 1))
+    rig.step(rig.ask("b", IDS, 1))
+    assert rig.end("b").status_code == 400
+    assert "bootstrap_room 1 belongs to another request" in (rig.end("b").message or "")
+    assert rig.servers.declined == [], "that would end the other"
+    # Refused for another reason, with a room that is not its own.
+    rig.step(rig.ask("c", [], 1))
+    assert rig.servers.declined == []
+    rig.prompt(1).come(IDS)
+    rig.run()
+    assert len(rig.results["a"].output_ids) == 8
+
+
+def test_a_refused_request_is_declined(model: Path) -> None:
+    rig = Rig(model, max_queued_requests=1, grammar_backend=HandBackend)
+    bad = SamplingParams(regex="(", max_new_tokens=2)
+    bad.normalize()
+    rig.step(rig.ask("long", prompt(3, 500), 1))
+    rig.step(rig.request("fills", prompt(7, 110), greedy(10)))
+    rig.step(rig.ask("waits", IDS, 2), rig.ask("full", IDS, 3))
+    assert [room for room, _ in rig.servers.declined] == [1, 3]
+    assert "the request queue is full" in rig.servers.declined[1][1]
+    rig.run_until_ended()
+    rig.step()
+    rig.prompt(2).come(IDS)
+    rig.run()
+    no_backend = Rig(model)
+    no_backend.step(no_backend.ask("no backend", IDS, 4, bad))
+    assert [room for room, _ in no_backend.servers.declined] == [4]
+    no_backend.step(no_backend.ask("same room", IDS, 4))
+    assert no_backend.prompt(4).pages, "it was given back"
+
+
+# ---- slots -------------------------------------------------------------------------------------
+
+
+def test_requests_wait_for_slots_in_order(model: Path) -> None:
+    rig = Rig(model, pool_tokens=32, schedule_conservativeness=0.01)
+    ids = [prompt(i, 20) for i in range(3)]
+    rig.step(*(rig.ask(f"r{i}", ids[i], i, greedy(4)) for i in range(3)))
+    for turn in range(3):
+        rig.step()
+        assert [one.meeting.room for one in rig.servers.begun] == list(range(turn + 1))
+        assert len(rig.scheduler.state.queues.waiting) == 2 - turn
+        rig.prompt(turn).come(ids[turn])
+        while f"r{turn}" not in rig.results:
+            rig.step()
+        rig.step()
+    rig.run()
+    rig.assert_idle()
+
+
+def test_slots_that_never_come_free_end_the_wait(model: Path) -> None:
+    rig = Rig(model, pool_tokens=32)
+    rig.step(rig.ask("holds", prompt(1, 20), 1))
+    rig.step(rig.ask("waits", prompt(2, 20), 2))
+    rig.now += WAIT_S
+    rig.step()
+    assert rig.end("waits").message == "no slots were free for the request within 100 s"
+    assert rig.servers.declined == [(2, "no slots were free for the request within 100 s")]
+    rig.prompt(1).come(prompt(1, 20))
+    rig.run()
+    rig.assert_idle()
+
+
+def test_a_prompt_that_is_longer_than_a_batch_gets_slots_at_once(model: Path) -> None:
+    rig = Rig(model, pool_tokens=256, chunked_prefill_size=16, max_prefill_tokens=32)
+    rig.step(rig.ask("a", prompt(1, 100), 1), rig.ask("b", prompt(2, 100), 2))
+    assert [len(one.pages) for one in rig.servers.begun] == [25, 25]
+    for room in (1, 2):
+        rig.prompt(room).come(prompt(room, 100))
+    rig.run()
+
+
+def test_rows_are_slots_too(model: Path) -> None:
+    rig = Rig(model, max_requests=2)
+    rig.step(*(rig.ask(f"r{i}", prompt(i, 5), i) for i in range(3)))
+    assert len(rig.servers.begun) == 2
+    rig.step(rig.abort("r0"))
+    assert len(rig.servers.begun) == 2, "a row that something may write for is not free"
+    rig.servers.begun[0].has_ended = True
+    rig.run_until(lambda: len(rig.servers.begun) == 3)
+    for room in (1, 2):
+        rig.prompt(room).come(prompt(room, 5))
+    rig.run()
+    rig.assert_idle()
+
+
+def test_retracted_requests_go_before_new_ones(model: Path) -> None:
+    """Else a stream of new ones would keep them waiting for ever."""
+    rig = Rig(model, pool_tokens=48, schedule_conservativeness=0.01)
+    ids = [prompt(i, 12) for i in range(4)]
+    rig.step(*(rig.ask(f"r{i}", ids[i], i, greedy(20)) for i in range(3)))
+    for room in range(3):
+        rig.prompt(room).come(ids[room])
+    while not rig.scheduler.state.counters.retractions:
+        rig.step()
+    rig.step(rig.ask("new", ids[3], 3, greedy(4)))
+    waiting = {req.rid for req in rig.scheduler.state.queues.waiting}
+    while waiting - {"new"}:
+        assert len(rig.servers.begun) == 3, f"{waiting} wait, and a new request got slots"
+        rig.step()
+        waiting = {req.rid for req in rig.scheduler.state.queues.waiting}
+    rig.run_until(lambda: len(rig.servers.begun) == 4)
+    rig.prompt(3).come(ids[3])
+    rig.run()
+    assert [len(rig.results[f"r{i}"].output_ids) for i in range(3)] == [20] * 3
+    rig.assert_idle()
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def test_a_shutdown_tells_everybody_and_waits_for_no_read(rig: Rig) -> None:
+    rig.step(rig.request("fills", prompt(7, 90), greedy(20)))
+    rig.step(rig.ask("coming", IDS, 1))
+    rig.step(rig.ask("wanted", prompt(2, 60), 2))
+    assert len(rig.servers.begun) == 1
+    rig.step(ShutdownReq(timeout=0.0))
+    rig.step()
+    assert rig.scheduler.is_stopped
+    assert {rid: rig.end(rid).message for rid in ("fills", "coming", "wanted")} == dict.fromkeys(
+        ("fills", "coming", "wanted"), "the server is shutting down"
+    )
+    assert rig.prompt(1).is_cancelled
+    assert rig.servers.declined == [(2, "the server is shutting down")]
+    rig.close()
+    assert rig.servers.is_closed
+
+
+def test_a_shutdown_waits_for_prompts_that_come_in_time(rig: Rig) -> None:
+    rig.step(rig.ask("coming", IDS, 1))
+    rig.step(ShutdownReq(timeout=1000.0))
+    rig.step(rig.ask("late", IDS, 2))
+    assert rig.servers.declined == [(2, "the server is shutting down")]
+    rig.prompt(1).come(IDS)
+    while not rig.scheduler.is_stopped:
+        rig.step()
+    assert len(rig.results["coming"].output_ids) == 8
+
+
+def test_closing_cancels_what_is_coming(rig: Rig) -> None:
+    rig.step(rig.ask("coming", IDS, 1))
+    rig.step(rig.ask("lingers", prompt(2, 5), 2))
+    rig.step(rig.abort("lingers"))
+    rig.prompt(2).is_cancelled = False
+    rig.close()
+    assert [rig.prompt(room).is_cancelled for room in (1, 2)] == [True, True]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,355 @@
+"""The prefill server's half: prompts are computed, told page by page, and held until read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.common.room_desk import RoomExists
+from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.disaggregation.prefill import PrefillHalf, prompt_digest
+from sglang.srt.managers.messages.io_struct import (
+    Bootstrap,
+    CachedTokensDetails,
+    FinishReason,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.grammar_rig import HandBackend
+from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+PAGE = 4
+
+
+class FakeDesk:
+    """Remembers what it is told. `rooms` has those that are open."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, list[int]] = {}
+        self.told: list[tuple[int, int]] = []
+        """(room, pages), in order."""
+        self.tokens: dict[int, FirstToken] = {}
+        self.ended: dict[int, str] = {}
+        self.outcomes: dict[int, str] = {}
+        self.given_up: dict[int, str] = {}
+        self.is_closed = False
+
+    def open(self, room: int) -> None:
+        if room in self.pages:
+            raise RoomExists(f"room {room} is taken")
+        self.pages[room] = []
+
+    def add_pages(self, room: int, pages: Sequence[int]) -> None:
+        assert room not in self.ended and room not in self.tokens
+        self.pages[room] += pages
+        self.told.append((room, len(pages)))
+
+    def num_pages(self, room: int) -> int:
+        return len(self.pages[room])
+
+    def complete(self, room: int, first_token: FirstToken) -> None:
+        assert room not in self.tokens
+        self.tokens[room] = first_token
+
+    def end(self, room: int, failure: str | None = None) -> None:
+        assert room in self.pages and room not in self.ended
+        self.ended[room] = failure or ""
+
+    def outcome(self, room: int) -> str | None:
+        return self.outcomes.get(room)
+
+    def take_given_up(self) -> Mapping[int, str]:
+        given_up, self.given_up = self.given_up, {}
+        return given_up
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rig(SchedulerRig):
+    """A prefill scheduler with a fake desk."""
+
+    def __init__(self, model: Path, **args: Any) -> None:
+        self.desk = FakeDesk()
+        half: MakeHalf = lambda state, _: PrefillHalf(state, self.desk)  # noqa: E731
+        settings = {"page_size": PAGE, "pool_tokens": 128, "chunked_prefill_size": 8}
+        super().__init__(model, make_half=lambda pools: half, **{**settings, **args})
+
+    def ask(
+        self, rid: str, ids: list[int], room: int, params: SamplingParams | None = None, **more: Any
+    ) -> TokenizedGenerateReqInput:
+        return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
+
+    def compute(self, *messages: TokenizedGenerateReqInput) -> None:
+        """Step until all of them are held."""
+        self.step(*messages)
+        rooms = [message.bootstrap.room for message in messages if message.bootstrap]
+        for _ in range(200):
+            self.check()
+            if all(room in self.desk.tokens or room in self.desk.ended for room in rooms):
+                return
+            self.step()
+        raise AssertionError("they are not computed")
+
+    def run_until_read(self, room: int) -> None:
+        """Until `room` is complete; then read it, and step until idle."""
+        for _ in range(1000):
+            if room in self.desk.tokens:
+                self.desk.outcomes[room] = ""
+            if self.scheduler.is_idle():
+                return
+            self.step()
+            self.check()
+        raise AssertionError("it does not come to rest")
+
+    def end(self, rid: str) -> FinishReason:
+        reason = self.results[rid].finish_reason
+        assert reason is not None
+        return reason
+
+    def assert_idle(self) -> None:
+        assert self.scheduler.is_idle()
+        self.assert_clean()
+        self.check()
+        assert self.desk.pages.keys() == self.desk.ended.keys(), "rooms that nobody ends"
+
+
+@pytest.fixture(params=[False, True], ids=["settled", "overlap"])
+def rig(model: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(model, overlap=request.param)
+    yield rig
+    rig.close()
+
+
+IDS = prompt(1, 18)
+
+
+# ---- the way of a request ----------------------------------------------------------------------
+
+
+def test_pages_are_told_chunk_by_chunk_and_held_until_they_are_read(rig: Rig, model: Path) -> None:
+    rig.compute(rig.ask("a", IDS, 5, greedy(6), return_logprob=True, top_logprobs_num=2))
+    assert rig.desk.told == [(5, 2), (5, 2), (5, 1)], "of the last page a part"
+    (want,) = SchedulerRig(model).generate([IDS])
+    first = rig.desk.tokens[5]
+    assert (first.token_id, first.prompt_len) == (want[0], 18)
+    assert first.prompt_digest == prompt_digest(token_array(IDS))
+    assert first.top_logprobs is not None and first.top_logprobs[0] == (first.logprob, want[0])
+    assert (len(first.top_logprobs), first.cached) == (2, CachedTokensDetails())
+    state = rig.scheduler.state
+    row = state.pools.req_to_token_pool.req_to_token[next(iter(state.queues.held)).slots.row]
+    assert rig.desk.pages[5] == (row[:18:PAGE] // PAGE).tolist()
+    for _ in range(5):
+        rig.step()
+    assert "a" not in rig.results, "it does not decode, and is not over"
+    assert state.counters.decode_steps == 0
+    rig.desk.outcomes[5] = ""
+    rig.step()
+    assert rig.end("a") == FinishReason(type="length", length=1)
+    assert rig.results["a"].output_ids == want[:1]
+    rig.assert_idle()
+
+
+def test_pages_that_are_cached_are_told_too(rig: Rig) -> None:
+    rig.compute(rig.ask("a", IDS, 1))
+    rig.desk.outcomes[1] = ""
+    rig.step()
+    rig.compute(rig.ask("b", [*IDS[:16], 3, 3, 3], 2))
+    assert rig.desk.pages[2][:4] == rig.desk.pages[1][:4]
+    assert len(rig.desk.pages[2]) == 5
+    assert rig.desk.tokens[2].cached == CachedTokensDetails(device=16)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("length", [1, 4, 16, 17])
+def test_a_prompt_that_is_cached_whole(model: Path, page_size: int, length: int) -> None:
+    rig = Rig(model, page_size=page_size, chunked_prefill_size=16)
+    ids = prompt(length, length)
+    for room in (1, 2):
+        rig.compute(rig.ask(f"r{room}", ids, room))
+    assert len(rig.desk.pages[2]) == -(-length // page_size)
+    whole = length // page_size
+    assert rig.desk.pages[1][:whole] == rig.desk.pages[2][:whole]
+    assert rig.desk.tokens[1].token_id == rig.desk.tokens[2].token_id
+
+
+def test_two_that_compute_one_prompt_tell_pages_that_stay(rig: Rig) -> None:
+    """The tree keeps those of one of them. The other's are free again, and must not be told."""
+    rig.compute(rig.ask("a", IDS[:8], 1), rig.ask("b", IDS[:8], 2))
+    assert rig.desk.pages[1] == rig.desk.pages[2]
+
+
+@pytest.mark.parametrize(("wanted", "length"), [(0, 0), (1, 1), (7, 1)])
+def test_the_first_token_and_the_end_of_requests_for_few(
+    rig: Rig, wanted: int, length: int
+) -> None:
+    rig.compute(rig.ask("a", IDS, 1, greedy(wanted)))
+    assert (rig.desk.tokens[1].token_id is None) == (wanted == 0)
+    rig.desk.outcomes[1] = ""
+    rig.step()
+    assert rig.end("a") == FinishReason(type="length", length=length)
+
+
+def test_a_first_token_that_stops_is_the_reason_of_the_end(rig: Rig, model: Path) -> None:
+    (want,) = SchedulerRig(model).generate([IDS])
+    params = greedy(9, ignore_eos=False, stop_token_ids=[want[0]])
+    rig.compute(rig.ask("a", IDS, 1, params))
+    rig.desk.outcomes[1] = ""
+    rig.step()
+    assert rig.end("a") == FinishReason(type="stop", matched=want[0])
+
+
+def test_a_constraint_holds_for_the_first_token(model: Path) -> None:
+    rig = Rig(model, grammar_backend=HandBackend)
+    params = SamplingParams(regex="[0-9]{3}", max_new_tokens=20, temperature=0.0)
+    params.normalize()
+    rig.compute(rig.ask("a", IDS, 1, params))
+    token = rig.desk.tokens[1].token_id
+    assert token is not None and 1 <= token <= 10
+    rig.desk.outcomes[1] = ""
+    rig.run()
+    rig.assert_idle()
+
+
+def test_samples_share_pages_and_have_rooms(rig: Rig) -> None:
+    messages = [rig.ask(f"s{n}", IDS, n, seed=n, sample_of="s0" if n else None) for n in range(3)]
+    rig.compute(*messages)
+    assert rig.scheduler.state.counters.prefill_tokens == 18 + 2 + 2
+    assert [rig.desk.pages[n][:4] for n in range(3)] == [rig.desk.pages[0][:4]] * 3
+    assert len({rig.desk.pages[n][4] for n in range(3)}) == 3, "the begun page is each one's own"
+
+
+def test_requests_without_a_room_are_served_whole(rig: Rig, model: Path) -> None:
+    rig.compute(rig.ask("held", prompt(2, 20), 1))
+    rig.step(rig.request("plain", IDS))
+    while "plain" not in rig.results:
+        rig.step()
+    assert rig.results["plain"].output_ids == SchedulerRig(model).generate([IDS])[0]
+    assert not rig.scheduler.is_idle()
+
+
+def test_what_another_server_may_read_is_not_retracted(model: Path) -> None:
+    """Its pages were told: nothing else may be written to them while the room is open."""
+    rig = Rig(model, pool_tokens=64, chunked_prefill_size=8, schedule_conservativeness=0.01)
+    plain = [rig.request(f"p{i}", prompt(i, 4), greedy(40)) for i in range(2)]
+    rig.step(*plain)
+    rig.step()
+    rig.step(rig.ask("long", prompt(9, 36), 1))
+    rig.run_until_read(1)
+    assert rig.scheduler.state.counters.retractions > 0
+    assert rig.results["long"].finish_reason is not None
+    assert len(set(rig.desk.pages[1])) == 9
+    alone = SchedulerRig(model).generate([list(one.input_ids) for one in plain], 40)
+    assert [rig.results[f"p{i}"].output_ids for i in range(2)] == alone
+
+
+# ---- ends --------------------------------------------------------------------------------------
+
+
+def test_a_decode_server_that_is_gone(rig: Rig) -> None:
+    rig.compute(rig.ask("a", IDS, 1))
+    rig.desk.outcomes[1] = "the decode server has not been heard of for 10 s"
+    rig.step()
+    rig.step()
+    assert rig.end("a") == FinishReason(
+        type="abort", message="the decode server has not been heard of for 10 s", status_code=503
+    )
+    assert rig.desk.ended == {1: "the decode server has not been heard of for 10 s"}
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize("how", ["aborted", "given up"])
+@pytest.mark.parametrize("state", ["waiting", "computing", "held"])
+def test_the_end_in_every_state(rig: Rig, state: str, how: str) -> None:
+    if state == "waiting":
+        rig.step(rig.request("fills", prompt(3, 110), greedy(5)))
+    message = rig.ask("a", IDS, 1)
+    if state == "held":
+        rig.compute(message)
+    else:
+        rig.step(message)
+    queues = rig.scheduler.state.queues
+    found = {"waiting": queues.waiting, "computing": queues.computing, "held": queues.held}[state]
+    assert [req.rid for req in found] == ["a"]
+    if how == "aborted":
+        rig.step(rig.abort("a"))
+    else:
+        rig.desk.given_up[1] = "the decode server gave it up: no slots"
+        rig.step()
+        rig.step()
+    reason = rig.end("a")
+    assert reason.status_code == (499 if how == "aborted" else 503)
+    assert rig.desk.ended == {1: reason.message}
+    while not rig.scheduler.is_idle():
+        rig.step()
+    rig.assert_idle()
+
+
+def test_a_room_that_is_given_up_as_it_fails_ends_once(rig: Rig) -> None:
+    rig.compute(rig.ask("a", IDS, 1))
+    rig.desk.given_up[1] = rig.desk.outcomes[1] = "given up"
+    rig.desk.given_up[77] = "nobody's"
+    rig.step()
+    rig.step()
+    assert rig.end("a").message == "given up"
+    rig.assert_idle()
+
+
+def test_refusals_are_told_to_the_decode_server(rig: Rig) -> None:
+    rig.step(rig.ask("long", prompt(3, 500), 1), rig.ask("empty", [], 2))
+    assert "at most 127 can ever fit" in rig.desk.ended[1]
+    assert rig.desk.ended[1] == rig.end("long").message
+    assert rig.desk.ended[2] == "input_ids is empty: give at least one token"
+    rig.step(rig.request("no room", []))
+    rig.assert_idle()
+
+
+def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: Rig) -> None:
+    rig.compute(rig.ask("a", IDS, 1))
+    rig.step(rig.ask("b", IDS, 1))
+    assert rig.end("b") == FinishReason(type="abort", message="room 1 is taken", status_code=400)
+    rig.step(rig.ask("too long too", prompt(3, 500), 1))
+    assert rig.desk.ended == {}
+    rig.desk.outcomes[1] = ""
+    rig.step()
+    # The desk remembers the room for a while after its end.
+    rig.step(rig.ask("c", IDS, 1), rig.ask("long", prompt(3, 500), 1))
+    assert [rig.end(rid).status_code for rid in ("a", "c", "long")] == [None, 400, 400]
+    rig.assert_idle()
+
+
+def test_a_shutdown_ends_every_room(rig: Rig) -> None:
+    rig.compute(rig.ask("held", IDS, 1))
+    rig.step(rig.ask("computing", prompt(2, 40), 2))
+    rig.step(ShutdownReq(timeout=0.0), rig.ask("late", IDS, 3))
+    rig.step()
+    assert rig.scheduler.is_stopped
+    assert rig.desk.ended == dict.fromkeys((1, 2, 3), "the server is shutting down")
+    rig.close()
+    assert rig.desk.is_closed
+
+
+def test_a_shutdown_waits_for_readers(rig: Rig) -> None:
+    rig.compute(rig.ask("held", IDS, 1))
+    rig.step(ShutdownReq(timeout=1000.0))
+    for _ in range(5):
+        rig.step()
+    assert not rig.scheduler.is_stopped
+    rig.desk.outcomes[1] = ""
+    rig.step()
+    rig.step()
+    assert rig.scheduler.is_stopped
+    assert rig.end("held").type == "length"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
