@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import urllib.error
-import urllib.request
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.embedded_router import Router
+from sglang.srt.utils.network import get_free_port
 from sglang.test.engine_server import EngineServer
 
 TCP: Final = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
@@ -45,34 +44,22 @@ def decode_server(*args: str, model: str | None = None) -> EngineServer:
 def router(
     prefill: Sequence[tuple[EngineServer, int]], decode: Sequence[EngineServer]
 ) -> Iterator[str]:
-    """The URL of `sglang_router` in front of servers that are up; it ends with the block."""
-    port = get_free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
-    for server, bootstrap_port in prefill:
-        command += ["--prefill", server.url, str(bootstrap_port)]
-    for server in decode:
-        command += ["--decode", server.url]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    # Another port for its metrics than the default, which may be taken.
-    command += ["--prometheus-port", str(get_free_port()), "--log-level", "error"]
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        up = wait_until(lambda: process.poll() is not None or _is_ready(url), _START_S)
-        assert up and process.poll() is None, "the router did not start"
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+    """The URL of `sglang_router` in front of servers that are up; it ends with the block.
 
-
-def _is_ready(url: str) -> bool:
-    """Whether the router has found its workers."""
-    try:
-        with urllib.request.urlopen(f"{url}/readiness", timeout=5) as response:
-            return int(response.status) == 200
-    except (OSError, urllib.error.URLError):
-        return False
+    It sends a request once, to whatever servers there are, so that clients see what these answer.
+    """
+    with ExitStack() as stack:
+        log_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        process = Router(
+            [(server.url, port) for server, port in prefill],
+            [server.url for server in decode],
+            port=get_free_port(),
+            log_dir=Path(log_dir),
+            flags=("--disable-retries", "--disable-circuit-breaker"),
+        )
+        stack.callback(process.kill)
+        process.start(_START_S)
+        yield process.url
 
 
 @contextmanager

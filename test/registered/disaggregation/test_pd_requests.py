@@ -1,0 +1,235 @@
+"""Requests of many kinds to a prefill and a decode server behind the router: as of one server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import httpx
+import openai
+import pytest
+
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_server import EngineServer
+from sglang.test.pd_servers import Halves, halves
+
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+
+CHUNKS: Final = ("--chunked-prefill-size", "64")
+FACTS: Final = (
+    "The code of heron is 7391. The code of otter is 2846. The code of badger is 5027. "
+    "The code of falcon is 1684. The code of raven is 9310. The code of tiger is 4275. "
+)
+PROMPTS: Final = (
+    "a",
+    "The code of heron is 7391. The code of heron is",
+    FACTS + "The code of falcon is",
+    FACTS * 4 + "The code of raven is",
+)
+"""Shorter than a page, two pages, chunks."""
+IDLE_S: Final = 60.0
+
+
+def is_idle(server: EngineServer) -> bool:
+    """Whether no request is in a server, and all pages are free or in the tree."""
+    state = server.request("GET", "/server_info").body["internal_states"][0]
+    return not state["busy"] and state["used_tokens"] == 0
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[EngineServer]:
+    with EngineServer("--page-size", "16", *CHUNKS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Halves]:
+    with halves(prefill_args=CHUNKS) as servers:
+        yield servers
+
+
+@pytest.fixture(autouse=True)
+def the_pair_is_idle_afterwards(pair: Halves) -> Iterator[None]:
+    yield
+    for server in (*pair.prefill, *pair.decode):
+        assert wait_until(lambda server=server: is_idle(server), IDLE_S), (  # type: ignore[misc]
+            server.request("GET", "/server_info").body["internal_states"]
+        )
+
+
+def client_of(server: EngineServer | Halves) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def generate(server: EngineServer | Halves, **body: Any) -> Any:
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def question(animal: str) -> list[Any]:
+    return [{"role": "user", "content": f"{FACTS}What is the code of {animal}?"}]
+
+
+def test_words_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: Halves) -> None:
+    for prompt in PROMPTS:
+        body = {
+            "text": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        }
+        expected, told = generate(whole, **body), generate(pair, **body)
+        assert told["output_ids"] == expected["output_ids"]
+        assert told["text"] == expected["text"]
+        for name in ("prompt_tokens", "completion_tokens", "finish_reason"):
+            assert told["meta_info"][name] == expected["meta_info"][name]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            assert_alike(told["meta_info"][name], expected["meta_info"][name])
+        assert told["meta_info"]["input_token_logprobs"] == []
+
+
+def assert_alike(told: Any, expected: Any) -> None:
+    """Equal, but for the last digits of numbers: batches differ."""
+    if isinstance(expected, list):
+        assert len(told) == len(expected)
+        for one, other in zip(told, expected, strict=True):
+            assert_alike(one, other)
+    elif isinstance(expected, float):
+        assert told == pytest.approx(expected, abs=1e-3)
+    else:
+        assert told == expected
+
+
+def test_cached_tokens_are_the_prefill_servers(pair: Halves) -> None:
+    for server in (*pair.prefill, *pair.decode):
+        server.flush()
+    prompt = f"unseen {FACTS}"
+    params = {"temperature": 0, "max_new_tokens": 4}
+    first = generate(pair, text=prompt, sampling_params=params)["meta_info"]
+    again = generate(pair, text=prompt, sampling_params=params)["meta_info"]
+    assert first["cached_tokens"] == 0
+    assert again["cached_tokens"] >= (again["prompt_tokens"] - 1) // 16 * 16
+    for server in pair.decode:
+        server.flush()
+    only_prefill = generate(pair, text=prompt, sampling_params=params)
+    assert only_prefill["meta_info"]["cached_tokens"] == again["cached_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_samples_and_batches(whole: EngineServer, pair: Halves, kind: str) -> None:
+    """The same seeds draw the same words."""
+    words = []
+    for server in (whole, pair):
+        with client_of(server) as client:
+            common: dict[str, Any] = {"model": "m", "n": 3, "seed": 5, "temperature": 1.0}
+            if kind == "chat":
+                chat = client.chat.completions.create(
+                    messages=question("otter"), max_tokens=6, **common
+                )
+                words.append([one.message.content for one in chat.choices])
+            else:
+                completion = client.completions.create(
+                    prompt=[*PROMPTS[1:3]], max_tokens=6, **common
+                )
+                words.append([one.text for one in completion.choices])
+    assert words[0] == words[1]
+    assert len(words[1]) == (3 if kind == "chat" else 6)
+
+
+def test_a_batch_of_token_ids(whole: EngineServer, pair: Halves) -> None:
+    body = {
+        "input_ids": [[65, 66, 67], list(range(40, 90)), [70]],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
+    }
+    expected, told = generate(whole, **body), generate(pair, **body)
+    assert [one["output_ids"] for one in told] == [one["output_ids"] for one in expected]
+
+
+def test_grammars_hold_on_both_servers(pair: Halves) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"code": {"type": "integer"}},
+        "required": ["code"],
+    }
+    for stop in ({"json_schema": json.dumps(schema)}, {"regex": "[0-9]{4}"}):
+        params = {"temperature": 0, "max_new_tokens": 60, **stop}
+        told = generate(pair, text=PROMPTS[2], sampling_params=params)
+        if "regex" in stop:
+            assert told["text"].isdigit()
+            assert len(told["text"]) == 4
+        elif told["meta_info"]["finish_reason"]["type"] == "stop":
+            assert isinstance(json.loads(told["text"])["code"], int)
+        else:
+            assert told["text"].lstrip().startswith("{")
+
+
+def test_many_at_once(whole: EngineServer, pair: Halves) -> None:
+    bodies = [
+        {
+            "text": FACTS * (number % 4) + f"The number {number} is",
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": 1 + number % 9,
+                "ignore_eos": True,
+            },
+        }
+        for number in range(24)
+    ]
+    expected = [generate(whole, **body)["output_ids"] for body in bodies]
+    with ThreadPoolExecutor(12) as pool:
+        told = list(pool.map(lambda body: generate(pair, **body)["output_ids"], bodies))
+    assert told == expected
+
+
+def test_a_client_that_leaves_ends_both_halves(pair: Halves) -> None:
+    body = {
+        "text": PROMPTS[1],
+        "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True},
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{pair.url}/generate", json=body, timeout=120) as stream:
+        lines = stream.iter_lines()
+        first = json.loads(next(lines).removeprefix("data: "))
+        assert first["meta_info"]["finish_reason"] is None
+        state = pair.decode[0].request("GET", "/server_info").body["internal_states"][0]
+        assert state["num_running_reqs"] == 1
+    # The fixture waits until both servers are idle; 4000 tokens would take longer.
+    assert wait_until(lambda: is_idle(pair.decode[0]), IDLE_S)
+    again = generate(pair, text="a", sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+    assert again["meta_info"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_says_why(pair: Halves, stream: bool) -> None:
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 10**6}, "stream": stream}
+    answer = httpx.post(f"{pair.url}/generate", json=body, timeout=120)
+    assert answer.status_code == 400
+    assert "max_new_tokens=1000000 and a prompt of" in answer.text
+    lost = {"text": "a", "return_logprob": True, "logprob_start_len": 0, "stream": True}
+    answer = httpx.post(f"{pair.url}/generate", json=lost, timeout=120)
+    assert answer.status_code == 400
+    assert "logprob_start_len with a stream" in answer.text
+
+
+def test_servers_and_router_tell_what_they_are(pair: Halves) -> None:
+    [prefill], [decode] = pair.prefill, pair.decode
+    workers = httpx.get(f"{pair.url}/workers", timeout=20).json()["workers"]
+    modes = {one["url"]: one["metadata"]["disaggregation_mode"] for one in workers}
+    assert modes == {prefill.url: "prefill", decode.url: "decode"}
+    [port] = [one["bootstrap_port"] for one in workers if "bootstrap_port" in one]
+    told = prefill.request("GET", "/server_info").body
+    assert told["disaggregation_bootstrap_port"] == port
+    route = httpx.get(f"http://127.0.0.1:{port}/route?rank=0", timeout=20).json()
+    assert route == {"rank": 0, **told["route"]}
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+    lost = decode.request("POST", "/generate", {"text": "a", **room})
+    assert lost.status >= 400
+    assert "the bootstrap server at http://127.0.0.1:1" in lost.body["error"]["message"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
