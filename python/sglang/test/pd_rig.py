@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from sglang.srt.disaggregation.common.remote_prompt import FindEndpoint
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, Engine, MakeHalf, make_half_server
@@ -55,6 +55,9 @@ class LocalMover:
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
         return 0
 
+    def batch_deregister(self, ptrs: Sequence[int]) -> int:
+        return 0
+
     def get_session_id(self) -> str:
         return "this process"
 
@@ -73,10 +76,14 @@ class LocalMover:
         """Move its bytes, or let it fail."""
         error = self.fails(transfer.blocks)
         if error is None:
-            for block in transfer.blocks:
-                ctypes.memmove(block.local, block.remote, block.length)
+            self.move(transfer.blocks)
             transfer.end(0, len(transfer.blocks) - 1, BlockOutcome.DONE)
         transfer.settle(error)
+
+    def move(self, blocks: Sequence[Block]) -> None:
+        """Copy the bytes."""
+        for block in blocks:
+            ctypes.memmove(block.local, block.remote, block.length)
 
     def release(self) -> None:
         """End the reads in flight, and hold no more."""
@@ -84,6 +91,33 @@ class LocalMover:
         for transfer in self.begun:
             if not transfer.is_settled:
                 self.finish(transfer)
+
+
+class MooncakeMover(LocalMover):
+    """The same through a Transfer Engine, which reads from itself."""
+
+    def __init__(self, engine: MooncakeTransferEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        return self._engine.batch_register(ptrs, lengths)
+
+    def batch_deregister(self, ptrs: Sequence[int]) -> int:
+        return self._engine.batch_deregister(ptrs)
+
+    def get_session_id(self) -> str:
+        return self._engine.get_session_id()
+
+    def move(self, blocks: Sequence[Block]) -> None:
+        done = self._engine.transfer(self.get_session_id(), TransferOp.READ, blocks, timeout=30)
+        assert done.is_done
+
+
+class RigEngine(Engine, Protocol):
+    """An engine whose memory can be taken back."""
+
+    def batch_deregister(self, ptrs: Sequence[int]) -> int: ...
 
 
 class HalfRig(SchedulerRig):
@@ -150,7 +184,7 @@ class PdRig:
     def __init__(
         self,
         model_path: Path,
-        engine: Engine,
+        engine: RigEngine,
         *,
         checkable: bool = False,
         prefill: dict[str, Any] | None = None,
@@ -180,10 +214,9 @@ class PdRig:
     ) -> None:
         self.decode.close()
         self.prefill.close()
-        if isinstance(self.engine, MooncakeTransferEngine):
-            # The next pair's pools may be where these were.
-            for rig in self.rigs:
-                self.engine.batch_deregister(rig.addresses)
+        # The next pair's pools may be where these were.
+        for rig in self.rigs:
+            self.engine.batch_deregister(rig.addresses)
 
     @property
     def rigs(self) -> tuple[HalfRig, HalfRig]:

@@ -25,7 +25,7 @@ from sglang.test.forked_servers import ForkedServer, InRank
 from sglang.test.scheduler_rig import prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=45, suite="base-b-test-cpu")
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 
 END_S: Final = 40.0
 """Seconds in which a server ends at the latest; it needs ten on a machine that does nothing else.

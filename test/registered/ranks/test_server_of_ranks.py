@@ -25,7 +25,7 @@ from sglang.test.forked_servers import ForkedServer
 from sglang.test.recall_task import heldout_conversation
 from sglang.test.scheduler_rig import prompt
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 PAGE: Final = 16
 IDS: Final = prompt(1, 200)

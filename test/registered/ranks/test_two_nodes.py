@@ -22,7 +22,7 @@ from sglang.test.scheduler_rig import prompt
 from sglang.test.test_utils import await_health, new_log_path
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 END_S: Final = 40.0
 """Seconds in which both end at the latest; they need ten on a machine that does nothing else."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
@@ -110,11 +111,14 @@ def to_vector(progress: Progress) -> torch.Tensor:
     values += [int(progress.available), *progress.rates, -int(progress.has_reconnected)]
     values += [progress.writes, progress.loads, progress.check]
     values += [progress.administration, *progress.backups]
-    values += [Verdict.UNDER_WAY] * (_BACKUPS_END - len(values))
+    slots: list[int] = []
     for one in progress.prefetches:
-        values += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed]
-    values += [0] * (_VECTOR_SIZE - len(values))
-    return torch.tensor(values, dtype=torch.int64)
+        slots += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed]
+    # Mostly zeros (`UNDER_WAY` is one): made by numpy in 3 us, from a list in 33.
+    vector = np.zeros(_VECTOR_SIZE, dtype=np.int64)
+    vector[: len(values)] = values
+    vector[_BACKUPS_END : _BACKUPS_END + len(slots)] = slots
+    return torch.from_numpy(vector)
 
 
 def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +28,7 @@ from sglang.srt.disaggregation.common.protocol import (
     RoomNews,
 )
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk, RoomExists
-from sglang.srt.utils.network import can_connect
+from sglang.srt.utils.network import can_connect, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
@@ -98,6 +100,10 @@ def new_asker(desk: RoomDesk) -> Iterator[Callable[[], Asker]]:
 @pytest.fixture
 def asker(new_asker: Callable[[], Asker]) -> Asker:
     return new_asker()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    assert wait_until(is_so, 10, interval=0.005)
 
 
 def fill(desk: RoomDesk, room: int) -> None:
@@ -189,10 +195,10 @@ def test_received_may_be_said_again_until_the_room_is_forgotten(
     desk.end(1)
     desk.end(1)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
+    assert desk._rooms[1].pages == [] and desk._rooms[1].first_token is None, "a minute is long"
     clock.now += REMEMBER_S + 1
-    asker.ask(Hello())
+    until(lambda: asker.look(1) == RoomNews(1, is_known=False))
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
-    assert asker.look(1) == RoomNews(1, is_known=False)
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -255,11 +261,11 @@ def test_rooms_of_other_requests_are_refused_for_a_minute_after_their_end(
     desk.end(1, "over")
     clock.now += REMEMBER_S - 1
     asker.ask(Hello())
+    asker.ask(Hello())
     with pytest.raises(RoomExists):
         desk.open(1)
     clock.now += 2
-    asker.ask(Hello())
-    asker.ask(Hello())
+    until(lambda: not asker.look(1).is_known)
     desk.open(1)
     assert asker.look(1) == RoomNews(1, True)
 
@@ -304,8 +310,7 @@ def test_a_room_may_be_given_up_before_its_request_comes(
     }, "the oldest was forgotten"
     asker.ask(GiveUp(4, "me", "of 4"))
     clock.now += UNCLAIMED_S + 1
-    asker.ask(Hello())
-    asker.ask(Hello())
+    until(lambda: not desk._unwanted)
     desk.open(4)
     assert desk.outcome(4) is None, "as late a request is another"
 
@@ -393,7 +398,7 @@ questions = st.one_of(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(st.binary(max_size=64), questions), max_size=8))
 def test_whatever_comes_the_desk_goes_on(
     desk: RoomDesk, asker: Asker, messages: list[bytes | Question]
@@ -432,15 +437,35 @@ def test_questions_that_wait_are_bounded(
 # ---- shutting down -----------------------------------------------------------------------------
 
 
-def test_what_ended_last_is_still_told(desk: RoomDesk, asker: Asker) -> None:
+def test_what_ended_last_is_still_told(
+    desk: RoomDesk, new_asker: Callable[[], Asker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a decode server would wait until it takes the silence for a failure."""
+    busy, asker = new_asker(), new_asker()
     desk.open(1)
     asker.send(Ask(1, "me", 0))
     asker.look(1)
+    replying, go_on = threading.Event(), threading.Event()
+    reply = desk._reply
+
+    def slow(*args: Any) -> None:
+        replying.set()
+        assert go_on.wait(10)
+        reply(*args)
+
+    monkeypatch.setattr(desk, "_reply", slow)
+    desk.open(2)
+    desk.end(2, "while the thread is busy, another ends")
+    busy.send(Ask(2, "busy", 0))
+    assert replying.wait(10)
     desk.end(1, "the server is shutting down")
-    desk.close()
-    desk.close()
+    closing = threading.Thread(target=desk.close)
+    closing.start()
+    assert desk._closing.wait(10)
+    go_on.set()
     assert asker.hear().answer == RoomNews(1, True, failure="the server is shutting down")
+    closing.join(10)
+    desk.close()
     assert not can_connect("127.0.0.1", desk.port, timeout=1.0)
 
 

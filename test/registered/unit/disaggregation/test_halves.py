@@ -1,0 +1,298 @@
+"""Both halves together: every key and value is checked, and reads are slow or fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common.remote_prompt import STEPS
+from sglang.srt.disaggregation.halves import make_half_server
+from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
+from sglang.srt.utils.network import wait_until
+from sglang.test import checkable_model
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.control_proxy import ControlProxy
+from sglang.test.pd_rig import HalfRig, LocalMover, PdRig
+from sglang.test.scheduler_rig import greedy, prompt
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+LENGTHS = (1, 4, 15, 16, 17, 64, 70)
+PROMPTS = [prompt(seed, length, 1000) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers that are gone are missed after two seconds."""
+    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.05)
+    with (
+        envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
+        envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),
+    ):
+        yield
+
+
+@pytest.fixture
+def mover() -> LocalMover:
+    return LocalMover()
+
+
+def make_pair(mover: LocalMover, **args: Any) -> PdRig:
+    settings = {
+        "page_size": 4,
+        "pool_tokens": 512,
+        "max_requests": 16,
+        "chunked_prefill_size": 16,
+    }
+    return PdRig(BUILTIN_MODEL_DIR, mover, checkable=True, **{**settings, **args})
+
+
+@pytest.fixture(name="pair", params=[False, True], ids=["settled", "overlap"])
+def each_pair(mover: LocalMover, request: pytest.FixtureRequest) -> Iterator[PdRig]:
+    with make_pair(mover, overlap=request.param) as pair:
+        yield pair
+        mover.release()
+
+
+def words(message: TokenizedGenerateReqInput) -> list[int]:
+    ids = message.input_ids.tolist()
+    return checkable_model.words(ids, message.seed, message.sampling_params.max_new_tokens)
+
+
+def assert_said(pair: PdRig, *messages: TokenizedGenerateReqInput) -> None:
+    for message in messages:
+        got = pair.result(message.rid)
+        assert got.finish_reason is not None and got.finish_reason.type == "length"
+        assert got.output_ids == words(message)
+
+
+def stepped(rig: HalfRig, rid: str) -> bool:
+    """Whether a request has ended after a further tick."""
+    rig.step()
+    return rid in rig.results
+
+
+def why(pair: PdRig, rid: str) -> str:
+    """Why a request failed on the decode server."""
+    reason = pair.result(rid).finish_reason
+    assert reason is not None and reason.type == "abort"
+    return reason.message or ""
+
+
+# ---- words -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_every_key_and_value_is_right_cold_and_cached(
+    mover: LocalMover, page_size: int, overlap: bool
+) -> None:
+    with make_pair(mover, page_size=page_size, overlap=overlap) as pair:
+        for turn in range(2):
+            messages = [
+                pair.request(f"{turn} {n}", ids, greedy(9)) for n, ids in enumerate(PROMPTS)
+            ]
+            reads = len(mover.begun)
+            pair.run(*messages)
+            assert_said(pair, *messages)
+        if page_size == 1:
+            assert len(mover.begun) == reads, "all prompts were cached whole"
+        assert pair.decode.scheduler.state.counters.prefill_tokens == 0
+
+
+def test_retracted_requests_are_computed_on_the_decode_server(mover: LocalMover) -> None:
+    tight = {"pool_tokens": 120, "schedule_conservativeness": 0.01}
+    with make_pair(mover, decode=tight) as pair:
+        messages = [pair.request(f"r{n}", prompt(n, 30, 1000), greedy(40)) for n in range(6)]
+        pair.run(*messages)
+        assert_said(pair, *messages)
+        counters = pair.decode.scheduler.state.counters
+        assert counters.retractions > 0 and counters.prefill_tokens > 0
+
+
+def test_more_requests_than_either_side_has_room_for(pair: PdRig) -> None:
+    messages = [
+        pair.request(f"r{n}", prompt(n, 20 + 9 * (n % 9), 1000), greedy(1 + n % 12))
+        for n in range(60)
+    ]
+    pair.run(*messages)
+    assert_said(pair, *messages)
+
+
+# ---- reads that are slow or fail ---------------------------------------------------------------
+
+
+def test_pages_of_an_aborted_read_are_not_reused_before_it_has_ended(
+    pair: PdRig, mover: LocalMover
+) -> None:
+    """Their canaries: keys and values of requests that would have got them."""
+    victim = pair.request("victim", prompt(1, 100, 1000), greedy(9))
+    mover.hold = True
+    pair.until(lambda: bool(mover.begun), victim)
+    held = list(mover.begun)
+    pair.step([pair.prefill.abort("victim")], [pair.decode.abort("victim")])
+    assert "abort" in why(pair, "victim")
+    mover.hold = False
+    others = [pair.request(f"r{n}", prompt(n, 50, 1000), greedy(30)) for n in range(20)]
+    pair.until(lambda: all(one.rid in pair.decode.results for one in others), *others)
+    assert_said(pair, *others)
+    state = pair.decode.scheduler.state
+    assert (state.queues.num_holders, state.free_tokens()) == (1, 512 - 100)
+    assert not any(transfer.is_settled for transfer in held)
+    # What lands now, lands on pages that nobody uses.
+    mover.release()
+    pair.until(pair.decode.scheduler.is_idle)
+    pair.assert_clean()
+    again = [pair.request("again", prompt(1, 100, 1000), greedy(9)), *others[:3]]
+    for message in again:
+        pair.decode.results.pop(message.rid, None)
+        pair.prefill.results.pop(message.rid, None)
+    fresh = [
+        pair.request(f"again {one.rid}", one.input_ids.tolist(), one.sampling_params)
+        for one in again
+    ]
+    pair.run(*fresh)
+    assert_said(pair, *fresh)
+
+
+def test_a_read_that_fails_fails_its_request_alone(pair: PdRig, mover: LocalMover) -> None:
+    mover.fails = lambda blocks: PeerUnreachable("p", "ended during a transfer")
+    pair.run(pair.request("a", PROMPTS[6]))
+    assert why(pair, "a") == (
+        "reading from the prefill server failed: peer p ended during a transfer"
+    )
+    reason = pair.prefill.results["a"].finish_reason
+    assert reason is not None and "the decode server gave it up" in (reason.message or "")
+    mover.fails = lambda blocks: None
+    message = pair.request("b", PROMPTS[6])
+    pair.run(message)
+    assert_said(pair, message)
+
+
+def test_a_prefill_server_that_falls_silent_during_a_read(pair: PdRig, mover: LocalMover) -> None:
+    """The request ends after the silence, its slots with the read."""
+    is_silent: list[bool] = []
+    proxy = ControlProxy(pair.prefill.route["endpoint"], lambda *_: () if is_silent else (0.0,))
+    with proxy:
+        pair.endpoint = proxy.endpoint
+        mover.hold = True
+        pair.until(lambda: bool(mover.begun), pair.request("a", PROMPTS[6]))
+        is_silent.append(True)
+        pair.until(lambda: "a" in pair.decode.results)
+        assert "has not answered for 2 s" in why(pair, "a")
+        assert pair.decode.scheduler.state.queues.num_holders == 1
+        # Prefill misses the decode server likewise.
+        pair.until(lambda: "a" in pair.prefill.results)
+        reason = pair.prefill.results["a"].finish_reason
+        assert reason is not None
+        assert reason.message == "the decode server has not been heard of for 2 s"
+        mover.release()
+        pair.until(pair.decode.scheduler.is_idle)
+        pair.assert_clean()
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_an_abort_on_one_side_ends_the_other(pair: PdRig, mover: LocalMover, where: str) -> None:
+    mover.hold = True
+    pair.until(lambda: bool(mover.begun), pair.request("a", PROMPTS[6]))
+    abort = [pair.decode.abort("a")]
+    pair.step(abort if where == "prefill" else [], abort if where == "decode" else [])
+    pair.until(lambda: "a" in pair.prefill.results and "a" in pair.decode.results)
+    mover.release()
+    pair.until(pair.decode.scheduler.is_idle)
+    pair.assert_clean()
+
+
+# ---- rooms that do not meet --------------------------------------------------------------------
+
+
+def test_a_second_request_of_a_room_leaves_the_first_alone(pair: PdRig, mover: LocalMover) -> None:
+    mover.hold = True
+    first = pair.request("first", PROMPTS[6], room=9)
+    pair.until(lambda: bool(mover.begun), first)
+    pair.step(*[[pair.request("second", PROMPTS[5], room=9)]] * 2)
+    for rig in pair.rigs:
+        reason = rig.results["second"].finish_reason
+        assert reason is not None and reason.status_code == 400
+    mover.release()
+    pair.until(lambda: all(rig.scheduler.is_idle() for rig in pair.rigs))
+    assert_said(pair, first)
+    # The number again: prefill remembers it, and decode hears so at once.
+    pair.run(pair.request("third", PROMPTS[5], room=9))
+    assert "the prefill server ended the request" in why(pair, "third")
+
+
+def test_two_decode_servers_in_one_room(mover: LocalMover) -> None:
+    with make_pair(mover) as pair, make_pair(mover) as other:
+        other.endpoint = pair.prefill.route["endpoint"]
+        mover.hold = True
+        message = pair.request("a", PROMPTS[6], room=3)
+        pair.until(lambda: bool(mover.begun), message)
+        other.decode.step(message)
+        other.until(lambda: "a" in other.decode.results)
+        assert "the room belongs to another reader" in why(other, "a")
+        mover.release()
+        pair.until(lambda: all(rig.scheduler.is_idle() for rig in pair.rigs))
+        assert_said(pair, message)
+        pair.assert_clean()
+        other.assert_clean()
+
+
+def test_what_decode_refuses_does_not_wait_at_prefill(mover: LocalMover) -> None:
+    with make_pair(mover, decode={"pool_tokens": 64}) as pair:
+        pair.run(pair.request("long", PROMPTS[6]))
+        reason = pair.prefill.results["long"].finish_reason
+        assert reason is not None
+        assert "the decode server gave it up: the prompt has 70 tokens" in (reason.message or "")
+
+
+def test_what_prefill_refuses_does_not_wait_at_decode(mover: LocalMover) -> None:
+    with make_pair(mover, prefill={"pool_tokens": 64}) as pair:
+        pair.run(pair.request("long", PROMPTS[6]))
+        assert "the prompt has 70 tokens, at most 63 can ever fit" in why(pair, "long")
+
+
+# ---- the end, and injected failures ------------------------------------------------------------
+
+
+def test_a_prefill_server_that_shuts_down_says_so(pair: PdRig) -> None:
+    """What asks hears it, even if the request has only just come."""
+    pair.decode.step(pair.request("a", PROMPTS[6], room=2))
+    desk = pair.prefill.scheduler._parts.half._desk  # type: ignore[attr-defined]
+    assert wait_until(lambda: bool(desk._waiting), 10, interval=0.001)
+    pair.prefill.step(pair.request("a", PROMPTS[6], room=2), ShutdownReq(timeout=0.0))
+    while not pair.prefill.scheduler.is_stopped:
+        pair.prefill.step()
+    pair.prefill.scheduler.close()
+    assert wait_until(lambda: stepped(pair.decode, "a"), 10, interval=0.001)
+    assert "the server is shutting down" in why(pair, "a")
+
+
+def test_injected_failures_name_their_step(mover: LocalMover) -> None:
+    with envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(1.0), make_pair(mover) as pair:
+        messages = [pair.request(f"r{n}", PROMPTS[n % 7]) for n in range(12)]
+        pair.run(*messages)
+        said = {why(pair, message.rid) for message in messages}
+        steps = {f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {s} failed" for s in STEPS}
+        assert said and said <= steps
+    with make_pair(mover) as pair:
+        message = pair.request("a", PROMPTS[6])
+        pair.run(message)
+        assert_said(pair, message)
+
+
+def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
+    with make_pair(mover) as pair, pytest.raises(ValueError, match=r"--host 192\.0\.2\.1: cannot"):
+        make_half_server(
+            "prefill", "192.0.2.1", pair.prefill.pools, "w", mover, lambda host, port: ""
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
