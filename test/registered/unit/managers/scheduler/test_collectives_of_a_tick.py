@@ -101,9 +101,12 @@ def test_one_broadcast_a_tick_one_round_while_something_is_under_way_and_none_wh
         "enable_hierarchical_cache": True,
         "chunked_prefill_size": 64,
     }
-    rigs = [SchedulerRig(tmp_path, group=group, **args) for group in groups]
-    script = Script(rigs[0], groups[0])
     with ThreadPoolExecutor(2) as pool:
+        # The ranks start together: a cache of several tiers agrees on its sizes.
+        rigs = list(pool.map(lambda group: SchedulerRig(tmp_path, group=group, **args), groups))
+        for group in groups:
+            group.reductions.clear()
+        script = Script(rigs[0], groups[0])
         ends = [
             pool.submit(rigs[0].scheduler.run, script),
             pool.submit(rigs[1].scheduler.run_beside),
