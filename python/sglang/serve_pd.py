@@ -40,6 +40,7 @@ from sglang.serve_embedded import (
 from sglang.srt.arg_groups.disaggregation import DECODE, PREFILL, WHOLE
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.network import base_url, check_port_available, get_free_ports, is_healthy
 
@@ -96,7 +97,8 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
         *("--page-size", str(args.page_size)),
         *("--disaggregation-mode", DECODE),
     ]
-    if args.device != "cpu" and num_gpus > args.base_gpu_id + 1:
+    has_gpus = args.device == "auto" or device_kind(args.device).has_own_memory
+    if has_gpus and num_gpus > args.base_gpu_id + 1:
         decode += ["--base-gpu-id", str(args.base_gpu_id + 1)]
     for one in (prefill, decode):
         prepare_server_args(one)

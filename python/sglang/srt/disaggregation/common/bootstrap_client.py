@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import http.client
-from typing import Annotated, Final, TypeAlias
+from typing import Final
 from urllib.parse import urlencode
 
 import msgspec
 
 from sglang.srt.constants import KIB
+from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_PATH, Registration, Route
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 from sglang.srt.utils.network import base_url
 
-ROUTE_PATH: Final = "/route"
-MAX_RANK: Final = 65_535
 REGISTER_TIMEOUT_S: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 64 * KIB
-
-Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
-Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class BootstrapError(RuntimeError):
     """A bootstrap server did not do what was asked; one line that names it and says why."""
-
-
-class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank of a prefill server answers decode servers, and who it is."""
-
-    rank: Rank
-    endpoint: Text
-    """ZMQ's form: `tcp://HOST:PORT`."""
-    instance_id: Text
-    """Drawn at its start: another one at the same address is another server."""
-
-
-class Registration(Route, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A route with the proof that a process of the same server sends it."""
-
-    token: Text
 
 
 def register(host: str, port: int, token: str, route: Route) -> None:

@@ -25,7 +25,7 @@ import msgspec
 
 from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.common.bootstrap_client import (
+from sglang.srt.disaggregation.common.bootstrap_route import (
     MAX_RANK,
     ROUTE_PATH,
     Registration,

@@ -11,10 +11,10 @@ import pytest
 
 from sglang.srt.disaggregation.common.bootstrap_client import (
     BootstrapError,
-    Route,
     find,
     register,
 )
+from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci

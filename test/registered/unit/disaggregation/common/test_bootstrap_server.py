@@ -11,7 +11,8 @@ from contextlib import ExitStack
 import pytest
 
 from sglang.srt.disaggregation.common import bootstrap_server
-from sglang.srt.disaggregation.common.bootstrap_client import Route, find, register
+from sglang.srt.disaggregation.common.bootstrap_client import find, register
+from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,

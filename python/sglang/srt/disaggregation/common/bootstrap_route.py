@@ -1,0 +1,29 @@
+"""Where a rank of a prefill server answers decode servers. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+ROUTE_PATH: Final = "/route"
+MAX_RANK: Final = 65_535
+
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank of a prefill server answers decode servers, and who it is."""
+
+    rank: Rank
+    endpoint: Text
+    """ZMQ's form: `tcp://HOST:PORT`."""
+    instance_id: Text
+    """Drawn at its start: another one at the same address is another server."""
+
+
+class Registration(Route, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A route with the proof that a process of the same server sends it."""
+
+    token: Text
