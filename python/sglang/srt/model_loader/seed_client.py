@@ -42,10 +42,11 @@ class SeedClient:
             ValueError: There is no answer, or it is not a seed's; says what there is.
         """
         call = BackgroundCall("ask-seed", self._get, expected=(OSError, http.client.HTTPException))
-        if not call.wait(self._timeout):
+        # The connection's own timeout may come first.
+        if not call.wait(self._timeout) or isinstance(call.error, TimeoutError):
             raise ValueError(
-                f"it accepts connections and has not answered for {self._timeout:g} s: it is "
-                "stopped or overloaded; wait until it answers /health_generate, then start again"
+                f"it has not answered for {self._timeout:g} s: it is stopped or overloaded, or its "
+                "host is away; wait until it answers /health_generate, then start again"
             )
         if isinstance(call.error, OSError):
             raise ValueError(
