@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ class LocalMover:
         self.hold = False
         self.fails: Callable[[Sequence[Block]], TransferError | None] = lambda blocks: None
         self.begun: list[Transfer] = []
+        self._peers: dict[int, str] = {}
+        """Whom a transfer reads from, by its `id`."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
         return 0
@@ -64,10 +67,11 @@ class LocalMover:
     def begin(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer:
-        assert (peer, op) == (self.get_session_id(), TransferOp.READ)
+        assert op is TransferOp.READ
         transfer = Transfer(blocks, on_settled=lambda: None)
         transfer.begin(0, len(blocks) - 1, None)
         self.begun.append(transfer)
+        self._peers[id(transfer)] = peer
         if not self.hold:
             self.finish(transfer)
         return transfer
@@ -76,12 +80,16 @@ class LocalMover:
         """Move its bytes, or let it fail."""
         error = self.fails(transfer.blocks)
         if error is None:
-            self.move(transfer.blocks)
-            transfer.end(0, len(transfer.blocks) - 1, BlockOutcome.DONE)
+            try:
+                self.move(self._peers[id(transfer)], transfer.blocks)
+                transfer.end(0, len(transfer.blocks) - 1, BlockOutcome.DONE)
+            except TransferError as failure:
+                error = failure
         transfer.settle(error)
 
-    def move(self, blocks: Sequence[Block]) -> None:
-        """Copy the bytes."""
+    def move(self, peer: str, blocks: Sequence[Block]) -> None:
+        """Copy the bytes. Raises TransferError."""
+        assert peer == self.get_session_id()
         for block in blocks:
             ctypes.memmove(block.local, block.remote, block.length)
 
@@ -92,9 +100,16 @@ class LocalMover:
             if not transfer.is_settled:
                 self.finish(transfer)
 
+    def release_beside(self) -> None:
+        """The same in a thread for each: a read from a server that is stopped hangs."""
+        self.hold = False
+        for transfer in self.begun:
+            if not transfer.is_settled:
+                threading.Thread(target=self.finish, args=(transfer,), daemon=True).start()
+
 
 class MooncakeMover(LocalMover):
-    """The same through a Transfer Engine, which reads from itself."""
+    """The same through a Transfer Engine, from any process."""
 
     def __init__(self, engine: MooncakeTransferEngine) -> None:
         super().__init__()
@@ -109,9 +124,11 @@ class MooncakeMover(LocalMover):
     def get_session_id(self) -> str:
         return self._engine.get_session_id()
 
-    def move(self, blocks: Sequence[Block]) -> None:
-        done = self._engine.transfer(self.get_session_id(), TransferOp.READ, blocks, timeout=30)
-        assert done.is_done
+    def move(self, peer: str, blocks: Sequence[Block]) -> None:
+        done = self._engine.transfer(peer, TransferOp.READ, blocks, timeout=30)
+        done.wait()
+        if not done.is_done:
+            raise TransferError(f"{[outcome.value for outcome in done.outcomes]}")
 
 
 class RigEngine(Engine, Protocol):

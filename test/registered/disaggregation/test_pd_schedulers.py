@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 
+from sglang.srt.disaggregation.common import remote_prompt
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -22,8 +24,9 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.control_proxy import ControlProxy
 from sglang.test.letters import Letters
-from sglang.test.pd_rig import LOOPBACK, PdRig
+from sglang.test.pd_rig import LOOPBACK, MooncakeMover, PdRig
 from sglang.test.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
@@ -335,6 +338,97 @@ def test_a_prompt_that_is_too_long_for_prefill(
         assert "the prompt has 200 tokens, at most 127 can ever fit" in (reason.message or "")
         (want,) = said(single, pair.request("short", PROMPTS[5]))
         assert_same(pair.result("short"), want)
+
+
+# ---- faults ------------------------------------------------------------------------------------
+
+
+def test_an_aborted_read_lands_on_pages_that_nobody_uses(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
+) -> None:
+    """The read is slow, its request is aborted, others run on all that is left, then it lands."""
+    mover = MooncakeMover(engine)
+    ids = prompt(50, 300)
+    with PdRig(models["qwen3"], mover, **{**ARGS, "pool_tokens": 640}) as pair:
+        mover.hold = True
+        pair.until(lambda: bool(mover.begun), pair.request("slow", ids, greedy(4)))
+        # Prefill still has what is to be read, and lets it be overwritten from now on.
+        pair.step([pair.prefill.abort("slow")], [pair.decode.abort("slow")])
+        assert {"slow"} == pair.prefill.results.keys() == pair.decode.results.keys()
+        held = list(mover.begun)
+        mover.hold = False
+        others = [pair.request(f"o{n}", prompt(60 + n, 90), greedy(40)) for n in range(6)]
+        pair.until(lambda: all(one.rid in pair.decode.results for one in others), *others)
+        assert not any(transfer.is_settled for transfer in held)
+        longer = [
+            pair.request(f"l{n}", [*one.input_ids.tolist(), *pair.result(one.rid).output_ids])
+            for n, one in enumerate(others)
+        ]
+        mover.release()
+        pair.until(pair.decode.scheduler.is_idle)
+        pair.run(*longer)
+        for message, want in zip([*others, *longer], said(single, *others, *longer), strict=True):
+            assert_same(pair.result(message.rid), want)
+        check(pair, single, pair.request("once more", ids, greedy(4)))
+
+
+def test_a_room_that_is_taken(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
+) -> None:
+    mover = MooncakeMover(engine)
+    with PdRig(models["qwen3"], mover, **ARGS) as pair:
+        mover.hold = True
+        first = pair.request("first", PROMPTS[6], room=77)
+        pair.until(lambda: bool(mover.begun), first)
+        pair.step(*[[pair.request("second", PROMPTS[5], room=77)]] * 2)
+        for rig in pair.rigs:
+            reason = rig.results["second"].finish_reason
+            assert reason is not None and reason.status_code == 400
+            assert "bootstrap_room 77 belongs to another request" in (reason.message or "")
+        mover.release()
+        pair.until(lambda: all(rig.scheduler.is_idle() for rig in pair.rigs))
+        (want,) = said(single, first)
+        assert_same(pair.result("first"), want)
+        pair.assert_clean()
+
+
+def test_decode_out_of_slots(
+    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
+) -> None:
+    """What is retracted there is computed there, and says the same."""
+    decode = {"pool_tokens": 256, "schedule_conservativeness": 0.01}
+    with make_pair(engine, models["qwen3"], decode=decode) as pair:
+        messages = [pair.request(f"r{n}", prompt(80 + n, 50), greedy(60)) for n in range(8)]
+        check(pair, single, *messages)
+        counters = pair.decode.scheduler.state.counters
+        assert counters.retractions > 0 and counters.prefill_tokens > 0
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2])
+def test_control_messages_that_are_lost_doubled_and_late(
+    pair: PdRig, single: SchedulerRig, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    rng = random.Random(3)
+
+    def fate(message: bytes, is_question: bool) -> Sequence[float]:
+        kind = rng.random() / share
+        if kind < 1:
+            return ()
+        return (0.0, rng.random() * 0.05) if kind < 2 else (rng.random() * 0.005,)
+
+    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.1)
+    with ControlProxy(pair.prefill.route["endpoint"], fate) as proxy:
+        monkeypatch.setattr(pair, "endpoint", proxy.endpoint)
+        for turn in range(3):
+            check(
+                pair,
+                single,
+                *(
+                    pair.request(f"{share} {turn} {n}", prompt(200 + 10 * turn + n, 20 + 17 * n))
+                    for n in range(8)
+                ),
+            )
+        assert proxy.counts["lost"] and proxy.counts["doubled"]
 
 
 if __name__ == "__main__":

@@ -122,6 +122,9 @@ class DecodeHalf:
     def is_remote(self, req: Req) -> bool:
         return req.rid in self._wanted
 
+    def may_compute(self, req: Req) -> bool:
+        return req.rid not in self._wanted
+
     def on_computed(self, work: PrefillWork) -> None:
         pass
 
@@ -133,8 +136,7 @@ class DecodeHalf:
 
     def tick(self) -> None:
         for coming in list(self._coming.values()):
-            is_decided = coming.prompt.failure is not None or coming.prompt.has_ended
-            if is_decided and coming.req.progress.to_abort is None:
+            if coming.prompt.failure is not None or coming.prompt.has_ended:
                 self._settle(coming)
         if self._has_retracted():
             return  # Else new requests would take the slots that these wait for.

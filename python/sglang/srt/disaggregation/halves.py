@@ -95,11 +95,12 @@ def _find_endpoint(host: str, port: int) -> str:
 
 def _prefill(host: str, geometry: PoolGeometry, engine: Engine) -> HalfServer:
     instance_id = uuid.uuid4().hex
+    wait_s = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
     try:
         desk = RoomDesk(
             geometry.offer(instance_id, engine.get_session_id()),
             host,
-            unclaimed_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            unwanted_s=wait_s,
             silent_s=_silence(),
         )
     except zmq.ZMQError as error:
@@ -108,7 +109,7 @@ def _prefill(host: str, geometry: PoolGeometry, engine: Engine) -> HalfServer:
     bracketed = f"[{address}]" if ":" in address else address
     route = {"endpoint": f"tcp://{bracketed}:{desk.port}", "instance_id": instance_id}
     logger.info("decode servers are answered at %s, instance %s", *route.values())
-    return HalfServer(lambda state, _: PrefillHalf(state, desk), route)
+    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s), route)
 
 
 class PrefillServers:

@@ -33,6 +33,7 @@ class Desk(Protocol):
     def num_pages(self, room: int) -> int: ...
     def complete(self, room: int, first_token: FirstToken) -> None: ...
     def end(self, room: int, failure: str | None = None) -> None: ...
+    def take_claimed(self) -> Sequence[int]: ...
     def outcome(self, room: int) -> str | None: ...
     def take_given_up(self) -> Mapping[int, str]: ...
     def close(self) -> None: ...
@@ -46,17 +47,23 @@ def prompt_digest(ids: TokenArray) -> str:
 class PrefillHalf:
     """Requests that a prefill server computes for decode servers.
 
-    A request is computed at once. Then it is held, without decoding, until a decode server has read
-    its pages or is not heard of. One that the decode server gives up ends, wherever it is.
+    A request waits until a decode server asks for it, which then has slots for it. Were it computed
+    before, each server's slots could be full of requests that wait for slots of the other. When it
+    is computed it is held, without decoding, until the decode server has read its pages or is not
+    heard of. One that the decode server gives up ends, wherever it is.
 
     Args:
         state: The scheduler's.
         desk: Answers decode servers.
+        wait_s: Seconds for which a request waits to be asked for.
     """
 
-    def __init__(self, state: SchedulerState, desk: Desk) -> None:
+    def __init__(self, state: SchedulerState, desk: Desk, wait_s: float) -> None:
         self._state = state
         self._desk = desk
+        self._wait_s = wait_s
+        self._unclaimed: dict[int, float] = {}
+        """By room: when the request came, in seconds of the scheduler's ticks; in this order."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
         """By id: requests that are complete, and how they end if all goes well."""
         self._ended: list[tuple[Req, FinishReason]] = []
@@ -72,6 +79,7 @@ class PrefillHalf:
         except RoomExists as error:
             return FinishReason(type="abort", message=str(error), status_code=400)
         self._owners[meeting.room] = req.rid
+        self._unclaimed[meeting.room] = self._state.now
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -87,10 +95,15 @@ class PrefillHalf:
         elif owner != message.rid:
             return  # The room is another request's, which is not refused.
         self._owners.pop(meeting.room, None)
+        self._unclaimed.pop(meeting.room, None)
         self._desk.end(meeting.room, reason.message or "the request was refused")
 
     def is_remote(self, req: Req) -> bool:
         return False
+
+    def may_compute(self, req: Req) -> bool:
+        meeting = req.spec.bootstrap
+        return meeting is None or meeting.room not in self._unclaimed
 
     def on_computed(self, work: PrefillWork) -> None:
         req = work.req
@@ -127,10 +140,14 @@ class PrefillHalf:
         self._desk.complete(meeting.room, first_token)
 
     def tick(self) -> None:
+        for room in self._desk.take_claimed():
+            self._unclaimed.pop(room, None)
         for room, why in self._desk.take_given_up().items():
-            owner = self._state.queues.find(self._owners.get(room, ""))
-            if owner is not None:
-                self._fail(owner, room, why)
+            self._fail_room(room, why)
+        for room, arrived in self._unclaimed.items():
+            if self._state.now - arrived <= self._wait_s:
+                break
+            self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
         for req, good_end in list(self._held.values()):
             meeting = req.spec.bootstrap
             assert meeting is not None
@@ -142,6 +159,11 @@ class PrefillHalf:
                 self._fail(req, meeting.room, failure)
             else:
                 self._ended.append((req, good_end))
+
+    def _fail_room(self, room: int, why: str) -> None:
+        owner = self._state.queues.find(self._owners.get(room, ""))
+        if owner is not None:
+            self._fail(owner, room, why)
 
     def _fail(self, req: Req, room: int, why: str) -> None:
         logger.warning("request %s, room %d: %s", req.rid, room, why)
@@ -159,6 +181,7 @@ class PrefillHalf:
         meeting = req.spec.bootstrap
         if meeting is not None and self._owners.get(meeting.room) == req.rid:
             del self._owners[meeting.room]
+            self._unclaimed.pop(meeting.room, None)
             self._held.pop(req.rid, None)
             self._desk.end(meeting.room, reason.message or "the request has ended")
         # A decode server that still reads is told that it read too late.

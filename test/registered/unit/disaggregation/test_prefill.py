@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 PAGE = 4
+WAIT_S = 100.0
 
 
 class FakeDesk:
@@ -39,6 +40,9 @@ class FakeDesk:
         """(room, pages), in order."""
         self.tokens: dict[int, FirstToken] = {}
         self.ended: dict[int, str] = {}
+        self.claimed: list[int] = []
+        self.claims = True
+        """Whether decode servers ask for rooms at once."""
         self.outcomes: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
         self.is_closed = False
@@ -47,6 +51,8 @@ class FakeDesk:
         if room in self.pages:
             raise RoomExists(f"room {room} is taken")
         self.pages[room] = []
+        if self.claims:
+            self.claimed.append(room)
 
     def add_pages(self, room: int, pages: Sequence[int]) -> None:
         assert room not in self.ended and room not in self.tokens
@@ -64,6 +70,10 @@ class FakeDesk:
         assert room in self.pages and room not in self.ended
         self.ended[room] = failure or ""
 
+    def take_claimed(self) -> Sequence[int]:
+        claimed, self.claimed = self.claimed, []
+        return claimed
+
     def outcome(self, room: int) -> str | None:
         return self.outcomes.get(room)
 
@@ -80,7 +90,7 @@ class Rig(SchedulerRig):
 
     def __init__(self, model: Path, **args: Any) -> None:
         self.desk = FakeDesk()
-        half: MakeHalf = lambda state, _: PrefillHalf(state, self.desk)  # noqa: E731
+        half: MakeHalf = lambda state, _: PrefillHalf(state, self.desk, WAIT_S)  # noqa: E731
         settings = {"page_size": PAGE, "pool_tokens": 128, "chunked_prefill_size": 8}
         super().__init__(model, make_half=lambda pools: half, **{**settings, **args})
 
@@ -88,6 +98,17 @@ class Rig(SchedulerRig):
         self, rid: str, ids: list[int], room: int, params: SamplingParams | None = None, **more: Any
     ) -> TokenizedGenerateReqInput:
         return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
+
+    def check(self) -> None:
+        """Also that pages that were told still are the requests'."""
+        super().check()
+        state = self.scheduler.state
+        for req in state.queues.holders():
+            if req.spec.bootstrap is not None:
+                told = self.desk.pages[req.spec.bootstrap.room]
+                row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
+                page_size = state.limits.page_size
+                assert (row[: len(told) * page_size : page_size] // page_size).tolist() == told
 
     def compute(self, *messages: TokenizedGenerateReqInput) -> None:
         """Step until all of them are held."""
@@ -99,6 +120,13 @@ class Rig(SchedulerRig):
                 return
             self.step()
         raise AssertionError("they are not computed")
+
+    def run_until(self, is_so: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if is_so():
+                return
+            self.step()
+        raise AssertionError("it does not come to that")
 
     def run_until_read(self, room: int) -> None:
         """Until `room` is complete; then read it, and step until idle."""
@@ -157,6 +185,37 @@ def test_pages_are_told_chunk_by_chunk_and_held_until_they_are_read(rig: Rig, mo
     assert rig.end("a") == FinishReason(type="length", length=1)
     assert rig.results["a"].output_ids == want[:1]
     rig.assert_idle()
+
+
+def test_a_request_waits_until_a_decode_server_asks_for_it(rig: Rig) -> None:
+    """Else slots here could be full of requests that the decode server has no slots for, and its
+    slots full of requests that find none here."""
+    rig.desk.claims = False
+    rig.step(*(rig.ask(f"r{room}", IDS, room) for room in range(3)))
+    for _ in range(5):
+        rig.step()
+    queues = rig.scheduler.state.queues
+    assert (len(queues.waiting), rig.scheduler.state.counters.prefill_tokens) == (3, 0)
+    rig.desk.claimed += [1, 77]
+    rig.run_until(lambda: 1 in rig.desk.tokens)
+    assert {req.rid for req in queues.waiting} == {"r0", "r2"}
+    rig.now += WAIT_S
+    rig.desk.claimed.append(2)
+    rig.run_until(lambda: "r0" in rig.results)
+    assert rig.end("r0") == FinishReason(
+        type="abort", message="no decode server has asked for it within 100 s", status_code=503
+    )
+    assert rig.desk.ended == {0: rig.end("r0").message}
+    rig.desk.outcomes = {1: "", 2: ""}
+    rig.run()
+    rig.assert_idle()
+
+
+def test_samples_do_not_wait_for_one_that_nobody_asks_for(rig: Rig) -> None:
+    rig.desk.claims = False
+    rig.step(*(rig.ask(f"s{n}", IDS, n, sample_of="s0" if n else None) for n in range(3)))
+    rig.desk.claimed = [1, 2]
+    rig.run_until(lambda: rig.desk.tokens.keys() == {1, 2})
 
 
 def test_pages_that_are_cached_are_told_too(rig: Rig) -> None:
@@ -239,17 +298,20 @@ def test_requests_without_a_room_are_served_whole(rig: Rig, model: Path) -> None
 
 def test_what_another_server_may_read_is_not_retracted(model: Path) -> None:
     """Its pages were told: nothing else may be written to them while the room is open."""
-    rig = Rig(model, pool_tokens=64, chunked_prefill_size=8, schedule_conservativeness=0.01)
-    plain = [rig.request(f"p{i}", prompt(i, 4), greedy(40)) for i in range(2)]
+    rig = Rig(model, pool_tokens=96, chunked_prefill_size=4, schedule_conservativeness=0.01)
+    plain = [rig.request(f"p{i}", prompt(i, 4), greedy(40)) for i in range(3)]
     rig.step(*plain)
-    rig.step()
-    rig.step(rig.ask("long", prompt(9, 36), 1))
+    counters, queues = rig.scheduler.state.counters, rig.scheduler.state.queues
+    rig.run_until(lambda: counters.decode_steps > 5)
+    rig.step(rig.ask("long", prompt(9, 48), 1))
+    while not counters.retractions:
+        assert queues.partial is not None, "slots are short while it is computed in parts"
+        rig.step()
+        rig.check()
     rig.run_until_read(1)
-    assert rig.scheduler.state.counters.retractions > 0
     assert rig.results["long"].finish_reason is not None
-    assert len(set(rig.desk.pages[1])) == 9
-    alone = SchedulerRig(model).generate([list(one.input_ids) for one in plain], 40)
-    assert [rig.results[f"p{i}"].output_ids for i in range(2)] == alone
+    alone = SchedulerRig(model).generate([one.input_ids.tolist() for one in plain], 40)
+    assert [rig.results[f"p{i}"].output_ids for i in range(3)] == alone
 
 
 # ---- ends --------------------------------------------------------------------------------------
@@ -268,17 +330,19 @@ def test_a_decode_server_that_is_gone(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "given up"])
-@pytest.mark.parametrize("state", ["waiting", "computing", "held"])
+@pytest.mark.parametrize("state", ["unclaimed", "waiting", "computing", "held"])
 def test_the_end_in_every_state(rig: Rig, state: str, how: str) -> None:
     if state == "waiting":
         rig.step(rig.request("fills", prompt(3, 110), greedy(5)))
+    rig.desk.claims = state != "unclaimed"
     message = rig.ask("a", IDS, 1)
     if state == "held":
         rig.compute(message)
     else:
         rig.step(message)
     queues = rig.scheduler.state.queues
-    found = {"waiting": queues.waiting, "computing": queues.computing, "held": queues.held}[state]
+    places = {"computing": queues.computing, "held": queues.held}
+    found = places.get(state, queues.waiting)
     assert [req.rid for req in found] == ["a"]
     if how == "aborted":
         rig.step(rig.abort("a"))

@@ -51,8 +51,8 @@ _LAST_WORDS_MS: Final = 1000
 class _Room:
     pages: list[int] = field(default_factory=list)
     first_token: FirstToken | None = None
-    completed: float | None = None
-    """When all pages were told; None: not yet."""
+    is_complete: bool = False
+    """All pages were told, and the first token."""
     failure: str | None = None
     reader: str | None = None
     """The first that asked; None: nobody has."""
@@ -83,7 +83,8 @@ class RoomDesk:
     Args:
         offer: What this server holds.
         host: Address to listen on; a free port of it.
-        unclaimed_s: Seconds after which a complete room that nobody has asked for is given up.
+        unwanted_s: For how many seconds a room is remembered that was given up before its request
+            came.
         silent_s: Seconds without a question after which the decode server counts as gone.
     """
 
@@ -92,13 +93,13 @@ class RoomDesk:
         offer: Offer,
         host: str,
         *,
-        unclaimed_s: float,
+        unwanted_s: float,
         silent_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises zmq.ZMQError: the host is not an address of this machine."""
         self._offer = offer
-        self._unclaimed_s = unclaimed_s
+        self._unwanted_s = unwanted_s
         self._silent_s = silent_s
         self._clock = clock
         self._rooms: dict[int, _Room] = {}
@@ -106,6 +107,8 @@ class RoomDesk:
         """Rooms that have ended, and when, in this order."""
         self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
         """Rooms that were given up before their requests came: when, and why."""
+        self._claimed: list[int] = []
+        """Rooms that were first asked for since the scheduler last looked."""
         self._given_up: dict[int, str] = {}
         """Rooms that were given up since the scheduler last asked, and why."""
         self._waiting: dict[bytes, _Waiting] = {}
@@ -157,7 +160,7 @@ class RoomDesk:
         """All pages are told, and the first token is known."""
         with self._lock:
             one = self._rooms[room]
-            one.first_token, one.completed = first_token, self._clock()
+            one.first_token, one.is_complete = first_token, True
         self._wake()
 
     def end(self, room: int, failure: str | None = None) -> None:
@@ -187,9 +190,17 @@ class RoomDesk:
             given_up, self._given_up = self._given_up, {}
         return given_up
 
+    def take_claimed(self) -> Sequence[int]:
+        """Rooms that a decode server has begun to ask for; each is told once."""
+        if not self._claimed:
+            return ()
+        with self._lock:
+            claimed, self._claimed = self._claimed, []
+        return claimed
+
     def outcome(self, room: int) -> str | None:
-        """What became of a room that is complete: "" where the decode server has it, the reason
-        where it never will; None: it is not decided."""
+        """What became of a room that was asked for and is complete: "" where the decode server has
+        it, the reason where it never will; None: it is not decided."""
         now = self._clock()
         with self._lock:
             one = self._rooms[room]
@@ -197,10 +208,7 @@ class RoomDesk:
                 return ""
             if one.failure is not None:
                 return one.failure
-            if one.reader is None:
-                if one.completed is not None and now - one.completed > self._unclaimed_s:
-                    return f"no decode server has asked for it within {self._unclaimed_s:.0f} s"
-            elif now - one.heard > self._silent_s:
+            if now - one.heard > self._silent_s:
                 return f"the decode server has not been heard of for {self._silent_s:.0f} s"
             return None
 
@@ -286,7 +294,7 @@ class RoomDesk:
             if one is None or one.reader != question.reader:
                 return Released(question.room, was_held=False)
             one.heard = now
-            one.was_received |= one.failure is None and one.completed is not None
+            one.was_received |= one.failure is None and one.is_complete
             return Released(question.room, was_held=one.was_received)
 
     def _on_give_up(self, question: GiveUp, one: _Room | None, now: float) -> None:
@@ -310,7 +318,7 @@ class RoomDesk:
             del self._rooms[self._ended.popleft()[1]]
         while self._unwanted:
             room, (since, _) = next(iter(self._unwanted.items()))
-            if now - since <= self._unclaimed_s:
+            if now - since <= self._unwanted_s:
                 break
             del self._unwanted[room]
 
@@ -334,6 +342,7 @@ class RoomDesk:
             return RoomNews(ask.room, is_known=False)
         if one.reader is None:
             one.reader = ask.reader
+            self._claimed.append(ask.room)
         if one.reader != ask.reader:
             failure = "the room belongs to another reader: draw one for each request"
             return RoomNews(ask.room, is_known=True, failure=failure)

@@ -24,6 +24,9 @@ class Half(Protocol):
     def is_remote(self, req: Req) -> bool:
         """Whether the prompt of a waiting request is computed elsewhere."""
 
+    def may_compute(self, req: Req) -> bool:
+        """Whether the prompt of a waiting request may be computed here now."""
+
     def on_computed(self, work: PrefillWork) -> None:
         """A part of a prompt has its keys and values."""
 
@@ -68,6 +71,9 @@ class NoOtherHalf:
 
     def is_remote(self, req: Req) -> bool:
         return False
+
+    def may_compute(self, req: Req) -> bool:
+        return True
 
     def on_computed(self, work: PrefillWork) -> None:
         pass

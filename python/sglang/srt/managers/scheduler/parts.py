@@ -132,7 +132,7 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
     public_args = server_args.to_public_dict()
     control = ControlHandler(state, outputs, public_args, resources.weight_seed)
     half: Half = NoOtherHalf()
-    prefill = PrefillScheduler(state, lambda req: half.is_remote(req))
+    prefill = PrefillScheduler(state, lambda req: half.may_compute(req))
     if resources.make_half is not None:
         half = resources.make_half(state, prefill)
     stop_checker = StopChecker(resources.new_decoder, resources.group)

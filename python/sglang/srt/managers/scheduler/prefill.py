@@ -81,13 +81,13 @@ class PrefillScheduler:
     """Admits requests. `PrefillAdder` decides about numbers; this carries it out."""
 
     def __init__(
-        self, state: PrefillView, is_remote: Callable[[Req], bool] = lambda req: False
+        self, state: PrefillView, may_compute: Callable[[Req], bool] = lambda req: True
     ) -> None:
         """Args:
-        is_remote: Whether the prompt of a waiting request is computed by another server.
+        may_compute: Whether the prompt of a waiting request may be computed here now.
         """
         self._state = state
-        self._is_remote = is_remote
+        self._may_compute = may_compute
         self._blocked_by: tuple[int, int] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
@@ -207,7 +207,7 @@ class PrefillScheduler:
         ):
             if req.progress.grammar_ticket is not None or self._waits_for_prompt(req, added):
                 continue
-            if self._is_remote(req):
+            if not self._may_compute(req):
                 continue
             if not state.tree.check_prefetch_progress(req.rid):
                 continue
@@ -233,10 +233,13 @@ class PrefillScheduler:
         Args:
             added: Requests that are in this batch.
         """
-        first = req.spec.sample_of
+        first, queues = req.spec.sample_of, self._state.queues
         if first is None or not self._shares_prompts:
             return False
-        return first in added or self._state.queues.is_prompt_ahead(first)
+        ahead = queues.find(first)
+        if ahead is None or not self._may_compute(ahead):
+            return False
+        return first in added or queues.is_prompt_ahead(first)
 
     def _matched_tokens(self, req: Req) -> int:
         match = self._state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))

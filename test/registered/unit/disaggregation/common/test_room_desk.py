@@ -35,7 +35,7 @@ register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 OFFER = Offer(1, "instance", "session", "layout", {"page size": "4"}, [])
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d", top_logprobs=[(-0.5, 7)])
-UNCLAIMED_S, SILENT_S, REMEMBER_S = 300, 10, 60
+UNWANTED_S, SILENT_S, REMEMBER_S = 300, 10, 60
 
 
 class Clock:
@@ -85,7 +85,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def desk(clock: Clock) -> Iterator[RoomDesk]:
-    desk = RoomDesk(OFFER, "127.0.0.1", unclaimed_s=UNCLAIMED_S, silent_s=SILENT_S, clock=clock)
+    desk = RoomDesk(OFFER, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
     yield desk
     desk.close()
 
@@ -222,7 +222,7 @@ def test_received_before_all_is_there_does_not_count(desk: RoomDesk, asker: Aske
     asker.look(1)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
     assert asker.ask(Received(2, "me")) == Released(2, was_held=False)
-    assert desk.outcome(1) is None
+    assert desk.outcome(1) is None, "the reader is there"
 
 
 def test_a_waiting_question_hears_of_the_end(desk: RoomDesk, asker: Asker) -> None:
@@ -309,21 +309,24 @@ def test_a_room_may_be_given_up_before_its_request_comes(
         room: f"the decode server gave it up: of {room}" for room in (1, 3)
     }, "the oldest was forgotten"
     asker.ask(GiveUp(4, "me", "of 4"))
-    clock.now += UNCLAIMED_S + 1
+    clock.now += UNWANTED_S + 1
     until(lambda: not desk._unwanted)
     desk.open(4)
-    assert desk.outcome(4) is None, "as late a request is another"
+    assert desk.take_given_up() == {}, "as late a request is another"
 
 
-def test_a_room_that_nobody_asks_for_is_unclaimed(desk: RoomDesk, clock: Clock) -> None:
-    desk.open(1)
-    clock.now += 10 * UNCLAIMED_S
-    assert desk.outcome(1) is None, "what waits or computes is nobody's fault"
-    desk.complete(1, TOKEN)
-    clock.now += UNCLAIMED_S
-    assert desk.outcome(1) is None
-    clock.now += 1
-    assert desk.outcome(1) == "no decode server has asked for it within 300 s"
+def test_a_room_is_claimed_by_the_first_that_asks_for_it(desk: RoomDesk, asker: Asker) -> None:
+    for room in (1, 2, 3):
+        desk.open(room)
+    asker.ask(Hello())
+    asker.ask(Received(2, "me"))
+    asker.ask(GiveUp(3, "me", "because"))
+    assert desk.take_claimed() == ()
+    asker.look(1)
+    asker.look(1, "another")
+    asker.look(4)
+    assert desk.take_claimed() == [1]
+    assert desk.take_claimed() == ()
 
 
 def test_a_reader_that_is_not_heard_of_is_gone(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
@@ -471,7 +474,7 @@ def test_what_ended_last_is_still_told(
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(zmq.ZMQError):
-        RoomDesk(OFFER, "192.0.2.1", unclaimed_s=1, silent_s=1)
+        RoomDesk(OFFER, "192.0.2.1", unwanted_s=1, silent_s=1)
 
 
 if __name__ == "__main__":

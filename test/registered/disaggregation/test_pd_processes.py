@@ -1,0 +1,187 @@
+"""A prefill or a decode scheduler is killed or stopped while requests are in every state.
+
+The other fails those that need it within the silence bound, says why, frees their pages, and serves
+on: with the same server once it runs again, with another in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.disaggregation.halves import DECODE, PREFILL
+from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.test import checkable_model
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.pd_processes import HalfProcess
+from sglang.test.pd_rig import LOOPBACK, NEVER_ASKED
+from sglang.test.scheduler_rig import greedy, prompt
+
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+
+ENV = {
+    "MOONCAKE_PROTOCOL": "tcp",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+}
+ARGS = {"page_size": 4, "pool_tokens": 512, "max_requests": 16, "chunked_prefill_size": 16}
+LONG, SHORT = 400, 20
+"""Tokens that decode, so that a request is still there when others have failed."""
+SILENT = "has not answered for 2 s"
+UNHEARD = "the decode server has not been heard of for 2 s"
+numbers = itertools.count(1)
+
+
+def start(mode: str) -> HalfProcess:
+    return HalfProcess(mode, ENV, **ARGS)
+
+
+@pytest.fixture
+def prefill() -> Iterator[HalfProcess]:
+    with start(PREFILL) as process:
+        yield process
+
+
+@pytest.fixture
+def decode(prefill: HalfProcess) -> Iterator[HalfProcess]:
+    with start(DECODE) as process:
+        process.set(endpoint=prefill.endpoint)
+        yield process
+
+
+def make(rid: str, length: int = 40, wanted: int = SHORT) -> TokenizedGenerateReqInput:
+    number = next(numbers)
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_ids=token_array(prompt(number, length, 1000)),
+        sampling_params=greedy(wanted),
+        seed=number,
+        bootstrap=Bootstrap(LOOPBACK, NEVER_ASKED, number),
+    )
+
+
+def assert_right(process: HalfProcess, message: TokenizedGenerateReqInput) -> None:
+    ended = process.end_of(message.rid)
+    wanted = message.sampling_params.max_new_tokens
+    assert ended.reason.type == "length", ended
+    assert ended.output_ids == checkable_model.words(
+        message.input_ids.tolist(), message.seed, wanted
+    )
+
+
+def assert_free(process: HalfProcess) -> None:
+    """It comes to rest, and its books are exact."""
+    process.until(lambda facts: facts.is_idle and not facts.num_reads)
+    process.check()
+
+
+def assert_serves(prefill: HalfProcess, decode: HalfProcess) -> None:
+    message = make(f"serves {next(numbers)}")
+    prefill.send(message)
+    decode.send(message)
+    assert_right(decode, message)
+    for process in (prefill, decode):
+        assert_free(process)
+
+
+def scatter(prefill: HalfProcess, decode: HalfProcess) -> dict[str, TokenizedGenerateReqInput]:
+    """One request in each state of a room, by its name: `decoding`, `reading`, `waiting` to be
+    computed, and `unknown` to prefill. Prefill makes no further step."""
+    made = {
+        "decoding": make("decoding", wanted=LONG),
+        "reading": make("reading"),
+        "waiting": make("waiting"),
+        "unknown": make("unknown"),
+    }
+    both = (prefill, decode)
+    for process in both:
+        process.send(made["decoding"])
+    prefill.until(lambda facts: "decoding" in facts.ended)
+    decode.set(hold=True)
+    for process in both:
+        process.send(made["reading"])
+    decode.until(lambda facts: facts.num_reads == 1)
+    prefill.set(pause=True)
+    for process in both:
+        process.send(made["waiting"])
+    decode.send(made["unknown"])
+    decode.until(lambda facts: facts.num_holders >= 3)
+    return made
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_prefill_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.Signals) -> None:
+    made = scatter(prefill, decode)
+    prefill.signal(how)
+    for rid in ("reading", "waiting", "unknown"):
+        assert SILENT in decode.end_of(rid).why
+    # What nobody reads any more is free; what is read when the transport has given up.
+    facts = decode.until(lambda facts: facts.num_holders <= 2)
+    assert facts.num_reads == 1 and facts.num_holders >= 1
+    decode.set(hold=False)
+    assert_right(decode, made["decoding"])
+    assert_free(decode)
+    # It serves on: what it computes itself, and what another prefill server does.
+    alone = make("alone")
+    decode.send(without_room(alone))
+    assert_right(decode, alone)
+    with start(PREFILL) as other:
+        decode.set(endpoint=other.endpoint)
+        assert_serves(other, decode)
+    if how is signal.SIGSTOP:
+        prefill.signal(signal.SIGCONT)
+        prefill.set(pause=False)
+        for rid in ("reading", "waiting"):
+            why = prefill.end_of(rid).why
+            assert UNHEARD in why or "gave it up" in why
+        assert_free(prefill)
+        decode.set(endpoint=prefill.endpoint)
+        again = make("serves again")
+        prefill.send(again)
+        decode.send(again)
+        assert_right(decode, again)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_decode_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.Signals) -> None:
+    made = scatter(prefill, decode)
+    decode.signal(how)
+    never = make("never asked for")
+    prefill.set(pause=False)
+    prefill.send(never)
+    for rid in ("reading", "waiting"):
+        assert prefill.end_of(rid).why == UNHEARD
+    facts = prefill.until(lambda facts: not facts.num_holders)
+    assert facts.num_waiting == 1, "a decode server may still come for it"
+    with start(DECODE) as other:
+        other.set(endpoint=prefill.endpoint)
+        other.send(never)
+        assert_right(other, never)
+        assert_serves(prefill, other)
+    if how is signal.SIGSTOP:
+        # What it reads late is not used, though the bytes may be there.
+        decode.signal(signal.SIGCONT)
+        decode.set(hold=False)
+        assert_right(decode, made["decoding"])
+        for rid in ("reading", "waiting"):
+            assert decode.end_of(rid).reason.status_code == 503
+        # Prefill may yet get this one.
+        decode.send(AbortReq(rid="unknown"))
+        decode.end_of("unknown")
+        assert_free(decode)
+        assert_serves(prefill, decode)
+
+
+def without_room(message: TokenizedGenerateReqInput) -> TokenizedGenerateReqInput:
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    return TokenizedGenerateReqInput(**{**fields, "bootstrap": None})
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,277 @@
+"""A prompt that does not come: the transport fails, or the desk answers wrongly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from sglang.srt.disaggregation.common.protocol import (
+    Answer,
+    Answered,
+    Ask,
+    Asked,
+    GiveUp,
+    Hello,
+    Offer,
+    Question,
+    Received,
+    Released,
+    RoomNews,
+)
+from sglang.srt.disaggregation.common.remote_prompt import (
+    STEPS,
+    Patience,
+    RoomFailed,
+    decline_room,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    BlockOutcome,
+    PeerUnreachable,
+    Transfer,
+    TransferError,
+)
+from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.pd_rig import LocalMover
+from sglang.test.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+# ---- transfers that fail -----------------------------------------------------------------------
+
+
+def test_an_error_of_the_transport(scene: Scene) -> None:
+    scene.mover.fails = lambda blocks: PeerUnreachable("p", "ended during a transfer")
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    why = scene.failure(scene.begin([9]))
+    assert why == "reading from the prefill server failed: peer p ended during a transfer"
+    assert scene.given_up() == why
+
+
+class OtherMover(LocalMover):
+    """Reads end as `how` says."""
+
+    def __init__(self, how: Callable[[Transfer], None]) -> None:
+        super().__init__()
+        self._how = how
+
+    def finish(self, transfer: Transfer) -> None:
+        self._how(transfer)
+
+
+def refuse_address(transfer: Transfer) -> None:
+    transfer.end(0, len(transfer.blocks) - 1, BlockOutcome.FAILED)
+    transfer.settle()
+
+
+def test_a_read_that_ends_without_its_bytes(scene: Scene) -> None:
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    prompt = scene.begin([9], mover=OtherMover(refuse_address))
+    assert "could not be read within 60 s, or it refuses their addresses" in scene.failure(prompt)
+
+
+def test_pages_that_the_transport_never_lets_go_of_stay_taken(scene: Scene) -> None:
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    prompt = scene.begin([9], mover=OtherMover(lambda transfer: transfer.leave()))
+    scene.end(prompt)
+    assert prompt.failure == "reading from the prefill server failed, and cannot end"
+    assert not prompt.has_ended
+
+
+def test_a_peer_that_is_known_to_hang_is_not_asked(scene: Scene) -> None:
+    class Stalled(LocalMover):
+        def begin(self, *args: Any, **fields: Any) -> Transfer:
+            raise TransferError("peer p has not answered a call for 21 s")
+
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    why = scene.failure(scene.begin([9], mover=Stalled()))
+    assert why.endswith("failed: peer p has not answered a call for 21 s")
+
+
+def test_an_error_that_nobody_expected(scene: Scene) -> None:
+    class Broken(LocalMover):
+        def begin(self, *args: Any, **fields: Any) -> Transfer:
+            raise KeyError("what")
+
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    why = scene.failure(scene.begin([9], mover=Broken()))
+    assert why == "receiving the prompt failed: KeyError: 'what'"
+    assert scene.given_up() == "'what'", "prefill need not wait"
+
+
+def test_a_bootstrap_server_that_is_not_there(scene: Scene) -> None:
+    def find(host: str, port: int) -> str:
+        raise RoomFailed(f"nothing listens at {host}:{port}")
+
+    assert scene.failure(scene.begin([9], find_endpoint=find)) == "nothing listens at host:1"
+
+
+# ---- desks that answer wrongly -----------------------------------------------------------------
+
+
+class OddDesk:
+    """Answers as it is told. A thread."""
+
+    def __init__(self, answer: Callable[[Asked], Sequence[Answered | bytes]]) -> None:
+        self.heard: list[Question] = []
+        self._answer = answer
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> OddDesk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            if not self._socket.poll(20):
+                continue
+            sender, raw = self._socket.recv_multipart()
+            asked = msgspec.msgpack.decode(raw, type=Asked)
+            self.heard.append(asked.question)
+            for answer in self._answer(asked):
+                raw = answer if isinstance(answer, bytes) else msgspec.msgpack.encode(answer)
+                self._socket.send_multipart([sender, raw])
+
+
+def answering(
+    offer: Offer, news: RoomNews, *, was_held: bool = True, instance: str = "i"
+) -> Callable[[Asked], Sequence[Answered]]:
+    """One answer for each kind of question; `instance` answers all but the first."""
+
+    released = Released(ROOM, was_held)
+
+    def answer(asked: Asked) -> Sequence[Answered]:
+        is_first = isinstance(asked.question, Hello)
+        one: Answer = offer if is_first else news if isinstance(asked.question, Ask) else released
+        return [Answered(asked.number, "i" if is_first else instance, one)]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("news", "fields", "why"),
+    [
+        (RoomNews(ROOM, True, 1, [4]), {}, "answered for other pages than were asked for"),
+        (RoomNews(ROOM, True, 0, [4, 5, 6]), {}, "a prompt of 3 pages, this server expects 2"),
+        (RoomNews(ROOM, True, 0, [4], TOKEN), {}, "a prompt of 1 pages, this server expects 2"),
+        (RoomNews(ROOM, True, 0, [], TOKEN), {}, "a prompt of 0 pages, this server expects 2"),
+        (RoomNews(ROOM, True, 0, [4], None), {"instance": "j"}, "was replaced by another instance"),
+        (RoomNews(ROOM, True, failure="no"), {}, "the prefill server ended the request: no"),
+        (RoomNews(ROOM, True, 0, [2**63, 1]), {}, "receiving the prompt failed"),
+    ],
+)
+def test_wrong_answers_fail_the_prompt(
+    scene: Scene, news: RoomNews, fields: dict[str, Any], why: str
+) -> None:
+    offer = scene.there.geometry.offer("i", scene.mover.get_session_id())
+    with OddDesk(answering(offer, news, **fields)) as desk:
+        scene.endpoint = desk.endpoint
+        assert why in scene.failure(scene.begin([9, 2]))
+        until(lambda: isinstance(desk.heard[-1], GiveUp))
+        scene.assert_untouched()
+
+
+def test_pages_that_were_let_go_of_meanwhile_do_not_count(scene: Scene) -> None:
+    offer = scene.there.geometry.offer("i", scene.mover.get_session_id())
+    news = RoomNews(ROOM, True, 0, [4], TOKEN)
+    with OddDesk(answering(offer, news, was_held=False)) as desk:
+        scene.endpoint = desk.endpoint
+        why = scene.failure(scene.begin([9]))
+        assert why == "the prefill server let go of the pages while they were read"
+        assert [type(one) for one in desk.heard[:3]] == [Hello, Ask, Received]
+
+
+def test_unlike_pages_are_refused_before_anything_is_read(scene: Scene) -> None:
+    offer = msgspec.structs.replace(
+        scene.there.geometry.offer("i", "s"), layout="other", layout_facts={"page size": "64"}
+    )
+    with OddDesk(answering(offer, RoomNews(ROOM, True))) as desk:
+        scene.endpoint = desk.endpoint
+        why = scene.failure(scene.begin([9]))
+        assert "the prefill server at host:1 cannot serve this one: its pages differ" in why
+        assert "page size 64 there, 2 here" in why
+        until(lambda: len(desk.heard) > 1)
+        assert isinstance(desk.heard[1], GiveUp)
+        assert scene.mover.begun == []
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x91" * 3000, b"\xa4\xff\xff\xff\xff"])
+def test_bytes_that_are_no_answer_are_passed_over(scene: Scene, raw: bytes) -> None:
+    offer = scene.there.geometry.offer("i", scene.mover.get_session_id())
+    good = answering(offer, RoomNews(ROOM, True, 0, [4], TOKEN))
+    with OddDesk(lambda asked: [raw, *good(asked), raw]) as desk:
+        scene.endpoint = desk.endpoint
+        assert scene.end(scene.begin([9])).first_token == TOKEN
+
+
+def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:
+    with OddDesk(lambda asked: [Answered(asked.number, "i", RoomNews(ROOM, True))]) as desk:
+        scene.endpoint = desk.endpoint
+        patience = Patience(bootstrap=60, waiting=60, silence=2)
+        prompt = scene.begin([9], patience=patience)
+        until(lambda: len(desk.heard) > 2)
+        assert all(isinstance(one, Hello) for one in desk.heard[:3]), "it asks on"
+        prompt.cancel()
+        assert scene.failure(prompt) == "the request was aborted"
+
+
+# ---- injected failures, and rooms that are declined --------------------------------------------
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_injected_failure_says_so(scene: Scene, step: str) -> None:
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    scene.desk.complete(ROOM, TOKEN)
+    why = scene.failure(scene.begin([9], fails_at=step))
+    assert why == f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed"
+    assert scene.given_up() == why
+
+
+def test_a_room_that_is_declined_ends_at_the_prefill_server(scene: Scene) -> None:
+    scene.desk.open(ROOM)
+    meeting = Bootstrap("host", 1, ROOM)
+
+    def decline(find: Callable[[str, int], str]) -> None:
+        decline_room(
+            meeting, "queue full", find_endpoint=find, patience=PATIENT, context=scene.context
+        )
+
+    def nowhere(host: str, port: int) -> str:
+        raise RoomFailed("nowhere")
+
+    decline(nowhere)
+    decline(lambda host, port: scene.endpoint)
+    assert scene.given_up() == "queue full"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

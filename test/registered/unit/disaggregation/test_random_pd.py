@@ -1,0 +1,70 @@
+"""A slice of the random driver of both halves, and proof that it notices what it is for.
+
+The night's run is `test_random_pd_nightly.py` in `test/registered/disaggregation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.test import random_pd
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.random_pd import RandomPd
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_run(seed: int) -> None:
+    torch.set_num_threads(1)
+    outcome = RandomPd(seed).run(200)
+    assert outcome.counts["decode: right"] > 20
+
+
+def forget_the_reads(half: DecodeHalf, req: Any, reason: Any) -> bool:
+    """Slots are given back though the prompt is still being read."""
+    ON_END(half, req, reason)
+    half._lingering.clear()
+    return True
+
+
+def tell_one_page_less(desk: RoomDesk, room: int, pages: list[int]) -> None:
+    ADD_PAGES(desk, room, [*pages[:-1], 1])
+
+
+ON_END: Callable[..., bool] = DecodeHalf.on_end
+ADD_PAGES: Callable[..., None] = RoomDesk.add_pages
+BLOCKS: Callable[..., Any] = PoolGeometry.blocks
+DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "slots are free while they are read": (DecodeHalf, "on_end", forget_the_reads),
+    "a wrong page is told": (RoomDesk, "add_pages", tell_one_page_less),
+    "a layer is not read": (PoolGeometry, "blocks", lambda *args: BLOCKS(*args)[:-1]),
+    "rooms are not ended": (RoomDesk, "end", lambda *args: None),
+    "requests decode where they were computed": (PrefillHalf, "keeps", lambda *args: False),
+}
+
+
+def run_seeds(seeds: range) -> None:
+    for seed in seeds:
+        RandomPd(seed).run(200)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_noticed(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(random_pd, "_REST_S", 3.0)
+    monkeypatch.setattr(*DEFECTS[defect])
+    with pytest.raises(AssertionError):
+        run_seeds(range(1, 30))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
