@@ -205,6 +205,8 @@ class DecodeHalf:
         begin, end = progress.kv_committed_len, progress.num_tokens
         row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
         slots = row[begin:end:page_size]
+        # On a GPU this waits for the step in flight. It must: that step may write to pages which a
+        # request gave back meanwhile, and the reads are not queued behind it.
         pages = slots.div(page_size, rounding_mode="floor").tolist()
         prompt = self._remote.begin(meeting, pages, begin // page_size)
         self._coming[req.rid] = _Coming(req, prompt)

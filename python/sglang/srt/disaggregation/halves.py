@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
-from sglang.srt.environ import envs
+from sglang.srt.environ import EnvInt, envs
 from sglang.srt.utils.network import address_for_peers
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 _MAX_DECLINING: Final = 32
 """At once."""
+_MAX_CONVERSATIONS: Final = 16_384
+"""At once; ZMQ's own limit is 1023, and large servers hold more requests."""
 
 
 class Engine(Mover, Protocol):
@@ -79,7 +81,8 @@ def make_half_server(
         find_endpoint: How a decode server finds prefill servers; None: by their bootstrap servers.
 
     Raises:
-        ValueError: A pool cannot be read by pages, or the host is not this machine's.
+        ValueError: A pool cannot be read by pages, the host is not this machine's, or a bound in
+            the environment is not positive.
         RuntimeError: The transport refuses the memory.
     """
     geometry = PoolGeometry.of(pools, weights_identity)
@@ -95,7 +98,7 @@ def _find_endpoint(host: str, port: int) -> str:
 
 def _prefill(host: str, geometry: PoolGeometry, engine: Engine) -> HalfServer:
     instance_id = uuid.uuid4().hex
-    wait_s = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+    wait_s = _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
     try:
         desk = RoomDesk(
             geometry.offer(instance_id, engine.get_session_id()),
@@ -136,6 +139,7 @@ class PrefillServers:
         self._patience = patience
         self._failure_prob = failure_prob
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
         self._threads = CallThreads("disagg-prompt")
         self._declining = CallThreads("disagg-decline")
 
@@ -179,8 +183,8 @@ class PrefillServers:
 
 def _decode(geometry: PoolGeometry, engine: Engine, find_endpoint: FindEndpoint) -> MakeHalf:
     patience = Patience(
-        bootstrap=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
-        waiting=envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+        bootstrap=_seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT),
+        waiting=_seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT),
         silence=_silence(),
     )
     failure_prob = envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
@@ -190,7 +194,19 @@ def _decode(geometry: PoolGeometry, engine: Engine, find_endpoint: FindEndpoint)
     return lambda state, holder: DecodeHalf(state, holder, servers, patience.bootstrap)
 
 
-def _silence() -> float:
+def _silence() -> int:
     """Seconds without a word after which the other server counts as gone."""
-    interval = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get()
-    return interval * envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get()
+    interval = _seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL)
+    return interval * _seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE)
+
+
+def _seconds(field: EnvInt) -> int:
+    """The value of a bound.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    value = field.get()
+    if value < 1:
+        raise ValueError(f"environment variable {field.name}={value}: it must be at least 1")
+    return value

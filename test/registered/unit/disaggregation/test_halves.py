@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.remote_prompt import STEPS
-from sglang.srt.disaggregation.halves import make_half_server
+from sglang.srt.disaggregation.halves import PrefillServers, make_half_server
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
@@ -18,7 +20,8 @@ from sglang.srt.utils.network import wait_until
 from sglang.test import checkable_model
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.control_proxy import ControlProxy
-from sglang.test.pd_rig import HalfRig, LocalMover, PdRig
+from sglang.test.pd_rig import LOOPBACK, HalfRig, LocalMover, PdRig
+from sglang.test.prompt_scene import PATIENT, Place
 from sglang.test.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -292,6 +295,30 @@ def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
         make_half_server(
             "prefill", "192.0.2.1", pair.prefill.pools, "w", mover, lambda host, port: ""
         )
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        ("prefill", "BOOTSTRAP_TIMEOUT"),
+        ("prefill", "HEARTBEAT_INTERVAL"),
+        ("decode", "HEARTBEAT_MAX_FAILURE"),
+        ("decode", "WAITING_TIMEOUT"),
+        ("decode", "BOOTSTRAP_TIMEOUT"),
+    ],
+)
+def test_bounds_are_positive(
+    mover: LocalMover, monkeypatch: pytest.MonkeyPatch, mode: str, name: str
+) -> None:
+    monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}", "0")
+    with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
+        make_half_server(mode, LOOPBACK, [Place(0).pool], "w", mover, lambda host, port: "")
+
+
+def test_more_prompts_at_once_than_zmq_has_sockets_for(mover: LocalMover) -> None:
+    servers = PrefillServers(PoolGeometry((), (), {}), mover, lambda host, port: "", PATIENT)
+    assert servers._context.get(zmq.MAX_SOCKETS) > 10_000
+    servers.close()
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ class RoomDesk:
         self.port = port
         self._news, self._news_in = self._wake_pair()
         self._closing = threading.Event()
+        self._defect: Exception | None = None
+        """What ended the thread."""
         self._decoder = msgspec.msgpack.Decoder(Asked)
         self._bad = BadMessages(logger, "message of a decode server")
         self._thread = threading.Thread(target=self._serve, name="disagg-desk", daemon=True)
@@ -191,7 +193,13 @@ class RoomDesk:
         return given_up
 
     def take_claimed(self) -> Sequence[int]:
-        """Rooms that a decode server has begun to ask for; each is told once."""
+        """Rooms that a decode server has begun to ask for; each is told once.
+
+        Raises:
+            RuntimeError: The thread that answers decode servers has failed.
+        """
+        if self._defect is not None:
+            raise RuntimeError("nobody answers decode servers any more") from self._defect
         if not self._claimed:
             return ()
         with self._lock:
@@ -234,6 +242,13 @@ class RoomDesk:
             self._news_in.send(b"", zmq.NOBLOCK)
 
     def _serve(self) -> None:
+        try:
+            self._answer_all()
+        except Exception as error:
+            logger.exception("the desk has ended")
+            self._defect = error
+
+    def _answer_all(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._news, zmq.POLLIN)

@@ -437,6 +437,23 @@ def test_questions_that_wait_are_bounded(
     assert second.hear().answer == RoomNews(2, True, 0, [5])
 
 
+def test_a_desk_that_fails_ends_the_scheduler(
+    desk: RoomDesk, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the server would look healthy and serve nobody."""
+
+    def fail(question: Question) -> Answer:
+        raise KeyError("a defect")
+
+    assert desk.take_claimed() == ()
+    monkeypatch.setattr(desk, "_answer", fail)
+    asker.send(Hello())
+    until(lambda: not desk._thread.is_alive())
+    with pytest.raises(RuntimeError, match="nobody answers decode servers") as raised:
+        desk.take_claimed()
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
 # ---- shutting down -----------------------------------------------------------------------------
 
 
