@@ -11,7 +11,6 @@ import xxhash
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.room_desk import RoomExists
 from sglang.srt.managers.messages.io_struct import FinishReason
-from sglang.srt.managers.scheduler.policy import ceil_to_page
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
@@ -112,12 +111,10 @@ class PrefillHalf:
             return
         page_size = self._state.limits.page_size
         known = self._desk.num_pages(meeting.room) * page_size
-        # Of the last chunk the last page may be begun.
-        end = ceil_to_page(work.end, page_size) if work.is_last_chunk else work.end
-        if known < end:
-            row = self._state.pools.req_to_token_pool.req_to_token[req.slots.row]
-            slots = row[known : min(end, work.end) : page_size]
-            self._desk.add_pages(meeting.room, slots.div(page_size, rounding_mode="floor").tolist())
+        # Whole pages, but for the last one of a prompt: no other chunk ends within a page.
+        row = self._state.pools.req_to_token_pool.req_to_token[req.slots.row]
+        slots = row[known : work.end : page_size]
+        self._desk.add_pages(meeting.room, slots.div(page_size, rounding_mode="floor").tolist())
 
     def keeps(self, req: Req) -> bool:
         return req.spec.bootstrap is not None
@@ -152,7 +149,7 @@ class PrefillHalf:
             meeting = req.spec.bootstrap
             assert meeting is not None
             failure = self._desk.outcome(meeting.room)
-            if failure is None or req.progress.to_abort is not None:
+            if failure is None:
                 continue
             del self._held[req.rid]
             if failure:

@@ -149,6 +149,9 @@ class Rig(SchedulerRig):
         self.assert_clean()
         self.check()
         assert self.desk.pages.keys() == self.desk.ended.keys(), "rooms that nobody ends"
+        half = self.scheduler._parts.half
+        assert isinstance(half, PrefillHalf)
+        assert not (half._unclaimed or half._owners or half._held)
 
 
 @pytest.fixture(params=[False, True], ids=["settled", "overlap"])
@@ -216,6 +219,7 @@ def test_samples_do_not_wait_for_one_that_nobody_asks_for(rig: Rig) -> None:
     rig.step(*(rig.ask(f"s{n}", IDS, n, sample_of="s0" if n else None) for n in range(3)))
     rig.desk.claimed = [1, 2]
     rig.run_until(lambda: rig.desk.tokens.keys() == {1, 2})
+    assert "s0" not in rig.results, "it still waits"
 
 
 def test_pages_that_are_cached_are_told_too(rig: Rig) -> None:

@@ -296,6 +296,7 @@ def test_an_abort_while_pages_are_read(scene: Scene) -> None:
     assert scene.given_up() == "the request was aborted"
     assert prompt.failure == "the request was aborted"
     assert not prompt.has_ended
+    assert not scene.mover.begun[0].begin(0, 0, None), "no further block is sent"
     scene.mover.release()
     scene.end(prompt)
     assert prompt.has_ended
