@@ -27,7 +27,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import FinishReason, ToScheduler
-from sglang.test.pd_rig import LOOPBACK, CheckableHalfRig, MooncakeMover
+from sglang.test.pd_rig import LOOPBACK, CheckableHalfRig, MooncakeMover, one_rank
 
 _TIMEOUT_S: Final = 60.0
 
@@ -152,11 +152,11 @@ class _Server:
         self._is_paused = False
         self._messages: list[ToScheduler] = []
         self.rig = CheckableHalfRig(
-            BUILTIN_MODEL_DIR, mode, self._mover, lambda host, port: self._endpoint, **args
+            BUILTIN_MODEL_DIR, mode, self._mover, lambda *_: one_rank(self._endpoint), **args
         )
 
     def run(self, pipe: Connection) -> None:
-        pipe.send((True, self.rig.route.get("endpoint", "")))
+        pipe.send((True, self.rig.endpoint if self.rig.routes else ""))
         while True:
             timeout = 0.0 if not self._is_paused and not self.rig.scheduler.is_idle() else 0.005
             while pipe.poll(timeout):

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
-from sglang.srt.disaggregation.common.remote_prompt import FindEndpoint
+from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.whole_prompt import FindRank
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, Engine, MakeHalf, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -37,6 +38,11 @@ LOOPBACK = "127.0.0.1"
 NEVER_ASKED = 1
 """A port: rigs find each other without a bootstrap server."""
 _TIMEOUT_S = 60.0
+
+
+def one_rank(endpoint: str) -> Route:
+    """The route of a server of one rank."""
+    return Route(rank=0, endpoint=endpoint, instance_id="rig", num_ranks=1, attn_tp_size=1)
 
 
 class LocalMover:
@@ -143,7 +149,7 @@ class HalfRig(SchedulerRig):
     Args:
         mode: `prefill` or `decode`.
         engine: Moves the bytes.
-        find_endpoint: How a decode server finds prefill servers.
+        find_rank: How a decode server finds prefill servers.
         identity: Of the weights.
     """
 
@@ -154,19 +160,25 @@ class HalfRig(SchedulerRig):
         model_path: Path,
         mode: str,
         engine: Engine,
-        find_endpoint: FindEndpoint,
+        find_rank: FindRank,
         *,
         identity: str = "rig",
         **args: Any,
     ) -> None:
-        self.route: dict[str, str] = {}
+        self.routes: list[Route] = []
 
         def make_half(pools: Sequence[BaseDevicePool]) -> MakeHalf:
-            server = make_half_server(mode, LOOPBACK, pools, identity, engine, find_endpoint)
-            self.route = server.route
+            group = args.get("group")
+            server = make_half_server(mode, LOOPBACK, pools, identity, engine, find_rank, group)
+            self.routes = server.routes
             return server.make
 
         super().__init__(model_path, make_half=make_half, **args)
+
+    @property
+    def endpoint(self) -> str:
+        """Where a prefill server's first rank answers."""
+        return self.routes[0].endpoint
 
     @property
     def addresses(self) -> list[int]:
@@ -216,9 +228,9 @@ class PdRig:
         self.decode = kind(model_path, DECODE, engine, self._find, **{**args, **(decode or {})})
         self._rooms = itertools.count(1)
 
-    def _find(self, host: str, port: int) -> str:
-        assert (host, port) == (LOOPBACK, NEVER_ASKED)
-        return self.endpoint or self.prefill.route["endpoint"]
+    def _find(self, host: str, port: int, rank: int) -> Route:
+        assert (host, port, rank) == (LOOPBACK, NEVER_ASKED, 0)
+        return one_rank(self.endpoint or self.prefill.endpoint)
 
     def __enter__(self) -> PdRig:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +12,14 @@ import zmq
 
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.remote_prompt import Patience, RemotePrompt
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.network import wait_until
-from sglang.test.pd_rig import LocalMover
+from sglang.test.pd_rig import LocalMover, one_rank
 
 PAGE, PAGES, ROOM = 2, 16, 5
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
@@ -55,7 +58,8 @@ class Scene:
         self.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
         self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.prompts: list[tuple[RemotePrompt, threading.Thread]] = []
+        self._readers = itertools.count()
+        self.prompts: list[tuple[WholePrompt, threading.Thread]] = []
 
     def begin(
         self,
@@ -63,16 +67,20 @@ class Scene:
         first_page: int = 0,
         patience: Patience = PATIENT,
         **fields: Any,
-    ) -> RemotePrompt:
-        prompt = RemotePrompt(
-            Bootstrap("host", 1, fields.pop("room", ROOM)),
-            own_pages,
-            first_page,
+    ) -> WholePrompt:
+        means = Means(
+            place=RankPlace(),
             geometry=self.here.geometry,
             mover=fields.pop("mover", self.mover),
-            find_endpoint=fields.pop("find_endpoint", lambda host, port: self.endpoint),
+            find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
             patience=patience,
             context=self.context,
+        )
+        prompt = WholePrompt(
+            Bootstrap("host", 1, fields.pop("room", ROOM)),
+            OwnSlots(pages=own_pages, first_page=first_page),
+            means,
+            f"reader {next(self._readers)}",
             **fields,
         )
         thread = threading.Thread(target=prompt.run, daemon=True)
@@ -80,14 +88,14 @@ class Scene:
         self.prompts.append((prompt, thread))
         return prompt
 
-    def end(self, prompt: RemotePrompt) -> RemotePrompt:
+    def end(self, prompt: WholePrompt) -> WholePrompt:
         """`prompt`, once its thread has ended."""
         (thread,) = [thread for one, thread in self.prompts if one is prompt]
         thread.join(30)
         assert not thread.is_alive(), "it has not ended"
         return prompt
 
-    def failure(self, prompt: RemotePrompt) -> str:
+    def failure(self, prompt: WholePrompt) -> str:
         """Why it did not come."""
         assert self.end(prompt).failure is not None
         assert (prompt.first_token, prompt.has_ended) == (None, True)

@@ -188,7 +188,7 @@ class RandomPd:
                 )
             )
             stack.callback(self._mover.release)
-            proxy = ControlProxy(self.pair.prefill.route["endpoint"], self._fate)
+            proxy = ControlProxy(self.pair.prefill.endpoint, self._fate)
             self.pair.endpoint = stack.enter_context(proxy).endpoint
             self._mover.fails = self._read_error
             try:

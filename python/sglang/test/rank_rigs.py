@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, ToScheduler
 from sglang.srt.managers.messages.tick import decode_tick, encode_tick
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.rank_threads import RankThreads
 from sglang.test.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
@@ -38,20 +43,37 @@ class RankRigs:
         model_path: A checkpoint whose layers that many ranks can split.
         size: How many ranks.
         cp_size: Over how many of them prefills are split.
+        make_half: Makes `SchedulerResources.make_half` of a rank and its pools; None: there is
+            none.
+        tick_s: Seconds between two ticks.
         args: As of `SchedulerRig`.
     """
 
-    def __init__(self, model_path: Path, size: int, cp_size: int, **args: Any) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        size: int,
+        cp_size: int,
+        *,
+        make_half: Callable[[RankGroup, Sequence[BaseDevicePool]], MakeHalf] | None = None,
+        tick_s: float = 1.0,
+        **args: Any,
+    ) -> None:
         self.threads = RankThreads(size, cp_size)
         self._args = args
+        self._make_half = make_half
+        self._tick_s = tick_s
         self._model_path = model_path
         self.rigs = self.threads.run(self._make)
         self._now = 1000.0
 
     def _make(self, rank: int) -> _Rank:
+        group = self.threads.ranks.group(rank, most_delay_s=_MOST_DELAY_S)
+        make_half = self._make_half
         return _Rank(
             self._model_path,
-            group=self.threads.ranks.group(rank, most_delay_s=_MOST_DELAY_S),
+            group=group,
+            make_half=None if make_half is None else partial(make_half, group),
             tp_group=self.threads.tp_groups[rank],
             cp_group=self.threads.cp_groups[rank],
             **self._args,
@@ -75,8 +97,8 @@ class RankRigs:
         return self.rigs[0].request(rid, input_ids, params, **fields)
 
     def step(self, *messages: ToScheduler) -> None:
-        """One tick of all ranks, one second after the last one."""
-        self._now += 1.0
+        """One tick of all ranks, `tick_s` after the last one."""
+        self._now += self._tick_s
         payload = encode_tick(self.rigs[0].scheduler.make_tick(self._now, messages))
         self.threads.run(lambda rank: self.rigs[rank].take(payload))
         books = [rig.books() for rig in self.rigs]

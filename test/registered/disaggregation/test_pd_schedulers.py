@@ -310,7 +310,7 @@ def test_unlike_servers_refuse_each_other_by_name(
         args = {**ARGS, **fields}
         model = models[args.pop("model", "qwen3")]
         with PdRig(model, engine, **args) as unlike:
-            unlike.endpoint = pair.prefill.route["endpoint"]
+            unlike.endpoint = pair.prefill.endpoint
             message = pair.request("unlike", PROMPTS[5])
             pair.prefill.step(message)
             unlike.until(lambda: "unlike" in unlike.decode.results, message)
@@ -417,7 +417,7 @@ def test_control_messages_that_are_lost_doubled_and_late(
         return (0.0, rng.random() * 0.05) if kind < 2 else (rng.random() * 0.005,)
 
     monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.1)
-    with ControlProxy(pair.prefill.route["endpoint"], fate) as proxy:
+    with ControlProxy(pair.prefill.endpoint, fate) as proxy:
         monkeypatch.setattr(pair, "endpoint", proxy.endpoint)
         for turn in range(3):
             check(

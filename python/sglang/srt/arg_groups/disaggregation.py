@@ -44,10 +44,13 @@ def check_disaggregation(args: ServerArgs) -> None:
         raise ValueError(
             f"--enable-hierarchical-cache does not work {where} yet: use it on the prefill servers"
         )
-    for field in ("attn_cp_size", "nnodes", "tp_size"):
-        value = getattr(args, field)
-        if value > 1:
-            raise ValueError(
-                f"{flag_name(field)} {value} does not work {where} yet, whose servers have one "
-                "rank: start one server for each device, and name all of them to the router"
-            )
+    if mode == DECODE and args.attn_cp_size > 1:
+        raise ValueError(
+            f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
+            "no prompts: use it on the prefill servers"
+        )
+    if args.nnodes > 1:
+        raise ValueError(
+            f"{flag_name('nnodes')} {args.nnodes} does not work {where} yet: start a server on "
+            "each machine, and name all of them to the router"
+        )

@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
+from sglang.srt.disaggregation.common.votes import FAILED, Votes
 from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome
 
@@ -22,8 +27,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class PromptVote(IntEnum):
+    """How far a rank has seen a prompt come."""
+
+    FAILED = FAILED
+    COMING = 1
+    COME = 2
+    """All of it is there. Of one that is not wanted any more: nothing touches its slots."""
+
+
 class Prompt(Protocol):
-    """A prompt on its way; see `RemotePrompt`."""
+    """A prompt on its way; see `WholePrompt`."""
 
     @property
     def first_token(self) -> FirstToken | None: ...
@@ -31,18 +45,14 @@ class Prompt(Protocol):
     def failure(self) -> str | None: ...
     @property
     def has_ended(self) -> bool: ...
-    def cancel(self) -> None: ...
+    def cancel(self, reason: str) -> None: ...
 
 
 class Remote(Protocol):
     """Prefill servers, as decoding sees them; see `PrefillServers`. None of its calls waits."""
 
-    def begin(self, meeting: Bootstrap, pages: Sequence[int], first_page: int) -> Prompt:
-        """Begin to get a prompt.
-
-        Args:
-            pages: This server's, for the prompt's pages from `first_page` on.
-        """
+    def begin(self, meeting: Bootstrap, own: OwnSlots) -> Prompt:
+        """Begin to get a prompt."""
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
         """Tell a prefill server that nobody will get a prompt."""
@@ -64,6 +74,8 @@ class _Wanted:
 class _Coming:
     """A request whose prompt is on its way."""
 
+    number: int
+    """Of all prompts so far; the same on all ranks."""
     req: Req
     prompt: Prompt
 
@@ -75,15 +87,24 @@ class DecodeHalf:
     retracted meanwhile is computed again here, and before new ones get slots. One that ends while
     its prompt is read keeps its slots until nothing is in flight to them.
 
+    Each rank reads its own part of a prompt. A request goes on once all ranks have theirs, and
+    fails as soon as one rank's fails (`Votes`).
+
     Args:
         state: The scheduler's.
         holder: Gives requests their slots.
         remote: Gets their prompts.
         wait_s: Seconds for which a request waits for slots. Prefill servers wait no longer.
+        group: The ranks.
     """
 
     def __init__(
-        self, state: SchedulerState, holder: Holder, remote: Remote, wait_s: float
+        self,
+        state: SchedulerState,
+        holder: Holder,
+        remote: Remote,
+        wait_s: float,
+        group: RankGroup | None = None,
     ) -> None:
         self._state = state
         self._holder = holder
@@ -92,8 +113,12 @@ class DecodeHalf:
         self._wanted: dict[str, _Wanted] = {}
         """By id, in order of arrival."""
         self._coming: dict[str, _Coming] = {}
-        self._lingering: list[_Coming] = []
-        """Of requests that have ended, prompts that may still be read."""
+        self._lingering: dict[int, _Coming] = {}
+        """Of requests that have ended, prompts that may still be read; by number."""
+        self._let_go: list[Req] = []
+        self._votes = Votes(group or SingleRank())
+        """By number of the prompt."""
+        self._num_begun = 0
         self._ended: list[tuple[Req, FinishReason]] = []
         self._received: list[tuple[Req, FirstToken]] = []
         self._owners: dict[int, str] = {}
@@ -135,9 +160,16 @@ class DecodeHalf:
         raise AssertionError("a decode server hands nothing over")
 
     def tick(self) -> None:
-        for coming in list(self._coming.values()):
-            if coming.prompt.failure is not None or coming.prompt.has_ended:
-                self._settle(coming)
+        self._look()
+        coming = {one.number: one for one in self._coming.values()}
+        for number, vote, why in self._votes.count():
+            if number in self._lingering:
+                self._votes.close(number)
+                self._let_go.append(self._lingering.pop(number).req)
+            elif vote == PromptVote.FAILED:
+                self._fail(coming[number].req, why)
+            else:
+                self._receive(coming[number])
         if self._has_retracted():
             return  # Else new requests would take the slots that these wait for.
         now = self._state.now
@@ -156,19 +188,31 @@ class DecodeHalf:
         waiting = self._state.queues.waiting
         return len(waiting) > len(self._wanted) and any(req.progress.output_ids for req in waiting)
 
-    def _settle(self, coming: _Coming) -> None:
-        """A prompt has come, or will not."""
-        req, prompt = coming.req, coming.prompt
-        first, failure = prompt.first_token, prompt.failure
-        if first is not None:
-            failure = self._why_not(req, first)
-        if failure is not None:
-            logger.warning("request %s: %s", req.rid, failure)
-            self._ended.append((req, _lost(failure)))
-            return
-        assert first is not None, "it has ended one way or the other"
-        del self._coming[req.rid]
-        self._received.append((req, first))
+    def _look(self) -> None:
+        """Vote for what this rank has seen of the prompts."""
+        for coming in self._coming.values():
+            prompt = coming.prompt
+            failure = prompt.failure
+            if failure is None and not prompt.has_ended:
+                continue
+            if prompt.first_token is not None:
+                failure = self._why_not(coming.req, prompt.first_token)
+            vote = PromptVote.COME if failure is None else PromptVote.FAILED
+            self._votes.see(coming.number, vote, failure or "")
+        for number, coming in self._lingering.items():
+            if coming.prompt.has_ended:
+                self._votes.see(number, PromptVote.COME)
+
+    def _fail(self, req: Req, why: str) -> None:
+        logger.warning("request %s: %s", req.rid, why)
+        self._ended.append((req, _lost(why)))
+
+    def _receive(self, coming: _Coming) -> None:
+        first = coming.prompt.first_token
+        assert first is not None, "it has come"
+        self._votes.close(coming.number)
+        del self._coming[coming.req.rid]
+        self._received.append((coming.req, first))
 
     def _why_not(self, req: Req, first: FirstToken) -> str | None:
         """Why `req` cannot go on with what the prefill server has found, or None."""
@@ -208,8 +252,14 @@ class DecodeHalf:
         # On a GPU this waits for the step in flight. It must: that step may write to pages which a
         # request gave back meanwhile, and the reads are not queued behind it.
         pages = slots.div(page_size, rounding_mode="floor").tolist()
-        prompt = self._remote.begin(meeting, pages, begin // page_size)
-        self._coming[req.rid] = _Coming(req, prompt)
+        state_slot = state.pools.req_to_token_pool.state_of(req.slots.row)
+        if state_slot is not None and not pages:
+            device_runtime(state.pools.device).synchronize()  # It is being zeroed.
+        own = OwnSlots(pages=pages, first_page=begin // page_size, state=state_slot)
+        coming = _Coming(self._num_begun, req, self._remote.begin(meeting, own))
+        self._num_begun += 1
+        self._votes.open(coming.number, PromptVote.COMING)
+        self._coming[req.rid] = coming
         return True
 
     def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
@@ -228,21 +278,23 @@ class DecodeHalf:
         if self._wanted.pop(req.rid, None) is not None:
             self._remote.decline(meeting, reason.message or "the request has ended")
         coming = self._coming.pop(req.rid, None)
-        if coming is None or coming.prompt.has_ended:
+        if coming is None:
             return True
-        coming.prompt.cancel()
-        self._lingering.append(coming)
+        self._votes.close(coming.number)
+        coming.prompt.cancel(reason.message or "the request has ended")
+        if self._votes.is_alone and coming.prompt.has_ended:
+            return True
+        self._votes.open(coming.number, PromptVote.COMING)
+        self._lingering[coming.number] = coming
         return False
 
     def take_let_go(self) -> Sequence[Req]:
-        let_go = [coming for coming in self._lingering if coming.prompt.has_ended]
-        for coming in let_go:
-            self._lingering.remove(coming)
-        return [coming.req for coming in let_go]
+        let_go, self._let_go = self._let_go, []
+        return let_go
 
     def close(self) -> None:
-        for coming in [*self._coming.values(), *self._lingering]:
-            coming.prompt.cancel()
+        for coming in [*self._coming.values(), *self._lingering.values()]:
+            coming.prompt.cancel("the server is shutting down")
         self._remote.close()
 
 

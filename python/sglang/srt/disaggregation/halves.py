@@ -9,23 +9,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import find
+from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.remote_prompt import (
-    STEPS,
-    FindEndpoint,
-    Mover,
-    Patience,
-    RemotePrompt,
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import STEPS, Mover, OwnSlots, Patience
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.whole_prompt import (
+    FindRank,
+    Means,
+    WholePrompt,
     decline_room,
 )
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.environ import EnvInt, envs
+from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
 
 if TYPE_CHECKING:
@@ -46,6 +50,8 @@ _MAX_DECLINING: Final = 32
 """At once."""
 _MAX_CONVERSATIONS: Final = 16_384
 """At once; ZMQ's own limit is 1023, and large servers hold more requests."""
+_ROUTE_BYTES: Final = 2048
+"""Of a rank's route as JSON, at most."""
 
 
 class Engine(Mover, Protocol):
@@ -57,11 +63,11 @@ class Engine(Mover, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HalfServer:
-    """What of a rank other servers find."""
+    """What of a server other servers find."""
 
     make: MakeHalf
-    route: dict[str, str]
-    """For the bootstrap server; empty on a decode server, which nobody looks for."""
+    routes: list[Route]
+    """Of all ranks, for the bootstrap server; empty on a decode server, which nobody looks for."""
 
 
 def make_half_server(
@@ -70,100 +76,102 @@ def make_half_server(
     pools: Sequence[BaseDevicePool],
     weights_identity: str,
     engine: Engine,
-    find_endpoint: FindEndpoint | None = None,
+    find_rank: FindRank | None = None,
+    group: RankGroup | None = None,
 ) -> HalfServer:
-    """Register the pools with the Transfer Engine, and listen.
+    """Register the pools with the Transfer Engine, and listen. A collective.
 
     Args:
         mode: `prefill` or `decode`.
         host: Where this server listens.
         pools: Of the model.
-        find_endpoint: How a decode server finds prefill servers; None: by their bootstrap servers.
+        find_rank: How a decode server finds prefill servers; None: by their bootstrap servers.
+        group: The ranks of this server; None: this one alone.
 
     Raises:
-        ValueError: A pool cannot be read by pages, the host is not this machine's, or a bound in
-            the environment is not positive.
+        ValueError: The host is not this machine's, or a bound in the environment is not positive;
+            on any rank.
         RuntimeError: The transport refuses the memory.
     """
+    ranks = group or SingleRank()
+    place = RankPlace(ranks.rank, ranks.size, ranks.attn_tp_size)
     geometry = PoolGeometry.of(pools, weights_identity)
-    engine.batch_register([buffer.address for buffer in geometry.buffers], geometry.sizes)
+    engine.batch_register(geometry.addresses, geometry.sizes)
     if mode == PREFILL:
-        return _prefill(host, geometry, engine)
-    return HalfServer(_decode(geometry, engine, find_endpoint or _find_endpoint), {})
+        return _prefill(host, geometry, engine, ranks, place)
+    return HalfServer(_decode(geometry, engine, find_rank or _find_rank, ranks, place), [])
 
 
-def _find_endpoint(host: str, port: int) -> str:
-    return find(host, port, 0, _FIND_S).endpoint
+def _find_rank(host: str, port: int, rank: int) -> Route:
+    return find(host, port, rank, _FIND_S)
 
 
-def _prefill(host: str, geometry: PoolGeometry, engine: Engine) -> HalfServer:
+def _prefill(
+    host: str, geometry: PoolGeometry, engine: Engine, ranks: RankGroup, place: RankPlace
+) -> HalfServer:
     instance_id = uuid.uuid4().hex
     wait_s = _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
-    try:
-        desk = RoomDesk(
-            geometry.offer(instance_id, engine.get_session_id()),
-            host,
-            unwanted_s=wait_s,
-            silent_s=_silence(),
-        )
-    except zmq.ZMQError as error:
-        raise ValueError(f"--host {host}: cannot listen for decode servers: {error}") from error
+    silent_s = _silence()
+
+    def listen() -> RoomDesk:
+        offer = geometry.offer(instance_id, engine.get_session_id())
+        try:
+            return RoomDesk(offer, host, unwanted_s=wait_s, silent_s=silent_s)
+        except zmq.ZMQError as error:
+            raise ValueError(f"--host {host}: cannot listen for decode servers: {error}") from error
+
+    desk = on_all_ranks(ranks, listen, RoomDesk.close)
     address = address_for_peers(host)
     bracketed = f"[{address}]" if ":" in address else address
-    route = {"endpoint": f"tcp://{bracketed}:{desk.port}", "instance_id": instance_id}
-    logger.info("decode servers are answered at %s, instance %s", *route.values())
-    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s), route)
+    route = Route(
+        rank=place.rank,
+        endpoint=f"tcp://{bracketed}:{desk.port}",
+        instance_id=instance_id,
+        num_ranks=place.num_ranks,
+        attn_tp_size=place.attn_tp_size,
+    )
+    logger.info("decode servers are answered at %s, instance %s", route.endpoint, instance_id)
+    texts = gather_texts(ranks, msgspec.json.encode(route).decode(), _ROUTE_BYTES)
+    routes = [msgspec.json.decode(text, type=Route) for text in texts]
+    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s, ranks), routes)
 
 
 class PrefillServers:
-    """Prefill servers, as a decode server sees them. Scheduler's thread.
+    """Prefill servers, as a rank of a decode server sees them. Scheduler's thread.
 
     Threads: `disagg-prompt`, one for each prompt on its way; `disagg-decline`, one for each room
     that is being declined.
 
     Args:
+        means: Of its prompts.
+        instance: Drawn at the start; the same on all ranks of this server, and on no other's.
         failure_prob: The share of prompts that fail by injection.
     """
 
-    def __init__(
-        self,
-        geometry: PoolGeometry,
-        mover: Mover,
-        find_endpoint: FindEndpoint,
-        patience: Patience,
-        failure_prob: float = 0.0,
-    ) -> None:
-        self._geometry = geometry
-        self._mover = mover
-        self._find_endpoint = find_endpoint
-        self._patience = patience
+    def __init__(self, means: Means, instance: str, failure_prob: float = 0.0) -> None:
+        self._means = means
+        self._instance = instance
         self._failure_prob = failure_prob
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
+        self._num_begun = 0
         self._threads = CallThreads("disagg-prompt")
         self._declining = CallThreads("disagg-decline")
 
-    def begin(self, meeting: Bootstrap, pages: Sequence[int], first_page: int) -> RemotePrompt:
+    def begin(self, meeting: Bootstrap, own: OwnSlots) -> WholePrompt:
         """See `Remote`."""
         fails = random.random() < self._failure_prob
-        prompt = RemotePrompt(
-            meeting,
-            pages,
-            first_page,
-            geometry=self._geometry,
-            mover=self._mover,
-            find_endpoint=self._find_endpoint,
-            patience=self._patience,
-            context=self._context,
-            fails_at=random.choice(STEPS) if fails else None,
-        )
+        # All ranks begin the same prompts in the same order.
+        reader = f"{self._instance} {self._num_begun}"
+        self._num_begun += 1
+        fails_at = random.choice(STEPS) if fails else None
+        prompt = WholePrompt(meeting, own, self._means, reader, fails_at)
         self._threads.submit(prompt.run)
         return prompt
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
         """See `Remote`. Where many are being declined, this one is not: the prefill server then
         waits in vain for a while."""
-        if self._declining.num_busy < _MAX_DECLINING:
+        is_speaker = self._means.place.rank == 0
+        if is_speaker and self._declining.num_busy < _MAX_DECLINING:
             self._declining.submit(lambda: self._decline(meeting, reason))
 
     def close(self) -> None:
@@ -172,16 +180,19 @@ class PrefillServers:
         self._declining.close()
 
     def _decline(self, meeting: Bootstrap, reason: str) -> None:
+        means = self._means
         decline_room(
             meeting,
             reason,
-            find_endpoint=self._find_endpoint,
-            patience=self._patience,
-            context=self._context,
+            find_rank=means.find_rank,
+            patience=means.patience,
+            context=means.context,
         )
 
 
-def _decode(geometry: PoolGeometry, engine: Engine, find_endpoint: FindEndpoint) -> MakeHalf:
+def _decode(
+    geometry: PoolGeometry, engine: Engine, find_rank: FindRank, ranks: RankGroup, place: RankPlace
+) -> MakeHalf:
     patience = Patience(
         bootstrap=_seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT),
         waiting=_seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT),
@@ -190,8 +201,19 @@ def _decode(geometry: PoolGeometry, engine: Engine, find_endpoint: FindEndpoint)
     failure_prob = envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
     if failure_prob:
         logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
-    servers = PrefillServers(geometry, engine, find_endpoint, patience, failure_prob)
-    return lambda state, holder: DecodeHalf(state, holder, servers, patience.bootstrap)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
+    means = Means(
+        place=place,
+        geometry=geometry,
+        mover=engine,
+        find_rank=find_rank,
+        patience=patience,
+        context=context,
+    )
+    drawn = uuid.uuid4().hex.encode() if place.rank == 0 else None
+    servers = PrefillServers(means, ranks.broadcast(drawn).decode(), failure_prob)
+    return lambda state, holder: DecodeHalf(state, holder, servers, patience.bootstrap, ranks)
 
 
 def _silence() -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol
 
 import xxhash
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.room_desk import RoomExists
+from sglang.srt.disaggregation.common.votes import FAILED, Votes
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 
 if TYPE_CHECKING:
@@ -22,6 +24,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_STATUS: Final = 503
+REMEMBER_S: Final = 60.0
+"""For how long a room that has ended is nobody else's."""
+
+
+class RoomVote(IntEnum):
+    """How far a rank has seen a room come."""
+
+    FAILED = FAILED
+    """It was given up, or its reader is gone."""
+    OPEN = 1
+    ASKED = 2
+    """A decode server asks for it."""
+    RECEIVED = 3
 
 
 class Desk(Protocol):
@@ -32,6 +47,7 @@ class Desk(Protocol):
     def num_pages(self, room: int) -> int: ...
     def complete(self, room: int, first_token: FirstToken) -> None: ...
     def end(self, room: int, failure: str | None = None) -> None: ...
+    def forget(self, room: int) -> None: ...
     def take_claimed(self) -> Sequence[int]: ...
     def outcome(self, room: int) -> str | None: ...
     def take_given_up(self) -> Mapping[int, str]: ...
@@ -51,16 +67,25 @@ class PrefillHalf:
     is computed it is held, without decoding, until the decode server has read its pages or is not
     heard of. One that the decode server gives up ends, wherever it is.
 
+    Each rank has a desk, which ranks of decode servers ask. What the desks have seen counts once
+    the ranks agree on it (`Votes`): a room is asked for when each rank is, and it has been read
+    when each rank's part has.
+
     Args:
         state: The scheduler's.
         desk: Answers decode servers.
         wait_s: Seconds for which a request waits to be asked for.
+        group: The ranks.
     """
 
-    def __init__(self, state: SchedulerState, desk: Desk, wait_s: float) -> None:
+    def __init__(
+        self, state: SchedulerState, desk: Desk, wait_s: float, group: RankGroup | None = None
+    ) -> None:
         self._state = state
         self._desk = desk
         self._wait_s = wait_s
+        self._votes = Votes(group or SingleRank())
+        """By room."""
         self._unclaimed: dict[int, float] = {}
         """By room: when the request came, in seconds of the scheduler's ticks; in this order."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
@@ -68,34 +93,44 @@ class PrefillHalf:
         self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
         """By room: the id of the request that has it."""
+        self._past: dict[int, float] = {}
+        """Rooms that have ended, and when, in seconds of the scheduler's ticks; in this order."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         meeting = req.spec.bootstrap
         if meeting is None:
             return None
-        try:
-            self._desk.open(meeting.room)
-        except RoomExists as error:
-            return FinishReason(type="abort", message=str(error), status_code=400)
-        self._owners[meeting.room] = req.rid
-        self._unclaimed[meeting.room] = self._state.now
+        room = meeting.room
+        if self._is_taken(room):
+            message = f"bootstrap_room {room} belongs to another request: draw one for each request"
+            return FinishReason(type="abort", message=message, status_code=400)
+        self._desk.open(room)
+        self._votes.open(room, RoomVote.OPEN)
+        self._owners[room] = req.rid
+        self._unclaimed[room] = self._state.now
         return None
+
+    def _is_taken(self, room: int) -> bool:
+        """Whether a request has the room, or had it a moment ago."""
+        return room in self._owners or room in self._past
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         meeting = message.bootstrap
         if meeting is None:
             return
-        owner = self._owners.get(meeting.room)
-        if owner is None:
-            try:
-                self._desk.open(meeting.room)
-            except RoomExists:
-                return
-        elif owner != message.rid:
+        room = meeting.room
+        if not self._is_taken(room):
+            self._desk.open(room)
+        elif self._owners.get(room) != message.rid:
             return  # The room is another request's, which is not refused.
-        self._owners.pop(meeting.room, None)
-        self._unclaimed.pop(meeting.room, None)
-        self._desk.end(meeting.room, reason.message or "the request was refused")
+        self._end_room(room, reason.message or "the request was refused")
+
+    def _end_room(self, room: int, why: str) -> None:
+        self._owners.pop(room, None)
+        self._unclaimed.pop(room, None)
+        self._votes.close(room)
+        self._past[room] = self._state.now
+        self._desk.end(room, why)
 
     def is_remote(self, req: Req) -> bool:
         return False
@@ -132,30 +167,42 @@ class PrefillHalf:
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
             cached=req.report.cached_tokens_details,
+            state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),
         )
         self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
         self._desk.complete(meeting.room, first_token)
 
     def tick(self) -> None:
-        for room in self._desk.take_claimed():
+        now = self._state.now
+        while self._past and now - (oldest := next(iter(self._past.items())))[1] > REMEMBER_S:
+            del self._past[oldest[0]]
+            self._desk.forget(oldest[0])
+        self._look()
+        for room, vote, why in self._votes.count():
+            if vote == RoomVote.FAILED:
+                self._fail_room(room, why)
+                continue
             self._unclaimed.pop(room, None)
-        for room, why in self._desk.take_given_up().items():
-            self._fail_room(room, why)
+            if vote == RoomVote.RECEIVED:
+                self._ended.append(self._held.pop(self._owners[room]))
         for room, arrived in self._unclaimed.items():
-            if self._state.now - arrived <= self._wait_s:
+            if now - arrived <= self._wait_s:
                 break
             self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
-        for req, good_end in list(self._held.values()):
+
+    def _look(self) -> None:
+        """Vote for what this rank's desk has seen."""
+        for room in self._desk.take_claimed():
+            self._votes.see(room, RoomVote.ASKED)
+        for room, why in self._desk.take_given_up().items():
+            self._votes.see(room, RoomVote.FAILED, why)
+        for req, _ in self._held.values():
             meeting = req.spec.bootstrap
             assert meeting is not None
             failure = self._desk.outcome(meeting.room)
-            if failure is None:
-                continue
-            del self._held[req.rid]
-            if failure:
-                self._fail(req, meeting.room, failure)
-            else:
-                self._ended.append((req, good_end))
+            if failure is not None:
+                vote = RoomVote.FAILED if failure else RoomVote.RECEIVED
+                self._votes.see(meeting.room, vote, failure)
 
     def _fail_room(self, room: int, why: str) -> None:
         owner = self._state.queues.find(self._owners.get(room, ""))
@@ -177,10 +224,8 @@ class PrefillHalf:
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         meeting = req.spec.bootstrap
         if meeting is not None and self._owners.get(meeting.room) == req.rid:
-            del self._owners[meeting.room]
-            self._unclaimed.pop(meeting.room, None)
             self._held.pop(req.rid, None)
-            self._desk.end(meeting.room, reason.message or "the request has ended")
+            self._end_room(meeting.room, reason.message or "the request has ended")
         # A decode server that still reads is told that it read too late.
         return True
 

@@ -95,7 +95,8 @@ class EngineFront:
         (model,) = loaded
         details = self.processes.ready_details
         if self._bootstrap is not None:
-            self._bootstrap.register(Route(rank=0, **details["route"]))
+            for route in details["routes"]:
+                self._bootstrap.register(Route(**route))
         self.manager = TokenizerManager(
             ipc=self.processes.ipc,
             tokenizer=model.tokenizer,

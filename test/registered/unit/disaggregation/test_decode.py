@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.halves import MakeHalf
 from sglang.srt.disaggregation.prefill import prompt_digest
@@ -45,7 +46,7 @@ class FakePrompt:
     has_ended: bool = False
     is_cancelled: bool = False
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str) -> None:
         self.is_cancelled = True
 
     def come(self, ids: Sequence[int], **fields: Any) -> None:
@@ -64,8 +65,8 @@ class FakeServers:
     declined: list[tuple[int, str]] = field(default_factory=list)
     is_closed: bool = False
 
-    def begin(self, meeting: Bootstrap, pages: Sequence[int], first_page: int) -> FakePrompt:
-        self.begun.append(FakePrompt(meeting, list(pages), first_page))
+    def begin(self, meeting: Bootstrap, own: OwnSlots) -> FakePrompt:
+        self.begun.append(FakePrompt(meeting, list(own.pages), own.first_page))
         return self.begun[-1]
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:

@@ -10,9 +10,8 @@ import zmq
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import remote_prompt
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.remote_prompt import STEPS
-from sglang.srt.disaggregation.halves import PrefillServers, make_half_server
+from sglang.srt.disaggregation.halves import make_half_server
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
@@ -20,8 +19,8 @@ from sglang.srt.utils.network import wait_until
 from sglang.test import checkable_model
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.control_proxy import ControlProxy
-from sglang.test.pd_rig import LOOPBACK, HalfRig, LocalMover, PdRig
-from sglang.test.prompt_scene import PATIENT, Place
+from sglang.test.pd_rig import LOOPBACK, HalfRig, LocalMover, PdRig, one_rank
+from sglang.test.prompt_scene import Place
 from sglang.test.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -181,7 +180,7 @@ def test_a_read_that_fails_fails_its_request_alone(pair: PdRig, mover: LocalMove
 def test_a_prefill_server_that_falls_silent_during_a_read(pair: PdRig, mover: LocalMover) -> None:
     """The request ends after the silence, its slots with the read."""
     is_silent: list[bool] = []
-    proxy = ControlProxy(pair.prefill.route["endpoint"], lambda *_: () if is_silent else (0.0,))
+    proxy = ControlProxy(pair.prefill.endpoint, lambda *_: () if is_silent else (0.0,))
     with proxy:
         pair.endpoint = proxy.endpoint
         mover.hold = True
@@ -233,7 +232,7 @@ def test_a_second_request_of_a_room_leaves_the_first_alone(pair: PdRig, mover: L
 
 def test_two_decode_servers_in_one_room(mover: LocalMover) -> None:
     with make_pair(mover) as pair, make_pair(mover) as other:
-        other.endpoint = pair.prefill.route["endpoint"]
+        other.endpoint = pair.prefill.endpoint
         mover.hold = True
         message = pair.request("a", PROMPTS[6], room=3)
         pair.until(lambda: bool(mover.begun), message)
@@ -293,7 +292,7 @@ def test_injected_failures_name_their_step(mover: LocalMover) -> None:
 def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
     with make_pair(mover) as pair, pytest.raises(ValueError, match=r"--host 192\.0\.2\.1: cannot"):
         make_half_server(
-            "prefill", "192.0.2.1", pair.prefill.pools, "w", mover, lambda host, port: ""
+            "prefill", "192.0.2.1", pair.prefill.pools, "w", mover, lambda *_: one_rank("")
         )
 
 
@@ -312,13 +311,13 @@ def test_bounds_are_positive(
 ) -> None:
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}", "0")
     with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
-        make_half_server(mode, LOOPBACK, [Place(0).pool], "w", mover, lambda host, port: "")
+        make_half_server(mode, LOOPBACK, [Place(0).pool], "w", mover, lambda *_: one_rank(""))
 
 
 def test_more_prompts_at_once_than_zmq_has_sockets_for(mover: LocalMover) -> None:
-    servers = PrefillServers(PoolGeometry((), (), {}), mover, lambda host, port: "", PATIENT)
-    assert servers._context.get(zmq.MAX_SOCKETS) > 10_000
-    servers.close()
+    with make_pair(mover) as pair:
+        servers = pair.decode.scheduler._parts.half._remote  # type: ignore[attr-defined]
+        assert servers._means.context.get(zmq.MAX_SOCKETS) > 10_000
 
 
 if __name__ == "__main__":

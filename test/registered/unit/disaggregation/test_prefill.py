@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.room_desk import RoomExists
 from sglang.srt.disaggregation.halves import MakeHalf
-from sglang.srt.disaggregation.prefill import PrefillHalf, prompt_digest
+from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf, prompt_digest
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
     CachedTokensDetails,
@@ -48,8 +47,7 @@ class FakeDesk:
         self.is_closed = False
 
     def open(self, room: int) -> None:
-        if room in self.pages:
-            raise RoomExists(f"room {room} is taken")
+        assert room not in self.pages, f"room {room} is taken"
         self.pages[room] = []
         if self.claims:
             self.claimed.append(room)
@@ -69,6 +67,10 @@ class FakeDesk:
     def end(self, room: int, failure: str | None = None) -> None:
         assert room in self.pages and room not in self.ended
         self.ended[room] = failure or ""
+
+    def forget(self, room: int) -> None:
+        del self.pages[room], self.ended[room]
+        self.tokens.pop(room, None)
 
     def take_claimed(self) -> Sequence[int]:
         claimed, self.claimed = self.claimed, []
@@ -384,15 +386,22 @@ def test_refusals_are_told_to_the_decode_server(rig: Rig) -> None:
 def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: Rig) -> None:
     rig.compute(rig.ask("a", IDS, 1))
     rig.step(rig.ask("b", IDS, 1))
-    assert rig.end("b") == FinishReason(type="abort", message="room 1 is taken", status_code=400)
+    message = "bootstrap_room 1 belongs to another request: draw one for each request"
+    assert rig.end("b") == FinishReason(type="abort", message=message, status_code=400)
     rig.step(rig.ask("too long too", prompt(3, 500), 1))
     assert rig.desk.ended == {}
     rig.desk.outcomes[1] = ""
     rig.step()
-    # The desk remembers the room for a while after its end.
+    # It is nobody else's for a while after its end.
+    rig.now += REMEMBER_S - 2
     rig.step(rig.ask("c", IDS, 1), rig.ask("long", prompt(3, 500), 1))
     assert [rig.end(rid).status_code for rid in ("a", "c", "long")] == [None, 400, 400]
     rig.assert_idle()
+    assert rig.desk.ended == {1: "the request has ended"}
+    rig.now += 2
+    rig.step()
+    assert rig.desk.ended == {}
+    rig.compute(rig.ask("d", IDS, 1))
 
 
 def test_a_shutdown_ends_every_room(rig: Rig) -> None:

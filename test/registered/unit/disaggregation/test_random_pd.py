@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.geometry import Portion
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
@@ -42,11 +42,11 @@ def tell_one_page_less(desk: RoomDesk, room: int, pages: list[int]) -> None:
 
 ON_END: Callable[..., bool] = DecodeHalf.on_end
 ADD_PAGES: Callable[..., None] = RoomDesk.add_pages
-BLOCKS: Callable[..., Any] = PoolGeometry.blocks
+BLOCKS: Callable[..., Any] = Portion.page_blocks
 DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "slots are free while they are read": (DecodeHalf, "on_end", forget_the_reads),
     "a wrong page is told": (RoomDesk, "add_pages", tell_one_page_less),
-    "a layer is not read": (PoolGeometry, "blocks", lambda *args: BLOCKS(*args)[:-1]),
+    "a layer is not read": (Portion, "page_blocks", lambda *args: BLOCKS(*args)[:-1]),
     "rooms are not ended": (RoomDesk, "end", lambda *args: None),
     "requests decode where they were computed": (PrefillHalf, "keeps", lambda *args: False),
 }

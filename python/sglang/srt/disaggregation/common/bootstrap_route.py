@@ -21,6 +21,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """ZMQ's form: `tcp://HOST:PORT`."""
     instance_id: Text
     """Drawn at its start: another one at the same address is another server."""
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
+    """Of the server."""
+    attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
+    """Over how many of them the heads of attention are split; see `RankGroup`."""
 
 
 class Registration(Route, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -183,7 +183,8 @@ class BootstrapServer:
             raise _Refusal(
                 http.HTTPStatus.FORBIDDEN, "token: only processes of this server register here"
             )
-        self.register(Route(rank=sent.rank, endpoint=sent.endpoint, instance_id=sent.instance_id))
+        route = {name: getattr(sent, name) for name in Route.__struct_fields__}
+        self.register(Route(**route))
 
 
 class _Request:

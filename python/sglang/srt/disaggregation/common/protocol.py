@@ -10,19 +10,39 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of these messages, and of what they mean."""
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
-"""Who reads a prompt, drawn for each: a room belongs to the first reader that asks for it."""
+"""Who reads a prompt, drawn for each, the same on all ranks of the decode server: a room belongs to
+the first reader that asks for it."""
+Part: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
+"""Which of the reader's ranks asks, counted among those that read from this rank."""
 
 
 class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a pool in a server's memory: pages that follow one another."""
+    """One tensor of a pool in a rank's memory: pages, or states, that follow one another."""
 
     address: int
     page_bytes: int
+    head_parts: list[int] = []
+    """Bytes of the runs of an item (a token, or a state) that each are split evenly by heads;
+    together the whole item. Empty: it cannot be cut."""
+
+
+class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
+    """One pool of a rank."""
+
+    name: str
+    is_state: bool
+    """It has recurrent states, each of a whole prompt; else pages of tokens."""
+    page_size: int
+    begin: int
+    """Heads of the model `[begin, end)` are here. What has no heads is one head of all ranks."""
+    end: int
+    buffers: list[PoolBuffer]
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -34,10 +54,10 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     session_id: str
     """Of its Transfer Engine."""
     layout: str
-    """Digest of all that determines a page's bytes: equal ones can be exchanged."""
+    """Digest of all that determines a head's bytes: equal ones can be exchanged."""
     layout_facts: dict[str, str]
     """What the digest is of, for errors."""
-    buffers: list[PoolBuffer]
+    pools: list[PoolOffer]
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +71,9 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
+    state_slot: int | None = None
+    """Of the prefill server's pool of recurrent states: the one behind the last token of the
+    prompt; None: the model has none."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -69,13 +92,18 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     has_token: bool = False
     may_wait: bool = True
     """False: only to be heard, and to hear of a failure."""
+    part: Part = 0
+    num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
+    """Of this reader's ranks so many read from this rank."""
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
-    """The decode server has all: the prefill server may let go of the room."""
+    """A rank of the decode server has all: once all parts do, the prefill server may let go of the
+    room."""
 
     room: int
     reader: Reader
+    part: Part = 0
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):

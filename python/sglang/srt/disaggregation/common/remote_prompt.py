@@ -1,4 +1,4 @@
-"""The decode server's side of a room: reads a prompt's pages from the prefill server's memory.
+"""The decode server's side of a room: reads a prompt from the memory of a prefill server's rank.
 
 The decode server reads; nobody writes into its memory. So its pages are free again as soon as its
 own reads have ended, which it knows itself, whatever becomes of the prefill server. While it reads,
@@ -12,7 +12,6 @@ import contextlib
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -20,8 +19,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 import zmq
 
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.geometry import PoolGeometry, Portion
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -42,7 +40,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
     TransferOp,
 )
-from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.utils.bad_messages import MALFORMED
 
 logger = logging.getLogger(__name__)
@@ -59,6 +56,29 @@ _A = TypeVar("_A", Offer, RoomNews, Released)
 
 class RoomFailed(RuntimeError):
     """The prompt does not come; the message says which step failed, and why."""
+
+
+class Cancellation:
+    """Says that a prompt is not wanted any more, and why. Any thread."""
+
+    def __init__(self) -> None:
+        self.why = ABORTED
+        """Set before `is_set`; the first reason counts."""
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+
+    def set(self, why: str) -> None:
+        with self._lock:
+            if not self._event.is_set():
+                self.why = why
+                self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds; whether it is set then."""
+        return self._event.wait(timeout)
 
 
 class Mover(Protocol):
@@ -86,52 +106,86 @@ class Patience:
         return min(REPEAT_S, self.silence / 4)
 
 
-FindEndpoint = Callable[[str, int], str]
-"""The control endpoint of the prefill server whose bootstrap server is at a host and port. Asks
-once and may take time; raises BootstrapError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSlots:
+    """Where a prompt goes in this server's pools.
+
+    Attributes:
+        pages: For the prompt's pages from `first_page` on.
+        first_page: Pages of the prompt that this server has already.
+        state: The slot for its recurrent state; None: the model has none.
+    """
+
+    pages: Sequence[int]
+    first_page: int = 0
+    state: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A rank of a prefill server, and how it knows who asks.
+
+    Attributes:
+        where: The prefill server, for errors.
+        endpoint: Of the rank.
+        room: There.
+        reader: See `Reader`.
+        part: Of those of the reader's ranks that ask this one, which is asking.
+        num_parts: How many ask.
+    """
+
+    where: str
+    endpoint: str
+    room: int
+    reader: str
+    part: int = 0
+    num_parts: int = 1
 
 
 class RemotePrompt:
-    """One prompt on its way. `run` is a thread's work; the others any thread's.
+    """What one rank of a prefill server has of a prompt, on its way. `run` is a thread's work; the
+    others any thread's.
 
     Args:
-        meeting: Where the prefill server is, and the room.
-        own_pages: Pages of this server's pools for the prompt's pages from `first_page` on.
-        first_page: Pages of the prompt that this server has already.
+        source: The rank.
+        own: Where it goes.
+        portion_of: What to read of a rank with this offer. May wait for the offers of others;
+            raises RoomFailed.
+        on_failure: Called with the reason where it will not come, maybe long before `has_ended`.
+        cancelled: Ends it soon, when set.
         fails_at: One of STEPS, which then fails; for tests.
     """
 
     def __init__(
         self,
-        meeting: Bootstrap,
-        own_pages: Sequence[int],
-        first_page: int,
+        source: Source,
+        own: OwnSlots,
         *,
         geometry: PoolGeometry,
+        portion_of: Callable[[Offer], Portion],
+        on_failure: Callable[[str], None],
         mover: Mover,
-        find_endpoint: FindEndpoint,
         patience: Patience,
         context: zmq.Context[zmq.Socket[bytes]],
+        cancelled: Cancellation,
         fails_at: str | None = None,
     ) -> None:
-        self._meeting = meeting
-        self._own_pages = own_pages
-        self._first_page = first_page
+        self._source = source
+        self._own = own
         self._geometry = geometry
+        self._portion_of = portion_of
+        self._on_failure = on_failure
         self._mover = mover
-        self._find_endpoint = find_endpoint
         self._patience = patience
         self._context = context
+        self._cancelled = cancelled
         self._fails_at = fails_at
-        self._reader = uuid.uuid4().hex
         self._transfer: Transfer | None = None
         """The last one that was begun."""
-        self._cancelled = threading.Event()
         self._ended = threading.Event()
+        self._returned = threading.Event()
         self.first_token: FirstToken | None = None
         """Set before `has_ended`, where all has come."""
-        self.failure: str | None = None
-        """Set where it will not come, maybe long before `has_ended`."""
         self.read_seconds = 0.0
         """Spent in transfers."""
 
@@ -140,52 +194,52 @@ class RemotePrompt:
         """Whether nothing touches the pages any more."""
         return self._ended.is_set()
 
-    def cancel(self) -> None:
-        """It is not wanted any more: end soon."""
-        self._cancelled.set()
+    def join(self) -> None:
+        """Wait for the end of `run`."""
+        self._returned.wait()
 
     def run(self) -> None:
-        """Get the prompt. Never raises; `has_ended` afterwards, unless the transport never lets go
-        of the pages."""
+        """Get it. Never raises; `has_ended` afterwards, unless the transport never lets go of the
+        pages."""
         try:
             self.first_token = self._receive()
         except RoomFailed as error:
-            self.failure = str(error)
+            self._on_failure(str(error))
         except Exception as error:
             logger.exception("a prompt could not be received")
-            self.failure = f"receiving the prompt failed: {type(error).__name__}: {error}"
+            self._on_failure(f"receiving the prompt failed: {type(error).__name__}: {error}")
         transfer = self._transfer
         if transfer is None or transfer.wait():
             self._ended.set()
         else:
             logger.error(
                 "room %d: its pages are lost, since the transport does not let go of them",
-                self._meeting.room,
+                self._source.room,
             )
+        self._returned.set()
 
     def _receive(self) -> FirstToken:
-        meeting = self._meeting
-        endpoint = _found(self._find_endpoint, meeting, self._patience, self._cancelled)
-        with _Conversation(endpoint, self._context, self._patience, self._cancelled) as talk:
+        source = self._source
+        with Conversation(source.endpoint, self._context, self._patience, self._cancelled) as talk:
             try:
                 return self._converse(talk)
             except Exception as error:
-                talk.tell(GiveUp(meeting.room, self._reader, str(error)))
+                talk.tell(GiveUp(source.room, source.reader, str(error)))
                 raise
 
-    def _converse(self, talk: _Conversation) -> FirstToken:
-        room = self._meeting.room
+    def _converse(self, talk: Conversation) -> FirstToken:
+        source = self._source
         self._reach("asking")
         offer = talk.ask(Hello(), Offer)
         refusal = self._geometry.why_not(offer)
         if refusal is not None:
-            host, port = self._meeting.host, self._meeting.port
-            raise RoomFailed(
-                f"the prefill server at {host}:{port} cannot serve this one: {refusal}"
-            )
-        first_token = self._read_all(talk, offer)
+            raise cannot_serve(source.where, refusal)
+        portion = self._portion_of(offer)
+        first_token = self._read_all(talk, offer, portion)
+        self._read_state(talk, offer, portion, first_token)
         self._reach("confirming")
-        if not talk.ask(Received(room, self._reader), Released).was_held:
+        received = Received(source.room, source.reader, source.part)
+        if not talk.ask(received, Released).was_held:
             raise RoomFailed("the prefill server let go of the pages while they were read")
         return first_token
 
@@ -198,15 +252,18 @@ class RemotePrompt:
         have: Pages that were read or are being read.
         """
         return Ask(
-            self._meeting.room,
-            self._reader,
-            self._first_page + have,
+            self._source.room,
+            self._source.reader,
+            self._own.first_page + have,
             has_token=not may_wait,
             may_wait=may_wait,
+            part=self._source.part,
+            num_parts=self._source.num_parts,
         )
 
-    def _read_all(self, talk: _Conversation, offer: Offer) -> FirstToken:
-        have, total = 0, len(self._own_pages)
+    def _read_all(self, talk: Conversation, offer: Offer, portion: Portion) -> FirstToken:
+        first_page = self._own.first_page
+        have, total = 0, len(self._own.pages)
         patience = self._patience
         is_known = False
         deadline = time.monotonic() + patience.bootstrap
@@ -216,13 +273,18 @@ class RemotePrompt:
             coming = have + len(news.pages)
             if coming > total or (news.first_token is not None and coming < total):
                 raise RoomFailed(
-                    f"the prefill server computed a prompt of {self._first_page + coming} pages, "
-                    f"this server expects {self._first_page + total}: both need the same tokenizer "
+                    f"the prefill server computed a prompt of {first_page + coming} pages, "
+                    f"this server expects {first_page + total}: both need the same tokenizer "
                     "and chat template"
                 )
             if news.pages:
                 self._reach("reading")
-                self._read(talk, offer, news, have)
+                if news.first_page != first_page + have:
+                    raise RoomFailed(
+                        "the prefill server answered for other pages than were asked for"
+                    )
+                blocks = portion.page_blocks(news.pages, self._own.pages[have:coming])
+                self._read(talk, offer, blocks, coming)
                 have = coming
             if news.first_token is not None:
                 return news.first_token
@@ -234,12 +296,22 @@ class RemotePrompt:
                 what = "has not computed more" if news.is_known else "does not know the request"
                 raise RoomFailed(f"the prefill server {what} in time")
 
-    def _read(self, talk: _Conversation, offer: Offer, news: RoomNews, have: int) -> None:
-        """Read the pages of `news`, after the `have` ones that there are."""
-        if news.first_page != self._first_page + have:
-            raise RoomFailed("the prefill server answered for other pages than were asked for")
-        coming = have + len(news.pages)
-        blocks = self._geometry.blocks(offer, news.pages, self._own_pages[have:coming])
+    def _read_state(
+        self, talk: Conversation, offer: Offer, portion: Portion, first_token: FirstToken
+    ) -> None:
+        """Read the recurrent state behind the prompt, which is there with its first token."""
+        theirs, own = first_token.state_slot, self._own.state
+        if (theirs is None) != (own is None):
+            raise RoomFailed("the prefill server does not tell where the recurrent state is")
+        if theirs is not None and own is not None:
+            self._read(talk, offer, portion.state_blocks(theirs, own), len(self._own.pages))
+
+    def _read(self, talk: Conversation, offer: Offer, blocks: Sequence[Block], have: int) -> None:
+        """Args:
+        have: Pages that are there when it has ended.
+        """
+        if not blocks:
+            return
         started = time.monotonic()
         try:
             transfer = self._mover.begin(
@@ -252,7 +324,7 @@ class RemotePrompt:
             while not transfer.wait(_POLL_S):
                 if transfer.is_left:
                     raise RoomFailed("reading from the prefill server failed, and cannot end")
-                _check(talk.keep_alive(self._ask(coming, may_wait=False), RoomNews))
+                _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
         except BaseException:
             transfer.abandon()
             raise
@@ -266,40 +338,9 @@ class RemotePrompt:
             )
 
 
-def _found(
-    find_endpoint: FindEndpoint, meeting: Bootstrap, patience: Patience, cancelled: threading.Event
-) -> str:
-    """The control endpoint of a room's prefill server, which may have just been started."""
-    deadline = time.monotonic() + patience.silence
-    while True:
-        try:
-            return find_endpoint(meeting.host, meeting.port)
-        except BootstrapError as error:
-            if time.monotonic() >= deadline:
-                raise RoomFailed(f"the prefill server is not found: {error}") from error
-        if cancelled.wait(patience.repeat):
-            raise RoomFailed("the request was aborted")
-
-
-def decline_room(
-    meeting: Bootstrap,
-    reason: str,
-    *,
-    find_endpoint: FindEndpoint,
-    patience: Patience,
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
-    """Tell a prefill server, once, that nobody will read a prompt. A thread's work; never raises:
-    a prefill server that does not hear it waits in vain for a while."""
-    cancelled = threading.Event()
-    try:
-        endpoint = _found(find_endpoint, meeting, patience, cancelled)
-        with _Conversation(endpoint, context, patience, cancelled) as talk:
-            talk.tell(GiveUp(meeting.room, uuid.uuid4().hex, reason))
-    except RoomFailed as error:
-        logger.warning("room %d could not be declined: %s", meeting.room, error)
-    except Exception:
-        logger.exception("room %d could not be declined", meeting.room)
+def cannot_serve(where: str, refusal: str) -> RoomFailed:
+    """The servers of a pair do not fit each other."""
+    return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
 
 
 def _check(news: RoomNews | None) -> None:
@@ -307,7 +348,7 @@ def _check(news: RoomNews | None) -> None:
         raise RoomFailed(f"the prefill server ended the request: {news.failure}")
 
 
-class _Conversation:
+class Conversation:
     """Questions to one prefill server, one at a time, over a socket of its own."""
 
     def __init__(
@@ -315,7 +356,7 @@ class _Conversation:
         endpoint: str,
         context: zmq.Context[zmq.Socket[bytes]],
         patience: Patience,
-        cancelled: threading.Event,
+        cancelled: Cancellation,
     ) -> None:
         self._endpoint = endpoint
         self._patience = patience
@@ -331,7 +372,7 @@ class _Conversation:
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._socket.connect(endpoint)
 
-    def __enter__(self) -> _Conversation:
+    def __enter__(self) -> Conversation:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -357,7 +398,7 @@ class _Conversation:
             answer = self._receive(_POLL_S)
             if isinstance(answer, kind):
                 return answer
-        raise RoomFailed(ABORTED)
+        raise RoomFailed(self._cancelled.why)
 
     def keep_alive(self, question: Question, kind: type[_A]) -> _A | None:
         """Now and then ask, without waiting for the answer: an answer to this or to one before.
@@ -366,7 +407,7 @@ class _Conversation:
             RoomFailed: As `ask`. The silence begins with the last answer.
         """
         if self._cancelled.is_set():
-            raise RoomFailed(ABORTED)
+            raise RoomFailed(self._cancelled.why)
         self._repeat(question)
         answer = self._receive(0.0)
         return answer if isinstance(answer, kind) else None

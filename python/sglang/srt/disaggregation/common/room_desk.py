@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 LONG_POLL_S: Final = 0.5
 """How long a question waits for news: shorter than the asker's patience."""
-_REMEMBER_S: Final = 60.0
-"""For how long a room that has ended is answered for: the last answer may be lost."""
 _MAX_WAITING: Final = 65_536
 """Questions that wait for news at once."""
 _MAX_UNWANTED: Final = 65_536
@@ -56,11 +54,17 @@ class _Room:
     failure: str | None = None
     reader: str | None = None
     """The first that asked; None: nobody has."""
-    heard: float = 0.0
-    """When the reader was last heard of."""
+    reading: dict[int, float] = field(default_factory=dict)
+    """When those parts of the reader were last heard of that have not received all."""
+    received: set[int] = field(default_factory=set)
+    """Parts of the reader that have received all."""
     has_ended: bool = False
     """The pages were let go of."""
-    was_received: bool = False
+
+    @property
+    def was_received(self) -> bool:
+        """Whether all parts of the reader have received all."""
+        return bool(self.received) and not self.reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +76,10 @@ class _Waiting:
     until: float
 
 
-class RoomExists(ValueError):
-    """The room belongs to another request."""
-
-
 class RoomDesk:
-    """Rooms by number. The scheduler's thread opens, fills and ends them; one thread of the desk,
-    `disagg-desk`, answers decode servers.
+    """Rooms by number. The scheduler's thread opens, fills, ends and forgets them; one thread of
+    the desk, `disagg-desk`, answers decode servers. A room that has ended is answered for until it
+    is forgotten: the last answer may be lost.
 
     Args:
         offer: What this server holds.
@@ -103,8 +104,6 @@ class RoomDesk:
         self._silent_s = silent_s
         self._clock = clock
         self._rooms: dict[int, _Room] = {}
-        self._ended: deque[tuple[float, int]] = deque()
-        """Rooms that have ended, and when, in this order."""
         self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
         """Rooms that were given up before their requests came: when, and why."""
         self._claimed: list[int] = []
@@ -132,16 +131,9 @@ class RoomDesk:
     # -- the scheduler's side --------------------------------------------------------------------
 
     def open(self, room: int) -> None:
-        """A request has arrived.
-
-        Raises:
-            RoomExists: Another request has the room, or had it a moment ago.
-        """
+        """A request has arrived. The room is nobody's, or was forgotten."""
         with self._lock:
-            if room in self._rooms:
-                raise RoomExists(
-                    f"bootstrap_room {room} belongs to another request: draw one for each request"
-                )
+            assert room not in self._rooms, f"room {room} is open, or has just been"
             self._rooms[room] = one = _Room()
             if room in self._unwanted:
                 self._give_up(room, one, self._unwanted.pop(room)[1])
@@ -175,7 +167,6 @@ class RoomDesk:
             one = self._rooms[room]
             if not one.has_ended:
                 one.has_ended = True
-                self._ended.append((self._clock(), room))
                 self._given_up.pop(room, None)
                 if one.was_received:
                     one.failure = "a decode server has read it already"
@@ -183,6 +174,12 @@ class RoomDesk:
                     one.failure = failure or "the request has ended"
                 one.pages, one.first_token = [], None
         self._wake()
+
+    def forget(self, room: int) -> None:
+        """Answer no more for a room that has ended."""
+        with self._lock:
+            assert self._rooms[room].has_ended, f"room {room} is open"
+            del self._rooms[room]
 
     def take_given_up(self) -> Mapping[int, str]:
         """Rooms that decode servers do not want, and why; each is told once."""
@@ -216,7 +213,7 @@ class RoomDesk:
                 return ""
             if one.failure is not None:
                 return one.failure
-            if now - one.heard > self._silent_s:
+            if now - min(one.reading.values(), default=0.0) > self._silent_s:
                 return f"the decode server has not been heard of for {self._silent_s:.0f} s"
             return None
 
@@ -308,9 +305,10 @@ class RoomDesk:
                 return Released(question.room, was_held=False)
             if one is None or one.reader != question.reader:
                 return Released(question.room, was_held=False)
-            one.heard = now
-            one.was_received |= one.failure is None and one.is_complete
-            return Released(question.room, was_held=one.was_received)
+            if one.failure is None and one.is_complete and question.part in one.reading:
+                del one.reading[question.part]
+                one.received.add(question.part)
+            return Released(question.room, was_held=question.part in one.received)
 
     def _on_give_up(self, question: GiveUp, one: _Room | None, now: float) -> None:
         reason = f"the decode server gave it up: {question.reason[:500]}"
@@ -328,9 +326,7 @@ class RoomDesk:
             self._given_up[room] = reason
 
     def _forget(self, now: float) -> None:
-        """Rooms that ended long ago, and those that were given up and whose requests never came."""
-        while self._ended and now - self._ended[0][0] > _REMEMBER_S:
-            del self._rooms[self._ended.popleft()[1]]
+        """Rooms that were given up and whose requests never came."""
         while self._unwanted:
             room, (since, _) = next(iter(self._unwanted.items()))
             if now - since <= self._unwanted_s:
@@ -357,11 +353,13 @@ class RoomDesk:
             return RoomNews(ask.room, is_known=False)
         if one.reader is None:
             one.reader = ask.reader
+            one.reading = dict.fromkeys(range(ask.num_parts), now)
             self._claimed.append(ask.room)
         if one.reader != ask.reader:
             failure = "the room belongs to another reader: draw one for each request"
             return RoomNews(ask.room, is_known=True, failure=failure)
-        one.heard = now
+        if ask.part in one.reading:
+            one.reading[ask.part] = now
         if one.failure is not None:
             return RoomNews(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)

@@ -69,6 +69,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
     def state_slots(self, rows: torch.Tensor) -> torch.Tensor:
         return self._states.index_select(0, rows)
 
+    def state_of(self, row: int) -> int:
+        return self._state_of[row]
+
     def get_mamba_indices(self, req_indices: torch.Tensor) -> torch.Tensor:
         """`state_slots`, under upstream's name."""
         return self.state_slots(req_indices)

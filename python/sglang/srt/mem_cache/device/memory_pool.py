@@ -97,6 +97,10 @@ class ReqToTokenPool:
         """
         return None
 
+    def state_of(self, row: int) -> int | None:
+        """The slot of the running recurrent state of the request at `row`; None: see above."""
+        return None
+
     def clear(self) -> None:
         """Take back every row."""
         # Popped from the end: low rows first.

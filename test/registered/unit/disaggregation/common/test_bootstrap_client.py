@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from sglang.srt.disaggregation.common.bootstrap_client import (
@@ -22,6 +23,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 HOST = "127.0.0.1"
+ROUTE = Route(rank=3, endpoint="tcp://a:1", instance_id="i", num_ranks=4, attn_tp_size=2)
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
 
 
@@ -57,8 +59,8 @@ def ok(body: bytes) -> bytes:
         (ok(b"nonsense"), "its answer is not understood"),
         (ok(b'{"rank": 0}'), "its answer is not understood .*endpoint"),
         (
-            ok(b'{"rank": 1, "endpoint": "tcp://a:1", "instance_id": "i"}'),
-            "it was asked for rank 0 and answered for 1$",
+            ok(msgspec.json.encode(ROUTE)),
+            "it was asked for rank 0 and answered for 3$",
         ),
         (
             b'HTTP/1.1 500 No\r\ncontent-length: 29\r\n\r\n{"error":{"message":"a\\n b"}} ',
@@ -101,14 +103,13 @@ def test_no_server_is_said_with_its_address() -> None:
 def test_a_wrong_token_and_a_missing_rank_are_said() -> None:
     port = get_free_port()
     server = BootstrapServer(HOST, port)
-    route = Route(rank=3, endpoint="tcp://a:1", instance_id="i")
     try:
         with pytest.raises(BootstrapError, match="status 403: token: only processes of this"):
-            register(HOST, port, "wrong", route)
+            register(HOST, port, "wrong", ROUTE)
         with pytest.raises(BootstrapError, match="status 404: rank 3 is not registered here"):
             find(HOST, port, 3, 20)
-        register(HOST, port, server.token, route)
-        assert find(HOST, port, 3, 20) == route
+        register(HOST, port, server.token, ROUTE)
+        assert find(HOST, port, 3, 20) == ROUTE
     finally:
         server.close()
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import msgspec
 import pytest
 
 from sglang.srt.disaggregation.common import bootstrap_server
@@ -24,8 +25,10 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 HOST = "127.0.0.1"
-ROUTE = Route(rank=0, endpoint="tcp://10.0.0.1:5555", instance_id="one")
-JSON = {"rank": 0, "endpoint": "tcp://10.0.0.1:5555", "instance_id": "one"}
+ROUTE = Route(
+    rank=0, endpoint="tcp://10.0.0.1:5555", instance_id="one", num_ranks=2, attn_tp_size=2
+)
+JSON = msgspec.to_builtins(ROUTE)
 
 
 class Running:
@@ -72,7 +75,9 @@ def test_a_rank_is_found_once_it_is_registered(running: Running) -> None:
     status, answer = running.ask("GET", "/route?rank=0")
     assert (status, json.loads(answer)) == (200, JSON), "the token is not told"
     assert running.ask("GET", "/route?rank=1")[0] == 404
-    running.server.register(Route(rank=1, endpoint="tcp://10.0.0.1:6", instance_id="two"))
+    running.server.register(
+        Route(rank=1, endpoint="tcp://10.0.0.1:6", instance_id="two", num_ranks=2, attn_tp_size=2)
+    )
     assert find(HOST, running.port, 1, 20).endpoint == "tcp://10.0.0.1:6"
     assert find(HOST, running.port, 0, 20) == ROUTE
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,11 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry
 from sglang.srt.disaggregation.common.protocol import Offer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.marks_pool import MarksPool, page_marks, prefix_marks
 
@@ -45,15 +50,22 @@ def offer_of(geometry: PoolGeometry, **changes: Any) -> Offer:
     return msgspec.structs.replace(geometry.offer("instance", "session"), **changes)
 
 
+def move(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        ctypes.memmove(block.local, block.remote, block.length)
+
+
 def test_pages_that_follow_each_other_on_both_sides_are_one_block_of_each_buffer() -> None:
     here, there = geometry_of(make_pool()), geometry_of(make_pool())
-    page = here.buffers[0].page_bytes
-    assert (len(here.buffers), page) == (4, 4 * 2 * 3 * 4)
-    blocks = here.blocks(offer_of(there), [3, 4, 5, 9, 10, 2], [1, 2, 3, 4, 6, 7])
+    page = here.pools[0].buffers[0].page_bytes
+    assert (len(here.addresses), page) == (4, 4 * 2 * 3 * 4)
+    (portion,) = here.portions([offer_of(there)], 0)
+    blocks = portion.page_blocks([3, 4, 5, 9, 10, 2], [1, 2, 3, 4, 6, 7])
+    assert not portion.page_blocks([], [])
     runs = [(1, 3, 3), (4, 9, 1), (6, 10, 1), (7, 2, 1)]
     assert blocks == [
-        Block(mine.address + own * page, other.address + their * page, count * page)
-        for mine, other in zip(here.buffers, there.buffers, strict=True)
+        Block(mine + own * page, other + their * page, count * page)
+        for mine, other in zip(here.addresses, there.addresses, strict=True)
         for own, their, count in runs
     ]
 
@@ -75,9 +87,8 @@ def test_blocks_move_what_copies_page_by_page_do(theirs: list[int], own: list[in
         for a, b in zip(part_from, part_to, strict=True):
             for their, mine in zip(theirs, own, strict=True):
                 b[mine * 4 + slots] = a[their * 4 + slots]
-    blocks = geometry_of(sink).blocks(offer_of(geometry_of(source)), theirs, own)
-    for block in blocks:
-        ctypes.memmove(block.local, block.remote, block.length)
+    (portion,) = geometry_of(sink).portions([offer_of(geometry_of(source))], 0)
+    move(portion.page_blocks(theirs, own))
     for part, want in zip(sink.parts, wanted.parts, strict=True):
         for a, b in zip(part, want, strict=True):
             assert torch.equal(a, b)
@@ -115,7 +126,7 @@ def test_fp8_is_not_taken_for_bytes() -> None:
     """Though both are stored as bytes, and a page has as many."""
     fp8 = geometry_of(make_pool(dtype=torch.float8_e4m3fn))
     other = geometry_of(make_pool(dtype=torch.float8_e5m2))
-    assert fp8.buffers[0].page_bytes == other.buffers[0].page_bytes
+    assert fp8.sizes == other.sizes
     why = fp8.why_not(offer_of(other))
     assert why is not None and "float8_e5m2 there" in why
 
@@ -131,18 +142,163 @@ def test_a_further_pool_is_named() -> None:
 
 def test_other_protocols_and_lists_are_refused() -> None:
     here = geometry_of(make_pool())
-    why = here.why_not(offer_of(here, version=2))
-    assert why == "it speaks version 2 of the protocol, this server 1"
+    why = here.why_not(offer_of(here, version=1))
+    assert why == "it speaks version 1 of the protocol, this server 2"
     # A digest that fits and a list that does not.
-    why = here.why_not(offer_of(here, buffers=offer_of(here).buffers[:1]))
-    assert why == "its pages differ: it has 1 buffers, this server 4"
+    why = here.why_not(offer_of(here, pools=[]))
+    assert why == "its pages differ: it has 0 buffers, this server 4"
 
 
-def test_recurrent_states_are_refused_with_the_remedy() -> None:
-    with pytest.raises(
-        ValueError, match=r"--disaggregation-mode: pool mamba .* leave the flag out"
-    ):
-        geometry_of(make_pool(), MarksPool(prefix_marks(0), 4, 1))
+# ---- ranks that split heads --------------------------------------------------------------------
+
+HEADS, PAGE = 4, 2
+STATE_HEADS = 8
+"""Value heads of linear attention, in groups of two with a key head."""
+
+
+def heads_of(rank: int, ranks: int, total: int = HEADS) -> RankShare:
+    """As models split them: several ranks have a head where there are more of them."""
+    if ranks > total:
+        return RankShare(
+            RankSplit.REPLICATED, rank * total // ranks, rank * total // ranks + 1, total
+        )
+    each = total // ranks
+    return RankShare(RankSplit.HEADS, rank * each, (rank + 1) * each, total)
+
+
+class Rank:
+    """Keys, values and states of a rank. Their bytes say which head, page, layer and buffer it is,
+    or nothing."""
+
+    def __init__(self, place: RankPlace, *, is_filled: bool) -> None:
+        rank, ranks = place.rank % place.attn_tp_size, place.attn_tp_size
+        kv, states = heads_of(rank, ranks), heads_of(rank, ranks, STATE_HEADS)
+        num = kv.end - kv.begin
+        self.place = place
+        self.kv = MHATokenToKVPool(
+            8 * PAGE, PAGE, torch.float32, num, 3, 2, "cpu", v_head_dim=2, share=kv
+        )
+        values = states.end - states.begin
+        keys = values // 2
+        spec = MambaSpec.of_shapes(
+            (1, 3),
+            (values, 2, 3),
+            (2 * keys * 2 + values * 3, 3),
+            ssm_dtype=torch.float32,
+            conv_dtype=torch.float32,
+            share=states,
+        )
+        self.states = MambaPool(spec, 6, "cpu")
+        if is_filled:
+            self._fill(kv, states, keys)
+        self.geometry = PoolGeometry.of([self.kv, self.states], "w")
+
+    def _fill(self, kv: RankShare, states: RankShare, keys: int) -> None:
+        for part, buffers in enumerate(self.kv.parts):
+            for layer, buffer in enumerate(buffers):
+                slots = torch.arange(len(buffer)).reshape(-1, 1, 1)
+                heads = torch.arange(kv.begin, kv.end).reshape(1, -1, 1)
+                dims = torch.arange(buffer.shape[2])
+                buffer.copy_(part * 1e5 + layer * 1e4 + slots * 100 + heads * 10 + dims)
+        slots = torch.arange(7)
+        for layer in range(2):
+            for head in range(states.begin, states.end):
+                values = layer * 1e4 + slots * 100 + head * 10.0
+                self.states.temporal[layer, :, head - states.begin] = values.reshape(-1, 1, 1)
+                for i in range(3):
+                    row = 2 * keys * 2 + (head - states.begin) * 3 + i
+                    self.states.conv[layer, :, row] = (values + 3e5 + i).reshape(-1, 1)
+            for key in range(keys):
+                for run in range(2):
+                    for i in range(2):
+                        name = layer * 1e4 + slots * 100 + (states.begin // 2 + key) * 10.0
+                        row = run * keys * 2 + key * 2 + i
+                        self.states.conv[layer, :, row] = (name + 5e5 + run * 1e6 + i).reshape(
+                            -1, 1
+                        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.kv.k_buffer, *self.kv.v_buffer, self.states.temporal, self.states.conv]
+
+
+def copied(source: Rank, sink: Rank, theirs: Sequence[int], own: Sequence[int]) -> Rank:
+    """`sink` with pages and the state (slot 3 to 5) of a rank with the same heads."""
+    for buffers in zip((*source.kv.k_buffer, *source.kv.v_buffer),
+                       (*sink.kv.k_buffer, *sink.kv.v_buffer), strict=True):  # fmt: skip
+        there, here = (buffer.view(-1, PAGE, *buffer.shape[1:]) for buffer in buffers)
+        here[list(own)] = there[list(theirs)]
+    sink.states.temporal[:, 5] = source.states.temporal[:, 3]
+    sink.states.conv[:, 5] = source.states.conv[:, 3]
+    return sink
+
+
+SIZES = [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize(("prefill", "decode"), SIZES)
+def test_every_rank_gets_its_heads_whoever_has_them(
+    prefill: int, decode: int, cp_size: int
+) -> None:
+    places = RankPlace(0, prefill * cp_size, prefill).others()
+    sources = [Rank(place, is_filled=True) for place in places]
+    offers = {one.place.rank: offer_of(one.geometry) for one in sources}
+    theirs, own = [2, 3, 7, 1], [1, 2, 3, 8]
+    givers: set[int] = set()
+    for place in RankPlace(0, decode, decode).others():
+        for draw in range(3):
+            sink = Rank(place, is_filled=False)
+            peers = place.sources(places[0])
+            known = [offers[peer.rank] for peer in peers]
+            assert all(sink.geometry.why_not(offer) is None for offer in known)
+            num_bytes = 0
+            for peer, portion in zip(peers, sink.geometry.portions(known, draw), strict=True):
+                blocks = [*portion.page_blocks(theirs, own), *portion.state_blocks(3, 5)]
+                move(blocks)
+                num_bytes += sum(block.length for block in blocks)
+                if blocks:
+                    givers.add(peer.rank)
+            want = copied(Rank(place, is_filled=True), Rank(place, is_filled=False), theirs, own)
+            for got, wanted in zip(sink.tensors(), want.tensors(), strict=True):
+                assert torch.equal(got, wanted)
+            page_bytes = sum(buffer.page_bytes for buffer in sink.geometry.pools[0].buffers)
+            assert num_bytes == 4 * page_bytes + sink.states.spec.num_bytes, "nothing twice"
+    assert givers == set(range(prefill * cp_size)), "those who have the same share the work"
+
+
+def test_pages_that_are_cut_are_a_block_for_each_token_and_buffer() -> None:
+    source, sink = Rank(RankPlace(0, 2, 2), is_filled=True), Rank(RankPlace(), is_filled=False)
+    other = Rank(RankPlace(1, 2, 2), is_filled=True)
+    offers = [offer_of(source.geometry), offer_of(other.geometry)]
+    for portion in sink.geometry.portions(offers, 0):
+        blocks = portion.page_blocks([1, 2, 3], [4, 5, 6])
+        assert len(blocks) == 3 * PAGE * 2 * 2
+        assert {block.length for block in blocks} == {2 * 3 * 4, 2 * 2 * 4}
+        assert len(portion.state_blocks(1, 1)) == 2 * (1 + 3), "a layer: temporal, and conv's runs"
+
+
+def test_a_head_that_nobody_has_is_named() -> None:
+    source, sink = Rank(RankPlace(0, 2, 2), is_filled=True), Rank(RankPlace(), is_filled=False)
+    with pytest.raises(CannotServe, match="none of its ranks has head 2 of pool kv"):
+        sink.geometry.portions([offer_of(source.geometry)], 0)
+
+
+def test_heads_that_cannot_be_cut_out_are_refused_by_name() -> None:
+    def marks(begin: int, end: int) -> PoolGeometry:
+        share = RankShare(RankSplit.HEADS, begin, end, 2)
+        return geometry_of(MarksPool(dataclasses.replace(prefix_marks(0), share=share), 4, 1))
+
+    whole, half, rest = marks(0, 2), marks(0, 1), marks(1, 2)
+    (portion,) = whole.portions([offer_of(marks(0, 2))], 0)
+    assert len(portion.state_blocks(1, 2)) == 1
+    with pytest.raises(CannotServe, match=r"pool mamba has heads 0 to 1 there, 0 to 2 here, .*tp"):
+        whole.portions([offer_of(half), offer_of(rest)], 0)
+
+
+def test_models_of_other_heads_do_not_fit() -> None:
+    here, there = geometry_of(make_pool(head_num=2)), geometry_of(make_pool(head_num=4))
+    why = here.why_not(offer_of(there))
+    assert why is not None and "heads of pool kv 4 there, 2 here" in why
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import msgspec
 import pytest
 
 from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.protocol import Ask, Asked, Question
 from sglang.srt.disaggregation.common.remote_prompt import Patience
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.control_proxy import ControlProxy, Fate
+from sglang.test.pd_rig import one_rank
 from sglang.test.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
@@ -124,7 +126,7 @@ def test_messages_may_be_lost_doubled_and_late(
 
 def pages_read(scene: Scene) -> set[int]:
     """Pages of the other server that reads have begun for."""
-    first = scene.there.geometry.buffers[0]
+    first = scene.there.geometry.pools[0].buffers[0]
     return {
         (block.remote - first.address) // first.page_bytes
         for transfer in scene.mover.begun
@@ -256,12 +258,12 @@ def test_once_it_is_known_the_other_bound_counts(scene: Scene) -> None:
 def test_an_abort_before_anything_is_told(scene: Scene) -> None:
     found = threading.Event()
 
-    def find(host: str, port: int) -> str:
+    def find(host: str, port: int, rank: int) -> Route:
         assert found.wait(10)
-        return scene.endpoint
+        return one_rank(scene.endpoint)
 
     scene.desk.open(ROOM)
-    prompt = scene.begin([9], find_endpoint=find)
+    prompt = scene.begin([9], find_rank=find)
     prompt.cancel()
     found.set()
     assert scene.failure(prompt) == "the request was aborted"

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -27,8 +28,8 @@ from sglang.srt.disaggregation.common.remote_prompt import (
     STEPS,
     Patience,
     RoomFailed,
-    decline_room,
 )
+from sglang.srt.disaggregation.common.whole_prompt import FindRank, decline_room
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,
     PeerUnreachable,
@@ -37,7 +38,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_rig import LocalMover
+from sglang.test.pd_rig import LocalMover, one_rank
 from sglang.test.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -118,10 +119,10 @@ def test_an_error_that_nobody_expected(scene: Scene) -> None:
 
 
 def test_a_bootstrap_server_that_is_not_there(scene: Scene) -> None:
-    def find(host: str, port: int) -> str:
+    def find(host: str, port: int, rank: int) -> Route:
         raise RoomFailed(f"nothing listens at {host}:{port}")
 
-    assert scene.failure(scene.begin([9], find_endpoint=find)) == "nothing listens at host:1"
+    assert scene.failure(scene.begin([9], find_rank=find)) == "nothing listens at host:1"
 
 
 # ---- desks that answer wrongly -----------------------------------------------------------------
@@ -260,16 +261,14 @@ def test_a_room_that_is_declined_ends_at_the_prefill_server(scene: Scene) -> Non
     scene.desk.open(ROOM)
     meeting = Bootstrap("host", 1, ROOM)
 
-    def decline(find: Callable[[str, int], str]) -> None:
-        decline_room(
-            meeting, "queue full", find_endpoint=find, patience=PATIENT, context=scene.context
-        )
+    def decline(find: FindRank) -> None:
+        decline_room(meeting, "queue full", find_rank=find, patience=PATIENT, context=scene.context)
 
-    def nowhere(host: str, port: int) -> str:
+    def nowhere(host: str, port: int, rank: int) -> Route:
         raise RoomFailed("nowhere")
 
     decline(nowhere)
-    decline(lambda host, port: scene.endpoint)
+    decline(lambda *_: one_rank(scene.endpoint))
     assert scene.given_up() == "queue full"
 
 

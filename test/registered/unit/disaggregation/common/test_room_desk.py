@@ -27,15 +27,15 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk, RoomExists
+from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk
 from sglang.srt.utils.network import can_connect, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
-OFFER = Offer(1, "instance", "session", "layout", {"page size": "4"}, [])
+OFFER = Offer(2, "instance", "session", "layout", {"page size": "4"}, [])
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d", top_logprobs=[(-0.5, 7)])
-UNWANTED_S, SILENT_S, REMEMBER_S = 300, 10, 60
+UNWANTED_S, SILENT_S = 300, 10
 
 
 class Clock:
@@ -196,8 +196,8 @@ def test_received_may_be_said_again_until_the_room_is_forgotten(
     desk.end(1)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
     assert desk._rooms[1].pages == [] and desk._rooms[1].first_token is None, "a minute is long"
-    clock.now += REMEMBER_S + 1
-    until(lambda: asker.look(1) == RoomNews(1, is_known=False))
+    desk.forget(1)
+    assert asker.look(1) == RoomNews(1, is_known=False)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
 
 
@@ -249,25 +249,76 @@ def test_a_room_is_read_once(desk: RoomDesk, new_asker: Callable[[], Asker]) -> 
     assert first.look(1, "first").failure == "a decode server has read it already"
 
 
-def test_rooms_of_other_requests_are_refused_for_a_minute_after_their_end(
-    desk: RoomDesk, asker: Asker, clock: Clock
-) -> None:
+def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: RoomDesk, asker: Asker) -> None:
     desk.open(1)
     desk.add_pages(1, [5])
-    for _ in range(2):
-        with pytest.raises(RoomExists, match="bootstrap_room 1 belongs to another request"):
-            desk.open(1)
-    assert asker.look(1).pages == [5], "the first is unharmed"
+    with pytest.raises(AssertionError, match="room 1 is open"):
+        desk.forget(1)
+    assert asker.look(1).pages == [5]
     desk.end(1, "over")
-    clock.now += REMEMBER_S - 1
-    asker.ask(Hello())
-    asker.ask(Hello())
-    with pytest.raises(RoomExists):
-        desk.open(1)
-    clock.now += 2
-    until(lambda: not asker.look(1).is_known)
+    assert asker.look(1).failure == "over"
+    desk.forget(1)
+    assert not asker.look(1).is_known
     desk.open(1)
     assert asker.look(1) == RoomNews(1, True)
+
+
+# ---- readers of several ranks ------------------------------------------------------------------
+
+
+def test_a_room_is_read_when_all_parts_of_its_reader_have_it(
+    desk: RoomDesk, new_asker: Callable[[], Asker], clock: Clock
+) -> None:
+    fill(desk, 1)
+    askers = [new_asker() for _ in range(3)]
+    for part, one in enumerate(askers):
+        news = one.ask(Ask(1, "me", 0, may_wait=False, part=part, num_parts=3))
+        assert news == RoomNews(1, True, 0, [3, 4], TOKEN)
+    assert desk.take_claimed() == [1], "they are one reader"
+    for part, one in enumerate(askers):
+        assert desk.outcome(1) is None
+        for _ in range(2):
+            assert one.ask(Received(1, "me", part)) == Released(1, was_held=True)
+    assert desk.outcome(1) == ""
+
+
+def test_a_part_that_is_silent_is_missed(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
+    """Also if it has never asked, while the others go on."""
+    fill(desk, 1)
+    for _ in range(3):
+        asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
+        assert desk.outcome(1) is None
+        clock.now += SILENT_S / 2
+    assert desk.outcome(1) == "the decode server has not been heard of for 10 s"
+
+
+def test_a_part_that_has_all_need_not_be_heard_of(
+    desk: RoomDesk, asker: Asker, clock: Clock
+) -> None:
+    fill(desk, 1)
+    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
+    assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
+    clock.now += SILENT_S - 1
+    asker.ask(Ask(1, "me", 0, may_wait=False, part=1, num_parts=2))
+    clock.now += SILENT_S - 1
+    assert desk.outcome(1) is None
+
+
+def test_a_part_gives_up_for_all(desk: RoomDesk, asker: Asker) -> None:
+    fill(desk, 1)
+    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
+    assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
+    assert asker.ask(GiveUp(1, "me", "because")) == Released(1, was_held=False)
+    assert desk.take_given_up() == {1: "the decode server gave it up: because"}
+    assert asker.ask(Received(1, "me", 1)) == Released(1, was_held=False)
+    assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True), "it was, until then"
+
+
+def test_a_part_that_there_is_not_has_read_nothing(desk: RoomDesk, asker: Asker) -> None:
+    fill(desk, 1)
+    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=1))
+    assert asker.ask(Received(1, "me", 5)) == Released(1, was_held=False)
+    assert desk.outcome(1) is None
 
 
 # ---- decode servers that do not want it, or are gone -------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
+import msgspec
 import torch
 
 from sglang.srt.arg_groups.cli import flag_name
@@ -86,8 +87,8 @@ class BuiltScheduler:
     """With what depends on the machine filled in."""
     tiers: list[str]
     """One line per tier: its size, and why that size."""
-    route: dict[str, str]
-    """Where decode servers find a prefill server's rank; empty on others."""
+    routes: list[dict[str, Any]]
+    """Where decode servers find a prefill server's ranks; empty on others."""
 
     def ready_details(self) -> dict[str, Any]:
         """For the ready message."""
@@ -102,7 +103,7 @@ class BuiltScheduler:
             "attention_backend": self.server_args.attention_backend,
             "chunked_prefill_size": self.server_args.chunked_prefill_size,
             "tiers": self.tiers,
-            "route": self.route,
+            "routes": self.routes,
             "transfer_engine": None if engine is None else engine.describe(),
         }
 
@@ -165,7 +166,7 @@ def build_scheduler(
     )
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
-    half_server = _make_half_server(server_args, runner)
+    half_server = _make_half_server(server_args, runner, group)
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
     tiers += tree.tiers()
@@ -190,8 +191,10 @@ def build_scheduler(
     if watchdog is not None:
         resources = dataclasses.replace(resources, forward_guard=watchdog.guard)
     scheduler = Scheduler(make_parts(server_args, resources))
-    route = {} if half_server is None else half_server.route
-    return BuiltScheduler(scheduler, group, server_args, tiers, route)
+    routes = [] if half_server is None else half_server.routes
+    return BuiltScheduler(
+        scheduler, group, server_args, tiers, [msgspec.to_builtins(route) for route in routes]
+    )
 
 
 def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
@@ -369,7 +372,9 @@ def _transfer_engine(server_args: ServerArgs) -> SharedTransferEngine | None:
     )
 
 
-def _make_half_server(server_args: ServerArgs, runner: ModelRunner) -> HalfServer | None:
+def _make_half_server(
+    server_args: ServerArgs, runner: ModelRunner, group: RankGroup
+) -> HalfServer | None:
     """What talks to the servers that compute the other half; None: this one computes both."""
     if server_args.disaggregation_mode == "null":
         return None
@@ -381,6 +386,7 @@ def _make_half_server(server_args: ServerArgs, runner: ModelRunner) -> HalfServe
         list(runner.pools.values()),
         runner.weight_source.identity(),
         engine,
+        group=group,
     )
 
 

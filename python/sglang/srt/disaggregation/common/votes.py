@@ -1,0 +1,151 @@
+"""What the ranks of one server agree has happened to requests whose other half is elsewhere.
+
+Each rank talks to its own peers, so that each learns at another moment that a decode server asks
+for a room, or that a prompt has been read. A vote is how far one rank has seen a request come; the
+least vote of all ranks counts, so that the lowest one, `FAILED`, is all ranks' as soon as it is
+one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, gather_texts
+
+FAILED: Final = 0
+SLOTS: Final = 128
+"""Requests that a round is about: the vector has a fixed size, since unequal ones abort gloo. Of
+more, each has its turn."""
+_HEAD: Final = 2
+_REASON_BYTES: Final = 512
+"""Of one rank's reason, in UTF-8; the rest is cut off."""
+_SEPARATOR: Final = "\x1f"
+
+
+class Outcome(NamedTuple):
+    """A vote that all ranks agree on from now on."""
+
+    key: int
+    vote: int
+    why: str
+    """Of one that failed: the reason of the first rank that has one."""
+
+
+@dataclass(slots=True)
+class _Item:
+    seen: int
+    """By this rank."""
+    agreed: int
+    why: str = ""
+
+
+class Votes:
+    """Votes by key. Scheduler's thread; all ranks open and close the same keys in the same order.
+
+    With one rank there are no collectives, and nothing takes longer where more keys are open.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._items: dict[int, _Item] = {}
+        self._changed: dict[int, None] = {}
+        """With one rank: keys whose vote is not told yet."""
+        self._turn = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether what this rank sees is agreed on."""
+        return self._group.size == 1
+
+    def open(self, key: int, vote: int) -> None:
+        """All ranks begin with `vote`."""
+        assert key not in self._items, f"{key} is open already"
+        self._items[key] = _Item(vote, vote)
+
+    def close(self, key: int) -> None:
+        """Nobody is interested any more. Idempotent."""
+        self._items.pop(key, None)
+        self._changed.pop(key, None)
+
+    def see(self, key: int, vote: int, why: str = "") -> None:
+        """This rank has seen more of `key`. One that is not open, or has failed, stays so.
+
+        Args:
+            why: Of a failure.
+        """
+        item = self._items.get(key)
+        if item is None or item.seen == FAILED or item.seen == vote:
+            return
+        item.seen, item.why = vote, why
+        self._changed[key] = None
+
+    def count(self) -> Sequence[Outcome]:
+        """What is agreed on since the last count, each once. A collective, unless no key is open
+        or there is one rank; a second one where something has failed.
+
+        Raises:
+            RanksDiverged: Other keys are open on another rank.
+        """
+        if not self._items:
+            return ()
+        if self.is_alone:
+            changed, self._changed = list(self._changed), {}
+            return [self._agree(key, self._items[key].seen) for key in changed]
+        keys = self._window()
+        votes = self._least(keys)
+        news = [(key, vote) for key, vote in votes if vote != self._items[key].agreed]
+        outcomes = [self._agree(key, vote) for key, vote in news]
+        failed = [key for key, vote in news if vote == FAILED]
+        if not failed:
+            return outcomes
+        whys = dict(zip(failed, self._reasons(failed), strict=True))
+        return [Outcome(one.key, one.vote, whys.get(one.key, "")) for one in outcomes]
+
+    def _agree(self, key: int, vote: int) -> Outcome:
+        item = self._items[key]
+        item.agreed = vote
+        return Outcome(key, vote, item.why)
+
+    def _window(self) -> list[int]:
+        keys = list(self._items)
+        if len(keys) <= SLOTS:
+            return keys
+        begin = self._turn % len(keys)
+        self._turn = begin + SLOTS
+        return (keys[begin:] + keys[:begin])[:SLOTS]
+
+    def _least(self, keys: list[int]) -> list[tuple[int, int]]:
+        """The keys, and the least vote of all ranks on each."""
+        digest = xxhash.xxh3_64_intdigest(np.array(keys, dtype=np.uint64).tobytes()) >> 1
+        vector = np.zeros(_HEAD + SLOTS, dtype=np.int64)
+        vector[:_HEAD] = digest, -digest
+        vector[_HEAD : _HEAD + len(keys)] = [self._items[key].seen for key in keys]
+        least = self._group.reduce_min(torch.from_numpy(vector)).tolist()
+        if least[0] != -least[1]:
+            raise RanksDiverged("the ranks do not vote on the same requests")
+        return list(zip(keys, least[_HEAD:], strict=False))
+
+    def _reasons(self, failed: Sequence[int]) -> list[str]:
+        """For each: of the first rank that has a reason, with its name. A collective."""
+        own = [_cut(self._items[key].why) for key in failed]
+        texts = gather_texts(self._group, _SEPARATOR.join(own), (_REASON_BYTES + 8) * len(failed))
+        by_rank = [text.split(_SEPARATOR) for text in texts]
+        return [_first(reasons) for reasons in zip(*by_rank, strict=True)]
+
+
+def _cut(why: str) -> str:
+    raw = why.replace(_SEPARATOR, " ").encode()[:_REASON_BYTES]
+    return raw.decode(errors="ignore")
+
+
+def _first(reasons: Sequence[str]) -> str:
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")

@@ -1,0 +1,237 @@
+"""A prompt on its way to a rank of a decode server, from all ranks of a prefill server that have
+something of it.
+
+Each of them is asked by a `RemotePrompt`, the first in the prompt's own thread, the others in
+threads `disagg-part`. When all have said what they hold, it
+is settled which heads are read of whom. The prompt is there when all parts are; one that fails ends
+the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
+from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import (
+    ABORTED,
+    Cancellation,
+    Conversation,
+    Mover,
+    OwnSlots,
+    Patience,
+    RemotePrompt,
+    RoomFailed,
+    Source,
+    cannot_serve,
+)
+from sglang.srt.managers.messages.io_struct import Bootstrap
+
+logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.1
+"""How soon a part that waits for the offers of others sees that it waits in vain."""
+
+FindRank = Callable[[str, int, int], Route]
+"""Where a rank of the prefill server is whose bootstrap server is at a host and port. Asks once and
+may take time; raises BootstrapError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What all prompts of a rank share.
+
+    Attributes:
+        place: This rank, among those of the decode server.
+        geometry: Of its pools.
+    """
+
+    place: RankPlace
+    geometry: PoolGeometry
+    mover: Mover
+    find_rank: FindRank
+    patience: Patience
+    context: zmq.Context[zmq.Socket[bytes]]
+
+
+class WholePrompt:
+    """One prompt on its way. `run` is a thread's work; the others any thread's.
+
+    Args:
+        meeting: Where the prefill server is, and the room.
+        own: Where the prompt goes.
+        means: See there.
+        reader: Drawn for this prompt, the same on all ranks of this server.
+        fails_at: One of STEPS, which then fails; for tests.
+    """
+
+    def __init__(
+        self,
+        meeting: Bootstrap,
+        own: OwnSlots,
+        means: Means,
+        reader: str,
+        fails_at: str | None = None,
+    ) -> None:
+        self._meeting = meeting
+        self._own = own
+        self._means = means
+        self._reader = reader
+        self._fails_at = fails_at
+        self._cancelled = Cancellation()
+        self._lock = threading.Lock()
+        self._parts: Sequence[RemotePrompt] = ()
+        self._offers: dict[int, Offer] = {}
+        """By place in `_parts`."""
+        self._has_offers = threading.Event()
+        """Of all parts."""
+        self._returned = threading.Event()
+        self.first_token: FirstToken | None = None
+        """Set before `has_ended`, where all has come."""
+        self.failure: str | None = None
+        """Set where it will not come, maybe long before `has_ended`."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing touches the slots any more."""
+        return self._returned.is_set() and all(part.has_ended for part in self._parts)
+
+    @property
+    def read_seconds(self) -> float:
+        """Spent in transfers, by the part that needed longest."""
+        return max((part.read_seconds for part in self._parts), default=0.0)
+
+    def cancel(self, reason: str = ABORTED) -> None:
+        """It is not wanted any more: end soon."""
+        self._cancelled.set(reason)
+
+    def run(self) -> None:
+        """Get the prompt. Never raises; `has_ended` afterwards, unless the transport never lets go
+        of the slots."""
+        try:
+            self._parts = self._make_parts()
+            for part in self._parts[1:]:
+                threading.Thread(target=part.run, name="disagg-part", daemon=True).start()
+            self._parts[0].run()
+            for part in self._parts[1:]:
+                part.join()
+            if self.failure is None:
+                self.first_token = self._parts[0].first_token
+        except RoomFailed as error:
+            self._fail(str(error))
+        except Exception as error:
+            logger.exception("a prompt could not be received")
+            self._fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
+        self._returned.set()
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure = why
+        self._cancelled.set(why)
+
+    def _make_parts(self) -> list[RemotePrompt]:
+        means, meeting = self._means, self._meeting
+        first = found(means.find_rank, meeting, 0, means.patience, self._cancelled)
+        prefill = RankPlace(0, first.num_ranks, first.attn_tp_size)
+        parts = []
+        for place, rank in enumerate(means.place.sources(prefill)):
+            route = first
+            if rank.rank:
+                route = found(means.find_rank, meeting, rank.rank, means.patience, self._cancelled)
+            readers = rank.readers(means.place)
+            source = Source(
+                where=_where(meeting),
+                endpoint=route.endpoint,
+                room=meeting.room,
+                reader=self._reader,
+                part=readers.index(means.place.rank),
+                num_parts=len(readers),
+            )
+            parts.append(self._make_part(place, source))
+        return parts
+
+    def _make_part(self, place: int, source: Source) -> RemotePrompt:
+        means = self._means
+        return RemotePrompt(
+            source,
+            self._own,
+            geometry=means.geometry,
+            portion_of=lambda offer: self._portion(place, offer),
+            on_failure=self._fail,
+            mover=means.mover,
+            patience=means.patience,
+            context=means.context,
+            cancelled=self._cancelled,
+            fails_at=None if place else self._fails_at,
+        )
+
+    def _portion(self, place: int, offer: Offer) -> Portion:
+        """What to read of the part at `place`, once all parts have their offers."""
+        with self._lock:
+            self._offers[place] = offer
+            if len(self._offers) == len(self._parts):
+                self._has_offers.set()
+        while not self._has_offers.wait(_POLL_S):
+            if self._cancelled.is_set():
+                raise RoomFailed(self._cancelled.why)
+        offers = [self._offers[at] for at in range(len(self._parts))]
+        try:
+            return self._means.geometry.portions(offers, self._meeting.room)[place]
+        except CannotServe as error:
+            raise cannot_serve(_where(self._meeting), str(error)) from None
+
+
+def decline_room(
+    meeting: Bootstrap,
+    reason: str,
+    *,
+    find_rank: FindRank,
+    patience: Patience,
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """Tell a prefill server, once, that nobody will read a prompt. A thread's work; never raises:
+    a prefill server that does not hear it waits in vain for a while."""
+    cancelled = Cancellation()
+    try:
+        endpoint = found(find_rank, meeting, 0, patience, cancelled).endpoint
+        with Conversation(endpoint, context, patience, cancelled) as talk:
+            talk.tell(GiveUp(meeting.room, uuid.uuid4().hex, reason))
+    except RoomFailed as error:
+        logger.warning("room %d could not be declined: %s", meeting.room, error)
+    except Exception:
+        logger.exception("room %d could not be declined", meeting.room)
+
+
+def found(
+    find_rank: FindRank, meeting: Bootstrap, rank: int, patience: Patience, cancelled: Cancellation
+) -> Route:
+    """Where a rank of a room's prefill server is, which may have just been started.
+
+    Raises:
+        RoomFailed: It is not found for too long, or the room was cancelled.
+    """
+    deadline = time.monotonic() + patience.silence
+    while True:
+        try:
+            return find_rank(meeting.host, meeting.port, rank)
+        except BootstrapError as error:
+            if time.monotonic() >= deadline:
+                raise RoomFailed(f"the prefill server is not found: {error}") from error
+        if cancelled.wait(patience.repeat):
+            raise RoomFailed(cancelled.why)
+
+
+def _where(meeting: Bootstrap) -> str:
+    return f"{meeting.host}:{meeting.port}"
