@@ -26,12 +26,18 @@ def test_halves_keep_the_features_of_a_whole_server(mode: str) -> None:
     assert args.disaggregation_ib_device == "mlx5_0"
     assert args.disaggregation_bootstrap_port == 8998
     assert args.resolve() == args
+    assert prepare(MODE, mode, "--tp-size", "4").tp_size == 4
 
 
 def test_a_prefill_server_listens_where_it_is_told() -> None:
     assert prepare(MODE, "prefill", PORT, "9001").disaggregation_bootstrap_port == 9001
     assert prepare().disaggregation_mode == "null"
     assert prepare(MODE, "prefill", "--hicache-storage-backend", "file").enable_hierarchical_cache
+
+
+def test_prefill_servers_may_split_prompts() -> None:
+    args = prepare(MODE, "prefill", "--tp-size", "4", "--attn-cp-size", "2")
+    assert (args.tp_size, args.attn_cp_size) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -43,15 +49,13 @@ def test_a_prefill_server_listens_where_it_is_told() -> None:
         ((MODE, "prefill", PORT, "0"), f"^{PORT} 0: must be from 1 to 65535$"),
         ((MODE, "prefill", PORT, "65536"), f"^{PORT} 65536: must be from 1 to 65535$"),
         ((MODE, "prefill", PORT, "30000"), f"^{PORT} 30000 is --port too"),
-        ((MODE, "prefill", "--tp-size", "2"), f"^--tp-size 2 does not work with {MODE} prefill"),
-        ((MODE, "decode", "--tp-size", "2"), "one rank: start one server for each device, and"),
         (
-            (MODE, "prefill", "--tp-size", "2", "--attn-cp-size", "2"),
-            "^--attn-cp-size 2 does not work",
+            (MODE, "decode", "--tp-size", "2", "--attn-cp-size", "2"),
+            f"^--attn-cp-size 2 has no use with {MODE} decode, .*: use it on the prefill servers$",
         ),
         (
             (MODE, "prefill", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1"),
-            "^--nnodes 2 does not work",
+            f"^--nnodes 2 does not work with {MODE} prefill yet: start a server on each machine",
         ),
         (
             (MODE, "decode", "--enable-hierarchical-cache"),

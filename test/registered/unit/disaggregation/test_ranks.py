@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from sglang.srt.disaggregation.common import remote_prompt
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -115,6 +116,186 @@ def test_the_words_are_those_of_one_rank(
             check_words(pair, alone, turn)
         for rig in pair.decode.rigs:
             assert rig.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
+
+
+# ---- one mind ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(models: Callable[[str], Path]) -> Iterator[PdRanks]:
+    """Two ranks on each side, of the dense model."""
+    with PdRanks(models("qwen3"), 2, 2, **ARGS) as pair:
+        yield pair
+
+
+def words(models: Callable[[str], Path], ids: list[int], number: int = 12) -> list[int]:
+    """What one scheduler says."""
+    (said,) = SchedulerRig(models("qwen3"), **ARGS).generate([ids], number)
+    return said
+
+
+def why(server: RankRigs, rid: str) -> str:
+    """Why a request failed; the same on all ranks."""
+    reason = server.results[rid].finish_reason
+    assert reason is not None and reason.type == "abort"
+    return reason.message or ""
+
+
+LONG: Final = PROMPTS[4]
+
+
+def test_a_request_starts_when_all_ranks_have_their_part(
+    pair: PdRanks, models: Callable[[str], Path]
+) -> None:
+    slow = pair.movers[1]
+    slow.hold = True
+    message = pair.request("a", LONG, greedy(12))
+    pair.until(lambda: bool(slow.begun), message)
+    half = pair.decode.rigs[0].scheduler._parts.half
+    assert isinstance(half, DecodeHalf)
+    while not all(coming.prompt.read_seconds for coming in half._coming.values()):  # type: ignore[attr-defined]
+        pair.step()
+    for _ in range(20):
+        pair.step()
+    assert "a" not in pair.decode.results
+    slow.release()
+    pair.until(pair.is_idle)
+    assert pair.result("a").output_ids == words(models, LONG)
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_read_that_fails_on_one_rank_fails_on_all(pair: PdRanks, rank: int) -> None:
+    pair.movers[rank].fails = lambda blocks: PeerUnreachable("p", "ended during a transfer")
+    pair.run(pair.request("a", LONG))
+    failure = "reading from the prefill server failed: peer p ended during a transfer"
+    assert failure in why(pair.decode, "a")
+    assert "the decode server gave it up: " in why(pair.prefill, "a")
+    pair.movers[rank].fails = lambda blocks: None
+    pair.run(pair.request("b", LONG))
+    assert len(pair.result("b").output_ids) == 8
+
+
+def test_slots_of_an_aborted_request_linger_on_all_ranks(pair: PdRanks) -> None:
+    """While one rank still reads, the other does not use them either."""
+    slow = pair.movers[1]
+    slow.hold = True
+    pair.until(lambda: bool(slow.begun), pair.request("a", LONG))
+    abort = [pair.decode.rigs[0].abort("a")]
+    pair.step(abort, abort)
+    for _ in range(5):
+        pair.step()
+        for rig in pair.decode.rigs:
+            state = rig.scheduler.state
+            assert (state.queues.num_holders, state.free_tokens()) == (1, 1024 - 96)
+    slow.release()
+    pair.until(pair.is_idle)
+    pair.assert_clean()
+
+
+def test_a_rank_of_prefill_that_is_silent_fails_the_request_on_all(pair: PdRanks) -> None:
+    silent: list[bool] = []
+    proxy = ControlProxy(pair.routes[1].endpoint, lambda *_: () if silent else (0.0,))
+    with proxy:
+        pair.endpoints[1] = proxy.endpoint
+        pair.movers[1].hold = True
+        pair.until(lambda: bool(pair.movers[1].begun), pair.request("a", LONG))
+        silent.append(True)
+        pair.until(lambda: "a" in pair.decode.results)
+        assert "has not answered for 2 s" in why(pair.decode, "a")
+        pair.until(lambda: "a" in pair.prefill.results)
+        pair.movers[1].release()
+        pair.until(pair.is_idle)
+        pair.assert_clean()
+
+
+def test_what_decode_refuses_ends_on_all_ranks_of_prefill(models: Callable[[str], Path]) -> None:
+    """Rank 0 alone tells rank 0 of it."""
+    with PdRanks(models("qwen3"), 2, 2, decode_args={"pool_tokens": 64}, **ARGS) as pair:
+        pair.run(pair.request("long", LONG, room=5))
+        told = "the decode server gave it up: the prompt has 90 tokens"
+        assert told in why(pair.prefill, "long")
+        again = pair.request("again", PROMPTS[1], room=5)
+        pair.step([again])
+        assert "bootstrap_room 5 belongs to another request" in why(pair.prefill, "again")
+        pair.until(pair.is_idle)
+
+
+def test_a_collective_a_tick_while_prompts_are_on_their_way_and_none_otherwise(
+    pair: PdRanks,
+) -> None:
+    message = pair.request("a", LONG, greedy(300), stream=True)
+    pair.step([message], [message])
+    for server in pair.servers:
+        before = server.threads.ranks.num_calls
+        server.step()
+        assert server.threads.ranks.num_calls == before + 1
+    pair.until(lambda: "a" in pair.decode.results)
+    pair.until(lambda: "a" in pair.prefill.results)
+    for server in pair.servers:
+        before = server.threads.ranks.num_calls
+        for _ in range(5):
+            server.step()
+        assert server.threads.ranks.num_calls == before
+    assert pair.result("a").finish_reason is None, "it still decodes"
+    pair.until(pair.is_idle)
+
+
+NAMED: Final = (
+    "injected by SGLANG_TEST_DISAGG_FAILURE_PROB",
+    "reading from the prefill server failed: peer p is gone by injection",
+    "the prefill server ended the request",
+    "abort",
+)
+
+
+@pytest.mark.parametrize(("family", "prefill", "decode"), [("qwen3", 2, 2), ("qwen3_next", 2, 1)])
+def test_random_failures_leave_right_words_and_exact_books(
+    models: Callable[[str], Path], family: str, prefill: int, decode: int
+) -> None:
+    """Prompts fail by injection on single ranks, reads hang and fail, requests are aborted."""
+    rng = random.Random(5)
+    path = models(family)
+    alone = SchedulerRig(path, **ARGS)
+    prompts = [prompt(100 + n, rng.randint(1, 100)) for n in range(12)]
+    wanted = [alone.generate([ids], 10)[0] for ids in prompts]
+    with (
+        envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(0.15),
+        PdRanks(path, prefill, decode, decode_args={"pool_tokens": 384}, **ARGS) as pair,
+    ):
+        reads = random.Random(6)
+        for mover in pair.movers:
+            mover.fails = lambda blocks: (
+                PeerUnreachable("p", "is gone by injection") if reads.random() < 0.03 else None
+            )
+        rids: list[tuple[str, int]] = []
+        for number in range(60):
+            chosen = rng.randrange(len(prompts))
+            rids.append((f"r{number}", chosen))
+            message = pair.request(f"r{number}", prompts[chosen], greedy(10))
+            pair.step([message], [message])
+            if rng.random() < 0.15:
+                abort = [pair.decode.rigs[0].abort(rng.choice(rids)[0])]
+                pair.step(*rng.choice(((abort, []), ([], abort), (abort, abort))))
+            rng.choice(pair.movers).hold = rng.random() < 0.1
+            if rng.random() < 0.3:
+                for mover in pair.movers:
+                    mover.release()
+        for mover in pair.movers:
+            mover.release()
+        pair.until(pair.is_idle)
+        pair.assert_clean()
+        num_right = 0
+        for rid, chosen in rids:
+            got = pair.result(rid)
+            reason = got.finish_reason
+            assert reason is not None
+            if reason.type == "abort":
+                assert any(named in (reason.message or "") for named in NAMED), reason
+                continue
+            assert got.output_ids == wanted[chosen], rid
+            num_right += 1
+        assert 10 < num_right < len(rids), "some fail, and some do not"
 
 
 if __name__ == "__main__":
