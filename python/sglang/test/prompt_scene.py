@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -72,6 +73,7 @@ class Scene:
             place=RankPlace(),
             geometry=self.here.geometry,
             mover=fields.pop("mover", self.mover),
+            staging=Staging(self.mover, torch.device("cpu")),
             find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
             patience=patience,
             context=self.context,

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import STEPS, Mover, OwnSlots, Patience
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import (
     FindRank,
     Means,
@@ -207,6 +208,7 @@ def _decode(
         place=place,
         geometry=geometry,
         mover=engine,
+        staging=Staging(engine, geometry.tensors[0].device),
         find_rank=find_rank,
         patience=patience,
         context=context,

@@ -1,25 +1,31 @@
 """Where the pages and states of a rank's pools are, and which bytes to read for them of another's.
 
-Ranks that split the heads of attention otherwise than their peers read runs of heads. In a page
-these are strips, one for each token; a recurrent state has all of a run together.
+Ranks that split the heads of attention otherwise than their peers need runs of heads. In a page
+these are strips, one for each token, so that whole pages are read and strips copied (`staging`); a
+recurrent state has all of a run together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
+import torch
 import xxhash
 
+from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.common.protocol import VERSION, Offer, PoolBuffer, PoolOffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateSpec
 
-_Numbers = npt.NDArray[np.int64]
+STAGING_BYTES: Final = 32 * MIB
+"""Of a buffer that pages of other heads are read into."""
+_WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""By bytes: what copies of raw memory move at once."""
 
 
 class CannotServe(ValueError):
@@ -34,17 +40,20 @@ class PoolGeometry:
         pools: In the same order on servers of the same model.
         sizes: Bytes of each buffer, pool by pool.
         facts: All that determines the bytes of a head, for errors.
+        tensors: Of each buffer of the paged pools, `[slots, ...]`.
     """
 
     pools: tuple[PoolOffer, ...]
     sizes: tuple[int, ...]
     facts: dict[str, str]
+    tensors: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, pools: Sequence[BaseDevicePool], weights_identity: str) -> PoolGeometry:
         """Of the pools of a model whose requests own slots of one of them, and maybe a state."""
         offers: list[PoolOffer] = []
         sizes: list[int] = []
+        tensors: list[torch.Tensor] = []
         facts = {"weights": weights_identity, "page size": str(pools[0].page_size)}
         for pool in pools:
             spec, share = pool.spec, pool.spec.share
@@ -57,10 +66,12 @@ class PoolGeometry:
                 PoolOffer(spec.name, is_state, pool.page_size, share.begin, share.end, buffers)
             )
             sizes += lengths
+            if isinstance(pool, PagedDevicePool):
+                tensors += [buffer for part in pool.parts for buffer in part]
             facts[f"pool {spec.name}"] = _shapes(spec, num_heads, pool.dtype)
             facts[f"layers of pool {spec.name}"] = str(list(spec.layers))
             facts[f"heads of pool {spec.name}"] = str(share.total)
-        return cls(tuple(offers), tuple(sizes), facts)
+        return cls(tuple(offers), tuple(sizes), facts, tuple(tensors))
 
     @property
     def addresses(self) -> list[int]:
@@ -106,84 +117,131 @@ class PoolGeometry:
         Raises:
             CannotServe: A head is nobody's, or heads cannot be cut out.
         """
-        portions = [Portion([]) for _ in offers]
+        portions = [Portion([], [], []) for _ in offers]
+        tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
         for place, own in enumerate(self.pools):
             theirs = [offer.pools[place] for offer in offers]
             for giver, begin, end in _givers(own, theirs, draw):
-                portions[giver].cuts.append(_cut(own, theirs[giver], begin, end))
+                portion, their = portions[giver], theirs[giver]
+                is_whole = (own.begin, own.end) == (their.begin, their.end) == (begin, end)
+                for mine, other in zip(own.buffers, their.buffers, strict=True):
+                    if is_whole:
+                        strips = [(0, 0, mine.page_bytes)]
+                    else:
+                        strips = _strips((own, mine), (their, other), begin, end)
+                    if own.is_state:
+                        portion.states.append(_States(mine, other, strips))
+                    elif is_whole:
+                        portion.wholes.append((mine, other))
+                    else:
+                        tensor = tensors[mine.address]
+                        portion.cuts.append(CutBuffer.of(tensor, own.page_size, other, strips))
         return portions
 
 
-@dataclass(frozen=True, slots=True)
-class _Strip:
-    """A run of heads in a buffer of both sides."""
-
-    local: int
-    """Address of it in the first item of page 0; of a state, in slot 0."""
-    remote: int
-    length: int
-    """Bytes of it in an item."""
-    local_page: int
-    """Bytes from a page to the next."""
-    remote_page: int
-    local_item: int
-    """Bytes from an item of a page to the next."""
-    remote_item: int
-    items: int
-    """Of a page. One where both sides have pages of nothing else: then they are not cut."""
+_Strip = tuple[int, int, int]
+"""Bytes of an item that belong together: where they are here, and there, and how many."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    is_state: bool
+class CutBuffer:
+    """A buffer of a rank with other heads, of whose pages this rank needs a part.
+
+    Attributes:
+        address: Of the buffer there.
+        page_bytes: There.
+        own: This rank's buffer as words `[pages, page_size, words of an item]`.
+        strips: In words of an item.
+    """
+
+    address: int
+    page_bytes: int
+    own: torch.Tensor
+    strips: list[_Strip]
+
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor, page_size: int, other: PoolBuffer, strips: list[_Strip]
+    ) -> CutBuffer:
+        """Args:
+        tensor: This rank's buffer, `[slots, ...]`.
+        strips: In bytes.
+        """
+        raw = tensor.view(-1, page_size, tensor[0].numel()).view(torch.uint8)
+        numbers = [raw.shape[2], other.page_bytes // page_size, *(n for s in strips for n in s)]
+        size = next(size for size in _WORDS if not any(number % size for number in numbers))
+        in_words = [(own // size, their // size, length // size) for own, their, length in strips]
+        return cls(other.address, other.page_bytes, raw.view(_WORDS[size]), in_words)
+
+    def unpack(self, pages: torch.Tensor, own: Sequence[int]) -> None:
+        """Copy strips to this rank's pages.
+
+        Args:
+            pages: uint8 `[n * page_bytes]` on the device: pages of the other rank.
+            own: n pages.
+        """
+        theirs = pages.view(self.own.dtype).view(len(own), self.own.shape[1], -1)
+        index = torch.tensor(own, dtype=torch.int64, device=self.own.device)
+        for here, there, length in self.strips:
+            target = self.own[:, :, here : here + length]
+            target.index_copy_(0, index, theirs[:, :, there : there + length])
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    mine: PoolBuffer
+    other: PoolBuffer
     strips: list[_Strip]
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What this rank reads of one rank of a prefill server; nothing, where others give it all."""
+    """What this rank reads of one rank of a prefill server; nothing, where others give it all.
 
-    cuts: list[_Cut]
+    Attributes:
+        wholes: Buffers of pages with the same heads on both sides: here, there.
+        states: Buffers of recurrent states.
+        cuts: Buffers of pages with other heads.
+    """
+
+    wholes: list[tuple[PoolBuffer, PoolBuffer]]
+    states: list[_States]
+    cuts: list[CutBuffer]
 
     def page_blocks(self, theirs: Sequence[int], own: Sequence[int]) -> list[Block]:
-        """What to read for pages `theirs` to get them as pages `own`.
+        """What to read for pages `theirs` to get them as pages `own`, but for `cuts`.
 
-        Whole pages that follow one another on both sides are one block of each buffer. Of pages
-        that are cut, each token is a block of each buffer.
+        Pages that follow one another on both sides are one block of each buffer.
         """
-        return list(self._blocks(theirs, own, is_state=False))
-
-    def state_blocks(self, theirs: int, own: int) -> list[Block]:
-        """The same for recurrent states, by their slots."""
-        return list(self._blocks([theirs], [own], is_state=True))
-
-    def _blocks(
-        self, theirs: Sequence[int], own: Sequence[int], *, is_state: bool
-    ) -> Iterator[Block]:
         there, here = np.asarray(theirs, dtype=np.int64), np.asarray(own, dtype=np.int64)
         assert len(there) == len(here)
-        strips = [strip for cut in self.cuts if cut.is_state is is_state for strip in cut.strips]
-        if not strips or not len(there):
-            return
+        if not len(there):
+            return []
         breaks = np.flatnonzero((np.diff(there) != 1) | (np.diff(here) != 1)) + 1
         begins = np.concatenate([[0], breaks])
-        lengths = np.diff(np.concatenate([begins, [len(there)]]))
-        for strip in strips:
-            if strip.items == 1 and strip.length == strip.local_page == strip.remote_page:
-                locals_, remotes = _at(strip, here[begins], there[begins])
-                counts = (lengths * strip.length).tolist()
-                yield from map(Block, locals_, remotes, counts)
-            else:
-                locals_, remotes = _at(strip, here, there)
-                yield from map(Block, locals_, remotes, [strip.length] * len(locals_))
+        lengths = np.diff(np.concatenate([begins, [len(there)]])).tolist()
+        runs = list(zip(here[begins].tolist(), there[begins].tolist(), lengths, strict=True))
+        return [
+            Block(
+                mine.address + page * mine.page_bytes,
+                other.address + remote * mine.page_bytes,
+                count * mine.page_bytes,
+            )
+            for mine, other in self.wholes
+            for page, remote, count in runs
+        ]
 
-
-def _at(strip: _Strip, here: _Numbers, there: _Numbers) -> tuple[list[int], list[int]]:
-    """Addresses of a strip in all items of these pages."""
-    items = np.arange(strip.items, dtype=np.int64)
-    local = strip.local + here[:, None] * strip.local_page + items * strip.local_item
-    remote = strip.remote + there[:, None] * strip.remote_page + items * strip.remote_item
-    return local.ravel().tolist(), remote.ravel().tolist()
+    def state_blocks(self, theirs: int, own: int) -> list[Block]:
+        """What to read for the recurrent state in slot `theirs` to get it in slot `own`."""
+        return [
+            Block(
+                one.mine.address + own * one.mine.page_bytes + here,
+                one.other.address + theirs * one.other.page_bytes + there,
+                length,
+            )
+            for one in self.states
+            for here, there, length in one.strips
+        ]
 
 
 def _parts(buffer: StateBuffer, num_heads: int) -> list[int]:
@@ -223,34 +281,30 @@ def _givers(
         begin = end
 
 
-def _cut(own: PoolOffer, their: PoolOffer, begin: int, end: int) -> _Cut:
-    """Heads `[begin, end)` in all buffers of a pool."""
-    is_whole = (own.begin, own.end) == (their.begin, their.end) == (begin, end)
+def _strips(
+    own: tuple[PoolOffer, PoolBuffer], their: tuple[PoolOffer, PoolBuffer], begin: int, end: int
+) -> list[_Strip]:
+    """Heads `[begin, end)` of an item of a buffer.
+
+    Raises:
+        CannotServe: They cannot be cut out.
+    """
+    (here, mine), (there, other) = own, their
+    if not mine.head_parts or len(mine.head_parts) != len(other.head_parts):
+        raise CannotServe(
+            f"pool {here.name} has heads {there.begin} to {there.end} there, {here.begin} to "
+            f"{here.end} here, and fewer cannot be cut out of it: use the same --tp-size"
+        )
+    if other.page_bytes > STAGING_BYTES:
+        raise CannotServe(
+            f"a page of pool {here.name} has {other.page_bytes} bytes of a layer there, which are "
+            f"too many to be cut ({STAGING_BYTES}): use the same --tp-size, or smaller pages"
+        )
     strips: list[_Strip] = []
-    for mine, other in zip(own.buffers, their.buffers, strict=True):
-        if is_whole:
-            local, remote, size = mine.address, other.address, mine.page_bytes
-            strips.append(_Strip(local, remote, size, size, size, 0, 0, 1))
-            continue
-        if not mine.head_parts or len(mine.head_parts) != len(other.head_parts):
-            raise CannotServe(
-                f"pool {own.name} has heads {their.begin} to {their.end} there, {own.begin} to "
-                f"{own.end} here, and fewer cannot be cut out of it: use the same --tp-size"
-            )
-        at, their_at = 0, 0
-        for part, their_part in zip(mine.head_parts, other.head_parts, strict=True):
-            head = part // (own.end - own.begin)
-            strips.append(
-                _Strip(
-                    local=mine.address + at + (begin - own.begin) * head,
-                    remote=other.address + their_at + (begin - their.begin) * head,
-                    length=(end - begin) * head,
-                    local_page=mine.page_bytes,
-                    remote_page=other.page_bytes,
-                    local_item=mine.page_bytes // own.page_size,
-                    remote_item=other.page_bytes // their.page_size,
-                    items=own.page_size,
-                )
-            )
-            at, their_at = at + part, their_at + their_part
-    return _Cut(own.is_state, strips)
+    at, their_at = 0, 0
+    for part, their_part in zip(mine.head_parts, other.head_parts, strict=True):
+        head = part // (here.end - here.begin)
+        own_begin = at + (begin - here.begin) * head
+        strips.append((own_begin, their_at + (begin - there.begin) * head, (end - begin) * head))
+        at, their_at = at + part, their_at + their_part
+    return strips

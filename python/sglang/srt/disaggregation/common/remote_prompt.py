@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 import zmq
 
-from sglang.srt.disaggregation.common.geometry import PoolGeometry, Portion
+from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, Portion
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
+from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     Transfer,
@@ -151,6 +152,7 @@ class RemotePrompt:
         own: Where it goes.
         portion_of: What to read of a rank with this offer. May wait for the offers of others;
             raises RoomFailed.
+        staging: For pages of a rank with other heads.
         on_failure: Called with the reason where it will not come, maybe long before `has_ended`.
         cancelled: Ends it soon, when set.
         fails_at: One of STEPS, which then fails; for tests.
@@ -165,6 +167,7 @@ class RemotePrompt:
         portion_of: Callable[[Offer], Portion],
         on_failure: Callable[[str], None],
         mover: Mover,
+        staging: Staging,
         patience: Patience,
         context: zmq.Context[zmq.Socket[bytes]],
         cancelled: Cancellation,
@@ -176,6 +179,9 @@ class RemotePrompt:
         self._portion_of = portion_of
         self._on_failure = on_failure
         self._mover = mover
+        self._staging = staging
+        self._buffer: StagingBuffer | None = None
+        """While pages of a rank with other heads are read."""
         self._patience = patience
         self._context = context
         self._cancelled = cancelled
@@ -210,6 +216,7 @@ class RemotePrompt:
             self._on_failure(f"receiving the prompt failed: {type(error).__name__}: {error}")
         transfer = self._transfer
         if transfer is None or transfer.wait():
+            self._give_buffer_back()
             self._ended.set()
         else:
             logger.error(
@@ -283,8 +290,7 @@ class RemotePrompt:
                     raise RoomFailed(
                         "the prefill server answered for other pages than were asked for"
                     )
-                blocks = portion.page_blocks(news.pages, self._own.pages[have:coming])
-                self._read(talk, offer, blocks, coming)
+                self._read_pages(talk, offer, portion, news.pages, have)
                 have = coming
             if news.first_token is not None:
                 return news.first_token
@@ -295,6 +301,42 @@ class RemotePrompt:
             elif now >= deadline:
                 what = "has not computed more" if news.is_known else "does not know the request"
                 raise RoomFailed(f"the prefill server {what} in time")
+
+    def _read_pages(
+        self,
+        talk: Conversation,
+        offer: Offer,
+        portion: Portion,
+        theirs: Sequence[int],
+        have: int,
+    ) -> None:
+        """Read pages `theirs`, which follow the `have` ones that there are."""
+        coming = have + len(theirs)
+        own = self._own.pages[have:coming]
+        self._read(talk, offer, portion.page_blocks(theirs, own), coming)
+        if not portion.cuts:
+            return
+        self._buffer = buffer = self._take_buffer(talk, coming)
+        for pieces in rounds(portion.cuts, theirs, own, STAGING_BYTES):
+            self._read(talk, offer, buffer.blocks(pieces), coming)
+            buffer.unpack(pieces)
+        self._give_buffer_back()
+
+    def _take_buffer(self, talk: Conversation, have: int) -> StagingBuffer:
+        deadline = time.monotonic() + self._patience.waiting
+        while time.monotonic() < deadline:
+            buffer = self._staging.take(_POLL_S)
+            if buffer is not None:
+                return buffer
+            _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
+        seconds = f"{self._patience.waiting:g} s"
+        raise RoomFailed(f"no memory for pages of ranks with other heads was free in {seconds}")
+
+    def _give_buffer_back(self) -> None:
+        """Nothing is read into it any more."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.give_back()
 
     def _read_state(
         self, talk: Conversation, offer: Offer, portion: Portion, first_token: FirstToken

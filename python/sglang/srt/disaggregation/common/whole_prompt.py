@@ -36,6 +36,7 @@ from sglang.srt.disaggregation.common.remote_prompt import (
     Source,
     cannot_serve,
 )
+from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.managers.messages.io_struct import Bootstrap
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,13 @@ class Means:
     Attributes:
         place: This rank, among those of the decode server.
         geometry: Of its pools.
+        staging: For pages of ranks with other heads.
     """
 
     place: RankPlace
     geometry: PoolGeometry
     mover: Mover
+    staging: Staging
     find_rank: FindRank
     patience: Patience
     context: zmq.Context[zmq.Socket[bytes]]
@@ -171,6 +174,7 @@ class WholePrompt:
             portion_of=lambda offer: self._portion(place, offer),
             on_failure=self._fail,
             mover=means.mover,
+            staging=means.staging,
             patience=means.patience,
             context=means.context,
             cancelled=self._cancelled,

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry
+from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
 from sglang.srt.disaggregation.common.protocol import Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.staging import rounds
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
@@ -221,6 +222,29 @@ class Rank:
         return [*self.kv.k_buffer, *self.kv.v_buffer, self.states.temporal, self.states.conv]
 
 
+def read_cuts(
+    portion: Portion, theirs: Sequence[int], own: Sequence[int], *, capacity: int
+) -> None:
+    """What a prompt does with a staging buffer of `capacity` bytes."""
+    memory = torch.full((capacity,), 7, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 8 :]
+    for pieces in rounds(portion.cuts, theirs, own, len(memory) - len(memory) % 8):
+        for piece in pieces:
+            move(piece.blocks(memory.data_ptr()))
+        for piece in pieces:
+            end = piece.offset + len(piece.own) * piece.cut.page_bytes
+            piece.cut.unpack(memory[piece.offset : end], piece.own)
+
+
+def cut_bytes(portion: Portion) -> int:
+    """Of a page, what is copied."""
+    return sum(
+        length * cut.own.shape[1] * cut.own.element_size()
+        for cut in portion.cuts
+        for _, _, length in cut.strips
+    )
+
+
 def copied(source: Rank, sink: Rank, theirs: Sequence[int], own: Sequence[int]) -> Rank:
     """`sink` with pages and the state (slot 3 to 5) of a rank with the same heads."""
     for buffers in zip((*source.kv.k_buffer, *source.kv.v_buffer),
@@ -256,6 +280,8 @@ def test_every_rank_gets_its_heads_whoever_has_them(
                 blocks = [*portion.page_blocks(theirs, own), *portion.state_blocks(3, 5)]
                 move(blocks)
                 num_bytes += sum(block.length for block in blocks)
+                num_bytes += 4 * cut_bytes(portion)
+                read_cuts(portion, theirs, own, capacity=300)
                 if blocks:
                     givers.add(peer.rank)
             want = copied(Rank(place, is_filled=True), Rank(place, is_filled=False), theirs, own)
@@ -266,15 +292,21 @@ def test_every_rank_gets_its_heads_whoever_has_them(
     assert givers == set(range(prefill * cp_size)), "those who have the same share the work"
 
 
-def test_pages_that_are_cut_are_a_block_for_each_token_and_buffer() -> None:
+def test_what_the_other_rank_has_beside_is_left_alone() -> None:
+    """Its heads of a page, and of a state."""
     source, sink = Rank(RankPlace(0, 2, 2), is_filled=True), Rank(RankPlace(), is_filled=False)
     other = Rank(RankPlace(1, 2, 2), is_filled=True)
     offers = [offer_of(source.geometry), offer_of(other.geometry)]
-    for portion in sink.geometry.portions(offers, 0):
-        blocks = portion.page_blocks([1, 2, 3], [4, 5, 6])
-        assert len(blocks) == 3 * PAGE * 2 * 2
-        assert {block.length for block in blocks} == {2 * 3 * 4, 2 * 2 * 4}
-        assert len(portion.state_blocks(1, 1)) == 2 * (1 + 3), "a layer: temporal, and conv's runs"
+    portion, _ = sink.geometry.portions(offers, 0)
+    assert not portion.page_blocks([1, 2], [4, 5])
+    read_cuts(portion, [1, 2], [4, 5], capacity=1000)
+    move(portion.state_blocks(1, 1))
+    assert len(portion.state_blocks(1, 1)) == 2 * (1 + 3), "a layer: temporal, and conv's runs"
+    for buffer in (*sink.kv.k_buffer, *sink.kv.v_buffer):
+        pages = buffer.view(-1, PAGE, *buffer.shape[1:])
+        assert pages[4:6, :, :2].all() or buffer is sink.kv.k_buffer[0]
+        assert not pages[4:6, :, 2:].any() and not pages[:4].any() and not pages[6:].any()
+    assert not sink.states.temporal[:, 1, 4:].any() and sink.states.temporal[:, 1, 1:4].all()
 
 
 def test_a_head_that_nobody_has_is_named() -> None:
