@@ -158,6 +158,8 @@ def test_a_request_starts_when_all_ranks_have_their_part(
     for _ in range(20):
         pair.step()
     assert "a" not in pair.decode.results
+    for rig in pair.prefill.rigs:
+        assert rig.scheduler.state.queues.num_holders == 1, "rank 1's pages are still to be read"
     slow.release()
     pair.until(pair.is_idle)
     assert pair.result("a").output_ids == words(models, LONG)

@@ -1,0 +1,292 @@
+"""Buffers for pages of ranks with other heads: how many there are, and when one is free again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from sglang.srt.disaggregation.common import staging
+from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
+from sglang.srt.disaggregation.common.protocol import PoolBuffer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, Staging, rounds
+from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
+from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
+from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.pd_rig import LocalMover
+from sglang.test.prompt_scene import PATIENT, ROOM, TOKEN
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+PAGE, PAGES = 2, 8
+
+
+def until(is_so: Any) -> None:
+    assert wait_until(is_so, 10, interval=0.005)
+
+
+class Recorded:
+    """What was made known to the transport."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int]] = []
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        self.ranges += zip(ptrs, lengths, strict=True)
+        return 0
+
+
+def test_buffers_are_made_when_they_are_needed_and_used_again() -> None:
+    registry = Recorded()
+    buffers = Staging(registry, torch.device("cpu"))
+    assert registry.ranges == []
+    taken = [buffers.take(0) for _ in range(NUM_BUFFERS)]
+    assert len({address for address, _ in registry.ranges}) == NUM_BUFFERS
+    assert buffers.take(0.01) is None
+    given_back = taken[2]
+    assert given_back is not None
+    threading.Timer(0.02, given_back.give_back).start()
+    assert buffers.take(10) is given_back
+    assert len(registry.ranges) == NUM_BUFFERS
+
+
+def test_a_buffer_that_cannot_be_registered_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Recorded()
+    buffers = Staging(registry, torch.device("cpu"))
+    with monkeypatch.context() as patched:
+
+        def fail(*_: Any) -> int:
+            raise RuntimeError("no memory")
+
+        patched.setattr(registry, "batch_register", fail)
+        for _ in range(NUM_BUFFERS + 1):
+            with pytest.raises(RuntimeError):
+                buffers.take(0)
+    assert buffers.take(0) is not None
+
+
+def cut_of(page_bytes: int) -> CutBuffer:
+    own = torch.zeros(10, PAGE, 4, dtype=torch.uint8)
+    return CutBuffer(1000, page_bytes, own, [(0, 0, 4)])
+
+
+def test_rounds_hold_as_much_as_fits() -> None:
+    cuts = [cut_of(10), cut_of(30)]
+    found = [
+        [(piece.cut.page_bytes, piece.offset, list(piece.theirs), list(piece.own)) for piece in one]
+        for one in rounds(cuts, [5, 6, 7, 9], [1, 2, 3, 4], 72)
+    ]
+    assert found == [
+        [(10, 0, [5, 6, 7, 9], [1, 2, 3, 4]), (30, 40, [5], [1])],
+        [(30, 0, [6, 7], [2, 3])],
+        [(30, 0, [9], [4])],
+    ]
+    assert not list(rounds(cuts, [], [], 64))
+
+
+def test_pages_that_follow_one_another_there_are_one_block() -> None:
+    (pieces,) = rounds([cut_of(8)], [5, 6, 9, 8], [4, 1, 2, 3], 64)
+    (piece,) = pieces
+    assert list(piece.blocks(500)) == [
+        Block(500, 1000 + 5 * 8, 16),
+        Block(516, 1000 + 9 * 8, 8),
+        Block(524, 1000 + 8 * 8, 8),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [1, 3, 4])
+def test_heads_of_any_size_are_copied(dtype: torch.dtype, dim: int) -> None:
+    """What moves at once is a divisor of a head."""
+    own = torch.zeros(6 * PAGE, 3, dim, dtype=dtype)
+    head = dim * dtype.itemsize
+    theirs = torch.arange(2 * PAGE * 2 * dim).to(dtype).view(2, PAGE, 2, dim)
+    other = PoolBuffer(0, PAGE * 2 * head)
+    cut = CutBuffer.of(own, PAGE, other, [(2 * head, 1 * head, head)])
+    cut.unpack(theirs.contiguous().view(torch.uint8).flatten(), [4, 1])
+    want = torch.zeros_like(own).view(6, PAGE, 3, dim)
+    want[4, :, 2], want[1, :, 2] = theirs[0, :, 1], theirs[1, :, 1]
+    assert torch.equal(own.view_as(want), want)
+
+
+def test_a_page_that_no_buffer_holds_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = (PoolGeometry.of([pool_of(*heads)], "w") for heads in ((0, 1), (0, 2)))
+    offers = [there.offer("i", "s")]
+    monkeypatch.setattr("sglang.srt.disaggregation.common.geometry.STAGING_BYTES", 31)
+    with pytest.raises(CannotServe, match="a page of pool kv has 32 bytes of a layer there, which"):
+        here.portions(offers, 0)
+    monkeypatch.setattr("sglang.srt.disaggregation.common.geometry.STAGING_BYTES", 32)
+    here.portions(offers, 0)
+
+
+# ---- prompts of ranks with other heads ---------------------------------------------------------
+
+
+def pool_of(begin: int, end: int) -> MHATokenToKVPool:
+    share = RankShare(RankSplit.HEADS, begin, end, 2)
+    return MHATokenToKVPool(
+        PAGE * PAGES, PAGE, torch.float32, end - begin, 2, 2, "cpu", share=share
+    )
+
+
+class Scene:
+    """Two ranks of a prefill server with a head each, and a decode server of one rank."""
+
+    def __init__(self) -> None:
+        self.theirs = [pool_of(0, 1), pool_of(1, 2)]
+        self.own = pool_of(0, 2)
+        for number, pool in enumerate(self.theirs):
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                slots = torch.arange(1, len(buffer) + 1).reshape(-1, 1, 1)
+                buffer.copy_((slots + 100 * number) * torch.ones(1, 1, 2))
+        self.mover = LocalMover()
+        self.desks = []
+        for number, pool in enumerate(self.theirs):
+            offer = PoolGeometry.of([pool], "w").offer(f"rank {number}", "this process")
+            self.desks.append(RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300))
+        geometry = PoolGeometry.of([self.own], "w")
+        self.means = Means(
+            place=RankPlace(),
+            geometry=geometry,
+            mover=self.mover,
+            staging=Staging(self.mover, torch.device("cpu")),
+            find_rank=self._find,
+            patience=PATIENT,
+            context=zmq.Context(),
+        )
+        self._readers = itertools.count()
+
+    def _find(self, host: str, port: int, rank: int) -> Route:
+        endpoint = f"tcp://127.0.0.1:{self.desks[rank].port}"
+        return Route(rank=rank, endpoint=endpoint, instance_id="i", num_ranks=2, attn_tp_size=2)
+
+    def begin(self, pages: list[int], room: int = ROOM, **means: Any) -> WholePrompt:
+        prompt = WholePrompt(
+            Bootstrap("host", 1, room),
+            OwnSlots(pages=pages),
+            dataclasses.replace(self.means, **means),
+            f"reader {next(self._readers)}",
+        )
+        threading.Thread(target=prompt.run, daemon=True).start()
+        return prompt
+
+    def fill(self, room: int = ROOM, pages: Sequence[int] = (4, 7)) -> None:
+        for desk in self.desks:
+            desk.open(room)
+            desk.add_pages(room, pages)
+            desk.complete(room, TOKEN)
+
+    def assert_read(self, theirs: Sequence[int], own: Sequence[int]) -> None:
+        for buffers in zip(
+            (*self.own.k_buffer, *self.own.v_buffer),
+            *((*pool.k_buffer, *pool.v_buffer) for pool in self.theirs),
+            strict=True,
+        ):
+            here, first, second = (one.view(-1, PAGE, *one.shape[1:]) for one in buffers)
+            for their, mine in zip(theirs, own, strict=True):
+                assert torch.equal(here[mine, :, 0], first[their, :, 0])
+                assert torch.equal(here[mine, :, 1], second[their, :, 0])
+
+    def close(self) -> None:
+        self.mover.release()
+        for desk in self.desks:
+            desk.close()
+        self.means.context.destroy(linger=0)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def test_a_prompt_of_two_ranks_is_there_when_both_parts_are(scene: Scene) -> None:
+    prompt = scene.begin([3, 5])
+    scene.fill()
+    until(lambda: prompt.has_ended)
+    assert (prompt.failure, prompt.first_token) == (None, TOKEN)
+    scene.assert_read([4, 7], [3, 5])
+    assert [desk.outcome(ROOM) for desk in scene.desks] == ["", ""]
+
+
+def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
+    second = scene.theirs[1].k_buffer[0]
+
+    def fails(blocks: Sequence[Block]) -> PeerUnreachable | None:
+        is_second = second.data_ptr() <= blocks[0].remote < second.data_ptr() + second.nbytes
+        return PeerUnreachable("p", "is gone") if is_second else None
+
+    scene.mover.fails = fails
+    prompt = scene.begin([3, 5])
+    for desk in scene.desks:
+        desk.open(ROOM)
+        desk.add_pages(ROOM, [4])
+    until(lambda: prompt.has_ended)
+    failure = "reading from the prefill server failed: peer p is gone"
+    assert (prompt.failure, prompt.first_token) == (failure, None)
+    for desk in scene.desks:
+        heard: dict[int, str] = {}
+
+        def is_heard(desk: RoomDesk = desk, heard: dict[int, str] = heard) -> bool:
+            heard.update(desk.take_given_up())
+            return ROOM in heard
+
+        until(is_heard)
+        assert heard[ROOM] == f"the decode server gave it up: {failure}"
+
+
+def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
+    """Both ranks say that they have the first head."""
+    scene.desks[1].close()
+    offer = PoolGeometry.of([scene.theirs[0]], "w").offer("rank 1", "this process")
+    scene.desks[1] = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+    prompt = scene.begin([3, 5])
+    until(lambda: prompt.has_ended)
+    why = "none of its ranks has head 1 of pool kv"
+    assert prompt.failure == f"the prefill server at host:1 cannot serve this one: {why}"
+
+
+def test_a_buffer_is_lost_as_long_as_something_may_be_read_into_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that would need it wait, and give up after a while."""
+    monkeypatch.setattr(staging, "NUM_BUFFERS", 1)
+    scene.mover.hold = True
+    scene.fill()
+    first = scene.begin([3, 5])
+    until(lambda: bool(scene.mover.begun))
+    first.cancel("not wanted")
+    until(lambda: first.failure is not None)
+    assert not first.has_ended
+    scene.mover.hold = False
+    hasty = Patience(bootstrap=60, waiting=0.3, silence=30)
+    scene.fill(6)
+    second = scene.begin([1, 2], 6, patience=hasty)
+    until(lambda: second.has_ended)
+    assert second.failure == "no memory for pages of ranks with other heads was free in 0.3 s"
+    scene.mover.release()
+    until(lambda: first.has_ended)
+    scene.fill(7)
+    third = scene.begin([1, 2], 7)
+    until(lambda: third.has_ended)
+    assert third.failure is None
+    scene.assert_read([4, 7], [1, 2])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
