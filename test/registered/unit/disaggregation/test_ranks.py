@@ -34,6 +34,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
 }
+LONG: Final = PROMPTS[4]
 ARGS: Final[dict[str, Any]] = {
     "page_size": PAGE,
     "chunked_prefill_size": 48,
@@ -118,6 +119,47 @@ def test_the_words_are_those_of_one_rank(
             assert rig.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
 
 
+def test_states_are_those_behind_the_prompt_while_steps_overlap(
+    models: Callable[[str], Path],
+) -> None:
+    """Prompts of many requests are computed one after the other while earlier ones are read."""
+    path = models("qwen3_next")
+    alone = SchedulerRig(path, **ARGS)
+    with PdRanks(path, 2, 1, overlap=True, **ARGS) as pair:
+        messages = [
+            pair.request(f"{turn} {n}", ids, greedy(12))
+            for turn in range(4)
+            for n, ids in enumerate(PROMPTS)
+        ]
+        pair.run(*messages)
+        wanted = alone.generate(PROMPTS, 12)
+        for turn in range(4):
+            assert [pair.result(f"{turn} {n}").output_ids for n in range(len(PROMPTS))] == wanted
+
+
+def test_a_prefix_with_its_state_on_the_decode_server_is_not_read_again(
+    models: Callable[[str], Path],
+) -> None:
+    """Though the state at its end is: that of the whole prompt is another one."""
+    path = models("qwen3_next")
+    args = {**ARGS, "mamba_track_interval": 32}
+    alone = SchedulerRig(path, **args)
+    with PdRanks(path, 2, 2, **args) as pair:
+        pair.run(pair.request("first", LONG, greedy(60)))
+        longer = [*LONG, *pair.result("first").output_ids, 7, 8, 9]
+        for mover in pair.movers:
+            mover.begun.clear()
+        pair.run(pair.request("longer", longer, greedy(20)))
+        assert pair.result("longer").output_ids == alone.generate([longer], 20)[0]
+        pages = -(-len(longer) // PAGE)
+        for rig, mover in zip(pair.decode.rigs, pair.movers, strict=True):
+            kv, states = rig.pools
+            read = sum(block.length for one in mover.begun for block in one.blocks)
+            page_bytes = sum(kv.get_contiguous_buf_infos()[2])
+            num_pages, rest = divmod(read - states.spec.num_bytes, page_bytes)
+            assert rest == 0 and num_pages == pages - 128 // PAGE
+
+
 # ---- one mind ----------------------------------------------------------------------------------
 
 
@@ -139,9 +181,6 @@ def why(server: RankRigs, rid: str) -> str:
     reason = server.results[rid].finish_reason
     assert reason is not None and reason.type == "abort"
     return reason.message or ""
-
-
-LONG: Final = PROMPTS[4]
 
 
 def test_a_request_starts_when_all_ranks_have_their_part(
