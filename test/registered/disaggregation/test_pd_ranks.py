@@ -39,6 +39,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 }
 CP: Final = ("--tp-size", "2", "--attn-cp-size", "2")
 """Of a prefill server that splits prompts, not heads."""
+TIERS: Final = ("--tp-size", "2", "--enable-hierarchical-cache", "--hicache-ratio", "2")
 ENV: Final = {
     **TCP,
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
@@ -165,7 +166,7 @@ def assert_given_back(*servers: EngineServer) -> None:
 
 PAIRS: Final[dict[str, list[tuple[tuple[str, ...], int]]]] = {
     "qwen3": [(("--tp-size", "2"), 2), (("--tp-size", "2"), 1), ((), 2), (CP, 1)],
-    "qwen3_moe": [(("--tp-size", "2"), 1)],
+    "qwen3_moe": [(TIERS, 1)],
     "deepseek_v32": [(("--tp-size", "2"), 2)],
     "qwen3_next": [((), 1), (("--tp-size", "2"), 2), (("--tp-size", "2"), 1)],
 }
