@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome
+from sglang.srt.observability.disaggregation_metrics import (
+    DisaggregationMetrics,
+    TransferMetrics,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.protocol import FirstToken
@@ -31,6 +35,12 @@ class Prompt(Protocol):
     def failure(self) -> str | None: ...
     @property
     def has_ended(self) -> bool: ...
+    @property
+    def has_met(self) -> bool: ...
+    @property
+    def read_seconds(self) -> float: ...
+    @property
+    def num_bytes_read(self) -> int: ...
     def cancel(self) -> None: ...
 
 
@@ -98,6 +108,16 @@ class DecodeHalf:
         self._received: list[tuple[Req, FirstToken]] = []
         self._owners: dict[int, str] = {}
         """By room: the id of the request that has it."""
+        registry = state.metrics.registry
+        self._metrics = DisaggregationMetrics(
+            registry,
+            {
+                "num_decode_prealloc_queue_reqs": lambda: len(self._wanted),
+                "num_decode_transfer_queue_reqs": lambda: len(self._coming),
+                "num_decode_lingering_reqs": lambda: len(self._lingering),
+            },
+        )
+        self._transfers = TransferMetrics(registry)
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         meeting = req.spec.bootstrap
@@ -147,7 +167,7 @@ class DecodeHalf:
                 continue
             if now - wanted.arrived > self._wait_s:
                 why = f"no slots were free for the request within {self._wait_s:.0f} s"
-                self._ended.append((req, _lost(why)))
+                self._fail(req, why, had_met=False)
             elif req.progress.grammar_ticket is None and not self._hold(req):
                 break
 
@@ -163,12 +183,20 @@ class DecodeHalf:
         if first is not None:
             failure = self._why_not(req, first)
         if failure is not None:
-            logger.warning("request %s: %s", req.rid, failure)
-            self._ended.append((req, _lost(failure)))
+            self._fail(req, failure, had_met=prompt.has_met)
             return
         assert first is not None, "it has ended one way or the other"
         del self._coming[req.rid]
+        stages = req.report.stages
+        stages.queue = (stages.queue or 0.0) + first.queue_seconds
+        stages.prefill, stages.transfer = first.prefill_seconds, prompt.read_seconds
+        self._transfers.on_read(prompt.num_bytes_read, prompt.read_seconds)
         self._received.append((req, first))
+
+    def _fail(self, req: Req, why: str, *, had_met: bool) -> None:
+        logger.warning("request %s: %s", req.rid, why)
+        self._metrics.on_failure(had_met=had_met)
+        self._ended.append((req, _lost(why)))
 
     def _why_not(self, req: Req, first: FirstToken) -> str | None:
         """Why `req` cannot go on with what the prefill server has found, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -11,6 +12,7 @@ import xxhash
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.room_desk import RoomExists
 from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
@@ -63,11 +65,20 @@ class PrefillHalf:
         self._wait_s = wait_s
         self._unclaimed: dict[int, float] = {}
         """By room: when the request came, in seconds of the scheduler's ticks; in this order."""
+        self._asked: dict[int, float] = {}
+        """By room: `time.monotonic()` at which a decode server was found to ask for it."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
         """By id: requests that are complete, and how they end if all goes well."""
         self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
         """By room: the id of the request that has it."""
+        self._metrics = DisaggregationMetrics(
+            state.metrics.registry,
+            {
+                "num_prefill_bootstrap_queue_reqs": lambda: len(self._unclaimed),
+                "num_prefill_inflight_queue_reqs": lambda: len(self._held),
+            },
+        )
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         meeting = req.spec.bootstrap
@@ -122,7 +133,10 @@ class PrefillHalf:
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         meeting, spec, progress = req.spec.bootstrap, req.spec, req.progress
         assert meeting is not None
-        outputs = progress.output_ids
+        outputs, report = progress.output_ids, req.report
+        prefill_seconds = report.stages.prefill
+        assert prefill_seconds is not None, "its prompt is computed"
+        first_step = report.stage_began - prefill_seconds
         first_token = FirstToken(
             token_id=outputs[0] if outputs else None,
             prompt_len=len(spec.origin_input_ids),
@@ -131,14 +145,17 @@ class PrefillHalf:
             top_logprobs=(
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
-            cached=req.report.cached_tokens_details,
+            cached=report.cached_tokens_details,
+            queue_seconds=max(0.0, first_step - self._asked.get(meeting.room, first_step)),
+            prefill_seconds=prefill_seconds,
         )
         self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
         self._desk.complete(meeting.room, first_token)
 
     def tick(self) -> None:
         for room in self._desk.take_claimed():
-            self._unclaimed.pop(room, None)
+            if self._unclaimed.pop(room, None) is not None:
+                self._asked[room] = time.monotonic()
         for room, why in self._desk.take_given_up().items():
             self._fail_room(room, why)
         for room, arrived in self._unclaimed.items():
@@ -163,7 +180,10 @@ class PrefillHalf:
             self._fail(owner, room, why)
 
     def _fail(self, req: Req, room: int, why: str) -> None:
+        if req.progress.to_abort is not None:
+            return  # Its client wants it no more, or it has failed already.
         logger.warning("request %s, room %d: %s", req.rid, room, why)
+        self._metrics.on_failure(had_met=room not in self._unclaimed)
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
         self._state.queues.abort(req, reason)
 
@@ -179,6 +199,7 @@ class PrefillHalf:
         if meeting is not None and self._owners.get(meeting.room) == req.rid:
             del self._owners[meeting.room]
             self._unclaimed.pop(meeting.room, None)
+            self._asked.pop(meeting.room, None)
             self._held.pop(req.rid, None)
             self._desk.end(meeting.room, reason.message or "the request has ended")
         # A decode server that still reads is told that it read too late.

@@ -43,6 +43,9 @@ class FakePrompt:
     first_token: FirstToken | None = None
     failure: str | None = None
     has_ended: bool = False
+    has_met: bool = False
+    read_seconds: float = 0.0
+    num_bytes_read: int = 0
     is_cancelled: bool = False
 
     def cancel(self) -> None:

@@ -51,6 +51,10 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
+    queue_seconds: float = 0.0
+    """From being asked for to the first step for it, by the prefill server's clock."""
+    prefill_seconds: float = 0.0
+    """From that step to the token."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
