@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest
+from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest, sampling_digest
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome
 from sglang.srt.observability.disaggregation_metrics import (
@@ -209,9 +209,15 @@ class DecodeHalf:
             )
         wants_token = spec.sampling_params.max_new_tokens > 0
         has_token = first.token_id is not None
-        lacks_logprob = has_token and spec.return_logprob and first.logprob is None
-        if has_token != wants_token or lacks_logprob:
-            return "the prefill server was sent another request: max_new_tokens or logprobs differ"
+        num_tops = min(spec.top_logprobs_num, self._state.vocab_size) * spec.return_logprob
+        is_unlike = (
+            has_token != wants_token
+            or (has_token and spec.return_logprob and first.logprob is None)
+            or (has_token and len(first.top_logprobs or ()) != num_tops)
+            or first.sampling_digest != sampling_digest(spec.sampling_params)
+        )
+        if is_unlike:
+            return "the prefill server was sent another request: sampling or logprobs differ"
         if first.token_id is not None and not 0 <= first.token_id < self._state.vocab_size:
             return f"the prefill server chose token {first.token_id}, which the model does not have"
         return None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import xxhash
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.state import SchedulerState
     from sglang.srt.mem_cache.tree.radix_key import TokenArray
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,24 @@ class Desk(Protocol):
 def prompt_digest(ids: TokenArray) -> str:
     """Of a prompt's token ids."""
     return xxhash.xxh3_64_hexdigest(ids.tobytes())
+
+
+def sampling_digest(params: SamplingParams) -> str:
+    """Of all that makes the first token another than the most likely one; "" without any. A seed
+    that a server has drawn is not in it."""
+    draws = None
+    if not params.is_greedy:
+        draws = params.temperature, params.top_p, params.top_k, params.min_p, params.sampling_seed
+    facts = (
+        draws,
+        params.min_new_tokens,
+        params.repetition_penalty,
+        sorted((params.logit_bias or {}).items()),
+        (params.json_schema, params.regex, params.ebnf, params.structural_tag),
+    )
+    if facts == (None, 0, 1.0, [], (None, None, None, None)):
+        return ""
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts))
 
 
 class PrefillHalf:
@@ -141,6 +161,7 @@ class PrefillHalf:
             token_id=outputs[0] if outputs else None,
             prompt_len=len(spec.origin_input_ids),
             prompt_digest=prompt_digest(spec.origin_input_ids),
+            sampling_digest=sampling_digest(spec.sampling_params),
             logprob=progress.output_logprobs[0] if progress.output_logprobs else None,
             top_logprobs=(
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None

@@ -48,6 +48,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     prompt_len: int
     prompt_digest: str
     """Of the prompt's token ids: both servers must mean the same."""
+    sampling_digest: str = ""
+    """See `sampling_digest`: also where two requests share a room and a prompt."""
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
