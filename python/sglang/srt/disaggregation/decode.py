@@ -136,8 +136,11 @@ class DecodeHalf:
             return
         if self._wanted.pop(message.rid, None) is not None:
             del self._owners[meeting.room]
+        self.on_declined(meeting, reason.message or "the request was refused")
+
+    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
         if meeting.room not in self._owners:
-            self._remote.decline(meeting, reason.message or "the request was refused")
+            self._remote.decline(meeting, reason)
 
     def is_remote(self, req: Req) -> bool:
         return req.rid in self._wanted

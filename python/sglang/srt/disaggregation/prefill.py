@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.state import SchedulerState
@@ -116,17 +117,19 @@ class PrefillHalf:
         meeting = message.bootstrap
         if meeting is None:
             return
-        owner = self._owners.get(meeting.room)
-        if owner is None:
-            try:
+        why = reason.message or "the request was refused"
+        if self._owners.get(meeting.room) == message.rid:
+            del self._owners[meeting.room]
+            self._unclaimed.pop(meeting.room, None)
+            self._desk.end(meeting.room, why)
+        else:
+            self.on_declined(meeting, why)
+
+    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
+        if meeting.room not in self._owners:
+            with contextlib.suppress(RoomExists):
                 self._desk.open(meeting.room)
-            except RoomExists:
-                return
-        elif owner != message.rid:
-            return  # The room is another request's, which is not refused.
-        self._owners.pop(meeting.room, None)
-        self._unclaimed.pop(meeting.room, None)
-        self._desk.end(meeting.room, reason.message or "the request was refused")
+                self._desk.end(meeting.room, reason)
 
     def is_remote(self, req: Req) -> bool:
         return False

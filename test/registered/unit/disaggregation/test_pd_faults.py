@@ -12,6 +12,7 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import room_desk
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.prefill import PrefillHalf, sampling_digest
+from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test import checkable_model
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -124,6 +125,39 @@ def test_a_full_queue_of_prefill_is_told_at_once() -> None:
         pair.step([pair.prefill.abort("fills the queue")], [])
         pair.until(lambda: all(rig.scheduler.is_idle() for rig in pair.rigs))
         pair.assert_clean()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_the_server_process_of_prefill_refuses_is_told_at_once(
+    pair: PdRig, order: str
+) -> None:
+    message = pair.request("a", IDS)
+    assert message.bootstrap is not None
+    decline = DeclineRoomReq(bootstrap=message.bootstrap, reason="top_p is wrong")
+    if order == "before":
+        pair.step([decline], [])
+    pair.step([], [message])
+    pair.step([decline], [])
+    pair.until(lambda: all(rig.scheduler.is_idle() for rig in pair.rigs))
+    assert why(pair.decode, "a") == (503, "the prefill server ended the request: top_p is wrong")
+    pair.assert_clean()
+
+
+def test_what_the_server_process_of_decode_refuses_is_told_at_once(pair: PdRig) -> None:
+    message = pair.request("a", IDS)
+    assert message.bootstrap is not None
+    pair.step([message], [DeclineRoomReq(bootstrap=message.bootstrap, reason="top_p is wrong")])
+    pair.until(lambda: "a" in pair.prefill.results)
+    assert why(pair.prefill, "a") == (503, "the decode server gave it up: top_p is wrong")
+    pair.assert_clean()
+
+
+def test_a_refused_request_does_not_end_anothers_room(pair: PdRig) -> None:
+    message = pair.request("a", IDS)
+    assert message.bootstrap is not None
+    decline = DeclineRoomReq(bootstrap=message.bootstrap, reason="top_p is wrong")
+    pair.run(message, decline)
+    assert len(pair.decode.results["a"].output_ids) == 8
 
 
 def test_a_flood_of_refused_requests_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

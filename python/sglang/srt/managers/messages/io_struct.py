@@ -67,6 +67,14 @@ class TokenizedGenerateReqInput(Message):
     created_time: float = 0.0
 
 
+class DeclineRoomReq(Message):
+    """A request was refused before it came to the scheduler: the server with its other half waits
+    for it, unless it is told."""
+
+    bootstrap: Bootstrap
+    reason: str
+
+
 class AbortReq(Message):
     """End one request, or with `abort_all` every one, in whatever state it is."""
 
@@ -252,6 +260,7 @@ class BatchStrOutput(Message):
 
 ToScheduler: TypeAlias = (
     TokenizedGenerateReqInput
+    | DeclineRoomReq
     | AbortReq
     | FlushCacheReqInput
     | GetInternalStateReq
