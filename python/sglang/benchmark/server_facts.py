@@ -59,23 +59,29 @@ def load_tokens(path: str) -> Tokens:
 
 
 async def fetch_model_info(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any]:
-    """`GET /model_info`.
+    """`GET /model_info`, or the older `/get_model_info`, which is all that `sglang_router` has.
 
     Raises:
         ValueError: The server does not answer.
     """
+    timeout = aiohttp.ClientTimeout(total=30)
     try:
-        async with session.get(
-            f"{base_url}/model_info", timeout=aiohttp.ClientTimeout(total=30)
-        ) as response:
-            response.raise_for_status()
-            info: dict[str, Any] = await response.json(content_type=None)
-            return info
+        async with session.get(f"{base_url}/model_info", timeout=timeout) as response:
+            if response.status != 404:
+                return await _facts_in(response)
+        async with session.get(f"{base_url}/get_model_info", timeout=timeout) as response:
+            return await _facts_in(response)
     except (TimeoutError, aiohttp.ClientError, ValueError) as error:
         raise ValueError(
             f"no usable server at {base_url} ({type(error).__name__}: {error}); start one, or give "
             "--base-url, --host and --port, and --model and --tokenizer if it has no /model_info"
         ) from error
+
+
+async def _facts_in(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    response.raise_for_status()
+    facts: dict[str, Any] = await response.json(content_type=None)
+    return facts
 
 
 async def flush_cache(session: aiohttp.ClientSession, base_url: str, admin_key: str | None) -> None:

@@ -29,7 +29,7 @@ from sglang.srt.arg_groups.cli import (
     flag_name,
     parse_flags,
 )
-from sglang.srt.arg_groups.disaggregation import MODES, WHOLE, check_disaggregation
+from sglang.srt.arg_groups.disaggregation import DECODE, MODES, WHOLE, check_disaggregation
 from sglang.srt.arg_groups.extra_config import (
     check_extra_config_keys,
     parse_extra_config,
@@ -254,6 +254,15 @@ class ServerArgs:
         "InfiniBand devices of transfers between the halves: a list, a JSON object by GPU, or a "
         ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
     )
+    disaggregation_decode_enable_radix_cache: bool = flag(
+        False,
+        "Implied: a decode server reads only what its own prefix cache lacks, unless "
+        "--disable-radix-cache is given.",
+    )
+    disaggregation_decode_enable_offload_kvcache: bool = flag(
+        False,
+        "Let a decode server write what it computes and reads to --hicache-storage-backend.",
+    )
 
     # HiCache
     enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
@@ -331,6 +340,9 @@ class ServerArgs:
             args,
             model_path=model_path,
             enable_prefill_context_parallel=args.attn_cp_size > 1,
+            disaggregation_decode_enable_radix_cache=(
+                args.disaggregation_mode == DECODE and not args.disable_radix_cache
+            ),
             tokenizer_path=args.tokenizer_path or model_path,
             served_model_name=args.served_model_name or name,
         )

@@ -34,6 +34,7 @@ from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
     CachedTokensDetails,
     ControlReqOutput,
+    DeclineRoomReq,
     FinishReason,
     GetMetricsReq,
     Message,
@@ -156,7 +157,7 @@ class FakeScheduler:
                     for r in ended
                 ],
             )
-        elif not isinstance(message, ShutdownReq):
+        elif not isinstance(message, ShutdownReq | DeclineRoomReq):
             data: dict[str, Any] = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
             if isinstance(message, GetMetricsReq):
                 data = {"text": "sglang:num_running_reqs 0.0\n"}

@@ -38,6 +38,8 @@ class Ended:
 
     output_ids: list[int]
     reason: FinishReason
+    from_storage: int
+    """Tokens of its prompt that came from L3."""
 
     @property
     def why(self) -> str:
@@ -51,6 +53,9 @@ class Facts:
     num_waiting: int
     num_holders: int
     num_reads: int
+    """In flight, where they can be held."""
+    num_lingering: int
+    """Requests that have ended and whose slots are still read into."""
     is_idle: bool
     free_tokens: int
     ended: Mapping[str, Ended]
@@ -64,14 +69,17 @@ class HalfProcess:
         mode: `prefill` or `decode`.
         args: Of `HalfRig`.
         env: Added to the environment.
+        holds: Whether reads can be held (`set`). They then block the threads of their prompts.
     """
 
-    def __init__(self, mode: str, env: Mapping[str, str], **args: Any) -> None:
+    def __init__(
+        self, mode: str, env: Mapping[str, str], *, holds: bool = True, **args: Any
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["sglang.test.pd_processes"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(mode, dict(env), args, theirs), daemon=True
+            target=_serve, args=(mode, dict(env), holds, args, theirs), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -104,6 +112,12 @@ class HalfProcess:
         assert isinstance(facts, Facts)
         return facts
 
+    def take_ended(self) -> dict[str, Ended]:
+        """Requests that have ended since the last call; `facts` has them no more."""
+        ended = self._call("take_ended", None)
+        assert isinstance(ended, dict)
+        return ended
+
     def check(self) -> None:
         """Check its books; it must be idle."""
         self._call("check", None)
@@ -130,6 +144,12 @@ class HalfProcess:
         self._process.kill()
         self._process.join()
 
+    def stop(self) -> int | None:
+        """Let it close what it has and exit: its status."""
+        self._pipe.send(("stop", None))
+        self._process.join(_TIMEOUT_S)
+        return self._process.exitcode
+
     def _call(self, what: str, argument: Any) -> Any:
         self._pipe.send((what, argument))
         return self._receive()
@@ -142,17 +162,22 @@ class HalfProcess:
 
 
 class _Server:
-    """What runs in the process."""
+    """What runs in the process. A host that is an endpoint names the prefill server itself."""
 
-    def __init__(self, mode: str, args: dict[str, Any]) -> None:
+    def __init__(self, mode: str, holds: bool, args: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         mark_device_set("cpu")
-        self._mover = MooncakeMover(MooncakeTransferEngine(LOOPBACK))
+        self._engine = MooncakeTransferEngine(LOOPBACK)
+        self._mover = MooncakeMover(self._engine)
         self._endpoint = ""
         self._is_paused = False
         self._messages: list[ToScheduler] = []
         self.rig = CheckableHalfRig(
-            BUILTIN_MODEL_DIR, mode, self._mover, lambda *_: one_rank(self._endpoint), **args
+            BUILTIN_MODEL_DIR,
+            mode,
+            self._mover if holds else self._engine,
+            lambda host, port, rank: one_rank(host if "://" in host else self._endpoint),
+            **args,
         )
 
     def run(self, pipe: Connection) -> None:
@@ -161,6 +186,10 @@ class _Server:
             timeout = 0.0 if not self._is_paused and not self.rig.scheduler.is_idle() else 0.005
             while pipe.poll(timeout):
                 what, argument = pipe.recv()
+                if what == "stop":
+                    self.rig.close()
+                    self._engine.close()
+                    return
                 pipe.send((True, getattr(self, f"_{what}")(argument)))
             if not self._is_paused:
                 messages, self._messages = self._messages, []
@@ -186,27 +215,39 @@ class _Server:
             num_waiting=len(state.queues.waiting) + len(self._messages),
             num_holders=state.queues.num_holders,
             num_reads=sum(not one.is_settled for one in self._mover.begun),
+            num_lingering=len(state.queues.lingering),
             is_idle=self.rig.scheduler.is_idle() and not self._messages,
             free_tokens=state.free_tokens(),
-            ended={
-                rid: Ended(got.output_ids, got.finish_reason)
-                for rid, got in self.rig.results.items()
-                if got.finish_reason is not None
-            },
+            ended=self._ended(),
         )
+
+    def _ended(self) -> dict[str, Ended]:
+        return {
+            rid: Ended(got.output_ids, got.finish_reason, got.last.cached_tokens_details.storage)
+            for rid, got in self.rig.results.items()
+            if got.last is not None and got.finish_reason is not None
+        }
+
+    def _take_ended(self, _: None) -> dict[str, Ended]:
+        ended = self._ended()
+        for rid in ended:
+            del self.rig.results[rid]
+        return ended
 
     def _check(self, _: None) -> None:
         self.rig.assert_clean()
         self.rig.check()
 
 
-def _serve(mode: str, env: dict[str, str], args: dict[str, Any], pipe: Connection) -> None:
+def _serve(
+    mode: str, env: dict[str, str], holds: bool, args: dict[str, Any], pipe: Connection
+) -> None:
     assert mode in (PREFILL, DECODE)
     for name, text in env.items():
         field = envs.fields()[name]
         field.set(field.parse(text))
     try:
-        _Server(mode, args).run(pipe)
+        _Server(mode, holds, args).run(pipe)
     except EOFError:
         pass  # The test has ended.
     except BaseException:  # noqa: BLE001 - it is the parent's to raise

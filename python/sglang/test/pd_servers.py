@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,22 +27,26 @@ class Halves:
     """Of the router."""
 
 
-def prefill_server(*args: str, model: str | None = None) -> tuple[EngineServer, int]:
+def prefill_server(
+    *args: str, model: str | None = None, env: Mapping[str, str] = TCP
+) -> tuple[EngineServer, int]:
     """A prefill server that is not started yet, and its bootstrap port."""
     port = get_free_port()
     flags = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
-    return EngineServer(*flags, "--page-size", "16", *args, env=TCP, model=model), port
+    return EngineServer(*flags, "--page-size", "16", *args, env=env, model=model), port
 
 
-def decode_server(*args: str, model: str | None = None) -> EngineServer:
+def decode_server(
+    *args: str, model: str | None = None, env: Mapping[str, str] = TCP
+) -> EngineServer:
     """A decode server that is not started yet."""
     flags = ("--disaggregation-mode", "decode", "--page-size", "16")
-    return EngineServer(*flags, *args, env=TCP, model=model)
+    return EngineServer(*flags, *args, env=env, model=model)
 
 
 @contextmanager
 def router(
-    prefill: Sequence[tuple[EngineServer, int]], decode: Sequence[EngineServer]
+    prefill: Sequence[tuple[EngineServer, int]], decode: Sequence[EngineServer], *flags: str
 ) -> Iterator[str]:
     """The URL of `sglang_router` in front of servers that are up; it ends with the block.
 
@@ -55,7 +59,7 @@ def router(
             [server.url for server in decode],
             port=get_free_port(),
             log_dir=Path(log_dir),
-            flags=("--disable-retries", "--disable-circuit-breaker"),
+            flags=("--disable-retries", "--disable-circuit-breaker", *flags),
         )
         stack.callback(process.kill)
         process.start(_START_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,12 @@ ENV = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
 }
-ARGS = {"page_size": 4, "pool_tokens": 512, "max_requests": 16, "chunked_prefill_size": 16}
+ARGS: dict[str, Any] = {
+    "page_size": 4,
+    "pool_tokens": 512,
+    "max_requests": 16,
+    "chunked_prefill_size": 16,
+}
 LONG, SHORT = 400, 20
 """Tokens that decode, so that a request is still there when others have failed."""
 SILENT = "has not answered for 2 s"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.halves import DECODE
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -65,6 +66,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         few: dict[str, Any] = {"index_topk": 12} if family == "deepseek_v32" else {}
         save_tiny_checkpoint(paths[family], family, eos_token_id=None, **few)
     return paths
+
+
+L3: Final[dict[str, Any]] = {
+    "enable_hierarchical_cache": True,
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
+}
+"""A file store, from which short prompts are read too."""
 
 
 def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig:
@@ -256,15 +266,9 @@ def test_pages_of_other_sizes(
 def test_prefill_reads_prompts_from_l3(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig, tmp_path: Path
 ) -> None:
-    tiers = {
-        "enable_hierarchical_cache": True,
-        "hicache_storage_backend": "file",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
-    }
     with (
         envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
-        make_pair(engine, models["qwen3"], prefill=tiers) as pair,
+        make_pair(engine, models["qwen3"], prefill=L3) as pair,
     ):
         check(pair, single, *(pair.request(f"a{i}", p) for i, p in enumerate(PROMPTS)))
         pair.prefill.settle()
@@ -273,6 +277,42 @@ def test_prefill_reads_prompts_from_l3(
         check(pair, single, *(pair.request(f"b{i}", p) for i, p in enumerate(PROMPTS)))
         last = pair.result(f"b{len(PROMPTS) - 1}").last
         assert last is not None and last.cached_tokens_details.storage >= LENGTHS[-1] - PAGE
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_decode_generates_reaches_l3_and_prefill_reads_it(
+    engine: MooncakeTransferEngine,
+    models: dict[str, Path],
+    single: SchedulerRig,
+    tmp_path: Path,
+    policy: str,
+) -> None:
+    """Prefill has computed none of what it reads of the second turn's prompt but the first's."""
+    decode = {
+        "disaggregation_mode": DECODE,
+        "disaggregation_decode_enable_offload_kvcache": True,
+        "hicache_storage_backend": "file",
+        "hicache_write_policy": policy,
+        "pool_tokens": 320,
+    }
+    with (
+        envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
+        make_pair(engine, models["qwen3"], prefill=L3, decode=decode) as pair,
+    ):
+        first = pair.request("first", PROMPTS[5], greedy(60))
+        check(pair, single, first)
+        conversation = [*PROMPTS[5], *pair.result("first").output_ids, 7, 8, 9]
+        # Under write_back a page is written when it gives way.
+        check(pair, single, *(pair.request(f"o{n}", prompt(90 + n, 200)) for n in range(2)))
+        for rig in pair.rigs:
+            rig.settle()
+            rig.step(FlushCacheReqInput(req_id="flush"))
+        second = pair.request("second", conversation, greedy(5))
+        check(pair, single, second)
+        last = pair.result("second").last
+        assert last is not None
+        written = len(PROMPTS[5]) + 60 - 1  # The last token is never computed.
+        assert last.cached_tokens_details.storage == written // PAGE * PAGE
 
 
 def test_decode_uses_of_l2_only_what_is_loaded(

@@ -74,7 +74,7 @@ def test_with_two_gpus_each_server_has_one(
     [
         (("--api-key", "k"), "^--api-key: the router here has no keys"),
         (("--admin-api-key", "k"), "^--admin-api-key: the router"),
-        (("--disaggregation-mode", "decode"), "^--enable-hierarchical-cache does not"),
+        (("--disaggregation-mode", "decode"), "^the hierarchical cache has no effect"),
         (("--disaggregation-mode", "prefill"), "^--disaggregation-mode prefill: both kinds of"),
         (("--tp-size", "2"), "^--tp-size 2 does not work with --disaggregation-mode prefill yet"),
     ],

@@ -84,8 +84,10 @@ def check_not_empty(args: ServerArgs) -> None:
 def refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
     """Raise if `field` was set, because it would have no effect."""
     default = next(f.default for f in dataclasses.fields(args) if f.name == field)
-    if getattr(args, field) != default:
-        raise ValueError(f"{flag_name(field)} {getattr(args, field)} has no effect {where}")
+    value = getattr(args, field)
+    if value != default:
+        given = flag_name(field) if value is True else f"{flag_name(field)} {value}"
+        raise ValueError(f"{given} has no effect {where}")
 
 
 def check_pages(args: ServerArgs) -> None:

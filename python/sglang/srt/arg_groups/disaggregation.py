@@ -15,6 +15,9 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 MODES: Final = (WHOLE, PREFILL, DECODE)
 """The values of `--disaggregation-mode`."""
+OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
+_RADIX: Final = "disaggregation_decode_enable_radix_cache"
+_OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
 BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
 
 
@@ -31,6 +34,9 @@ def check_disaggregation(args: ServerArgs) -> None:
             refuse_ignored(args, field, where)
     if mode != PREFILL:
         refuse_ignored(args, "disaggregation_bootstrap_port", where)
+    if mode != DECODE:
+        refuse_ignored(args, _RADIX, where)
+        refuse_ignored(args, _OFFLOAD, where)
     if not 1 <= port <= 65535:
         raise ValueError(f"{BOOTSTRAP_PORT_FLAG} {port}: must be from 1 to 65535")
     if mode == PREFILL and port == args.port:
@@ -40,10 +46,8 @@ def check_disaggregation(args: ServerArgs) -> None:
         )
     if mode == WHOLE:
         return
-    if mode == DECODE and (args.enable_hierarchical_cache or args.hicache_storage_backend):
-        raise ValueError(
-            f"--enable-hierarchical-cache does not work {where} yet: use it on the prefill servers"
-        )
+    if mode == DECODE:
+        _check_caches_of_decode(args, where)
     if mode == DECODE and args.attn_cp_size > 1:
         raise ValueError(
             f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
@@ -53,4 +57,18 @@ def check_disaggregation(args: ServerArgs) -> None:
         raise ValueError(
             f"{flag_name('nnodes')} {args.nnodes} does not work {where} yet: start a server on "
             "each machine, and name all of them to the router"
+        )
+
+
+def _check_caches_of_decode(args: ServerArgs, where: str) -> None:
+    if args.disaggregation_decode_enable_radix_cache and args.disable_radix_cache:
+        raise ValueError(f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them")
+    if args.disaggregation_decode_enable_offload_kvcache:
+        if args.hicache_storage_backend is None:
+            raise ValueError(f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to")
+        refuse_ignored(args, "hicache_storage_prefetch_policy", f"{where}, which only writes to L3")
+    elif args.enable_hierarchical_cache or args.hicache_storage_backend:
+        raise ValueError(
+            f"the hierarchical cache has no effect {where}, whose prompts come from prefill "
+            f"servers, but to write to L3: use it on those, or give {OFFLOAD_FLAG} too"
         )

@@ -79,7 +79,9 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "--constrained-json-disable-any-whitespace)", ("constrained_json_whitespace_pattern",)),
     (NOT_YET, "excluding reasoning from the cache", ("strip_thinking_cache",)),
     (NOT_YET, "prefill and decode on different servers beyond --disaggregation-mode and its ports",
-        ("disaggregation_decode_*", "disaggregation_prefill_*", "num_reserved_decode_tokens")),
+        ("disaggregation_decode_tp", "disaggregation_decode_dp",
+        "disaggregation_decode_polling_interval", "disaggregation_prefill_*",
+        "num_reserved_decode_tokens")),
     (NEVER, "servers that announce themselves to a router (name them to sglang_router with "
         "--prefill and --decode)", ("pdlb_url",)),
     (NEVER, "loading weights from another server other than through the Transfer Engine",

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.votes import FAILED, Votes
-from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest
+from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest, sampling_digest
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome
+from sglang.srt.observability.disaggregation_metrics import (
+    DisaggregationMetrics,
+    TransferMetrics,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.protocol import FirstToken
@@ -45,6 +49,12 @@ class Prompt(Protocol):
     def failure(self) -> str | None: ...
     @property
     def has_ended(self) -> bool: ...
+    @property
+    def has_met(self) -> bool: ...
+    @property
+    def read_seconds(self) -> float: ...
+    @property
+    def num_bytes_read(self) -> int: ...
     def cancel(self, reason: str) -> None: ...
 
 
@@ -123,6 +133,16 @@ class DecodeHalf:
         self._received: list[tuple[Req, FirstToken]] = []
         self._owners: dict[int, str] = {}
         """By room: the id of the request that has it."""
+        registry = state.metrics.registry
+        self._metrics = DisaggregationMetrics(
+            registry,
+            {
+                "num_decode_prealloc_queue_reqs": lambda: len(self._wanted),
+                "num_decode_transfer_queue_reqs": lambda: len(self._coming),
+                "num_decode_lingering_reqs": lambda: len(self._lingering),
+            },
+        )
+        self._transfers = TransferMetrics(registry)
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         meeting = req.spec.bootstrap
@@ -141,8 +161,11 @@ class DecodeHalf:
             return
         if self._wanted.pop(message.rid, None) is not None:
             del self._owners[meeting.room]
+        self.on_declined(meeting, reason.message or "the request was refused")
+
+    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
         if meeting.room not in self._owners:
-            self._remote.decline(meeting, reason.message or "the request was refused")
+            self._remote.decline(meeting, reason)
 
     def is_remote(self, req: Req) -> bool:
         return req.rid in self._wanted
@@ -167,7 +190,8 @@ class DecodeHalf:
                 self._votes.close(number)
                 self._let_go.append(self._lingering.pop(number).req)
             elif vote == PromptVote.FAILED:
-                self._fail(coming[number].req, why)
+                one = coming[number]
+                self._fail(one.req, why, had_met=one.prompt.has_met)
             else:
                 self._receive(coming[number])
         if self._has_retracted():
@@ -179,7 +203,7 @@ class DecodeHalf:
                 continue
             if now - wanted.arrived > self._wait_s:
                 why = f"no slots were free for the request within {self._wait_s:.0f} s"
-                self._ended.append((req, _lost(why)))
+                self._fail(req, why, had_met=False)
             elif req.progress.grammar_ticket is None and not self._hold(req):
                 break
 
@@ -203,16 +227,22 @@ class DecodeHalf:
             if coming.prompt.has_ended:
                 self._votes.see(number, PromptVote.COME)
 
-    def _fail(self, req: Req, why: str) -> None:
-        logger.warning("request %s: %s", req.rid, why)
-        self._ended.append((req, _lost(why)))
-
     def _receive(self, coming: _Coming) -> None:
-        first = coming.prompt.first_token
+        req, prompt = coming.req, coming.prompt
+        first = prompt.first_token
         assert first is not None, "it has come"
         self._votes.close(coming.number)
-        del self._coming[coming.req.rid]
-        self._received.append((coming.req, first))
+        del self._coming[req.rid]
+        stages = req.report.stages
+        stages.queue = (stages.queue or 0.0) + first.queue_seconds
+        stages.prefill, stages.transfer = first.prefill_seconds, prompt.read_seconds
+        self._transfers.on_read(prompt.num_bytes_read, prompt.read_seconds)
+        self._received.append((req, first))
+
+    def _fail(self, req: Req, why: str, *, had_met: bool) -> None:
+        logger.warning("request %s: %s", req.rid, why)
+        self._metrics.on_failure(had_met=had_met)
+        self._ended.append((req, _lost(why)))
 
     def _why_not(self, req: Req, first: FirstToken) -> str | None:
         """Why `req` cannot go on with what the prefill server has found, or None."""
@@ -225,9 +255,15 @@ class DecodeHalf:
             )
         wants_token = spec.sampling_params.max_new_tokens > 0
         has_token = first.token_id is not None
-        lacks_logprob = has_token and spec.return_logprob and first.logprob is None
-        if has_token != wants_token or lacks_logprob:
-            return "the prefill server was sent another request: max_new_tokens or logprobs differ"
+        num_tops = min(spec.top_logprobs_num, self._state.vocab_size) * spec.return_logprob
+        is_unlike = (
+            has_token != wants_token
+            or (has_token and spec.return_logprob and first.logprob is None)
+            or (has_token and len(first.top_logprobs or ()) != num_tops)
+            or first.sampling_digest != sampling_digest(spec.sampling_params)
+        )
+        if is_unlike:
+            return "the prefill server was sent another request: sampling or logprobs differ"
         if first.token_id is not None and not 0 <= first.token_id < self._state.vocab_size:
             return f"the prefill server chose token {first.token_id}, which the model does not have"
         return None

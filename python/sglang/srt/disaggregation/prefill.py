@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import xxhash
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.votes import FAILED, Votes
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.state import SchedulerState
     from sglang.srt.mem_cache.tree.radix_key import TokenArray
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,24 @@ def prompt_digest(ids: TokenArray) -> str:
     return xxhash.xxh3_64_hexdigest(ids.tobytes())
 
 
+def sampling_digest(params: SamplingParams) -> str:
+    """Of all that makes the first token another than the most likely one; "" without any. A seed
+    that a server has drawn is not in it."""
+    draws = None
+    if not params.is_greedy:
+        draws = params.temperature, params.top_p, params.top_k, params.min_p, params.sampling_seed
+    facts = (
+        draws,
+        params.min_new_tokens,
+        params.repetition_penalty,
+        sorted((params.logit_bias or {}).items()),
+        (params.json_schema, params.regex, params.ebnf, params.structural_tag),
+    )
+    if facts == (None, 0, 1.0, [], (None, None, None, None)):
+        return ""
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts))
+
+
 class PrefillHalf:
     """Requests that a prefill server computes for decode servers.
 
@@ -88,6 +110,8 @@ class PrefillHalf:
         """By room."""
         self._unclaimed: dict[int, float] = {}
         """By room: when the request came, in seconds of the scheduler's ticks; in this order."""
+        self._asked: dict[int, float] = {}
+        """By room: `time.monotonic()` at which a decode server was found to ask for it."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
         """By id: requests that are complete, and how they end if all goes well."""
         self._ended: list[tuple[Req, FinishReason]] = []
@@ -95,6 +119,13 @@ class PrefillHalf:
         """By room: the id of the request that has it."""
         self._past: dict[int, float] = {}
         """Rooms that have ended, and when, in seconds of the scheduler's ticks; in this order."""
+        self._metrics = DisaggregationMetrics(
+            state.metrics.registry,
+            {
+                "num_prefill_bootstrap_queue_reqs": lambda: len(self._unclaimed),
+                "num_prefill_inflight_queue_reqs": lambda: len(self._held),
+            },
+        )
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         meeting = req.spec.bootstrap
@@ -118,16 +149,21 @@ class PrefillHalf:
         meeting = message.bootstrap
         if meeting is None:
             return
-        room = meeting.room
-        if not self._is_taken(room):
-            self._desk.open(room)
-        elif self._owners.get(room) != message.rid:
-            return  # The room is another request's, which is not refused.
-        self._end_room(room, reason.message or "the request was refused")
+        why = reason.message or "the request was refused"
+        if self._owners.get(meeting.room) == message.rid:
+            self._end_room(meeting.room, why)
+        else:
+            self.on_declined(meeting, why)
+
+    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
+        if not self._is_taken(meeting.room):
+            self._desk.open(meeting.room)
+            self._end_room(meeting.room, reason)
 
     def _end_room(self, room: int, why: str) -> None:
         self._owners.pop(room, None)
         self._unclaimed.pop(room, None)
+        self._asked.pop(room, None)
         self._votes.close(room)
         self._past[room] = self._state.now
         self._desk.end(room, why)
@@ -157,16 +193,22 @@ class PrefillHalf:
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         meeting, spec, progress = req.spec.bootstrap, req.spec, req.progress
         assert meeting is not None
-        outputs = progress.output_ids
+        outputs, report = progress.output_ids, req.report
+        prefill_seconds = report.stages.prefill
+        assert prefill_seconds is not None, "its prompt is computed"
+        first_step = report.stage_began - prefill_seconds
         first_token = FirstToken(
             token_id=outputs[0] if outputs else None,
             prompt_len=len(spec.origin_input_ids),
             prompt_digest=prompt_digest(spec.origin_input_ids),
+            sampling_digest=sampling_digest(spec.sampling_params),
             logprob=progress.output_logprobs[0] if progress.output_logprobs else None,
             top_logprobs=(
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
-            cached=req.report.cached_tokens_details,
+            cached=report.cached_tokens_details,
+            queue_seconds=max(0.0, first_step - self._asked.get(meeting.room, first_step)),
+            prefill_seconds=prefill_seconds,
             state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),
         )
         self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
@@ -182,7 +224,8 @@ class PrefillHalf:
             if vote == RoomVote.FAILED:
                 self._fail_room(room, why)
                 continue
-            self._unclaimed.pop(room, None)
+            if self._unclaimed.pop(room, None) is not None:
+                self._asked[room] = time.monotonic()
             if vote == RoomVote.RECEIVED:
                 self._ended.append(self._held.pop(self._owners[room]))
         for room, arrived in self._unclaimed.items():
@@ -210,7 +253,10 @@ class PrefillHalf:
             self._fail(owner, room, why)
 
     def _fail(self, req: Req, room: int, why: str) -> None:
+        if req.progress.to_abort is not None:
+            return  # Its client wants it no more, or it has failed already.
         logger.warning("request %s, room %d: %s", req.rid, room, why)
+        self._metrics.on_failure(had_met=room not in self._unclaimed)
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
         self._state.queues.abort(req, reason)
 

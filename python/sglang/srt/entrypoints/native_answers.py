@@ -83,6 +83,8 @@ class AnswerWriter:
         }
         if state.finished_time is not None:
             meta["e2e_latency"] = state.finished_time - state.created_time
+        if state.stages is not None:
+            meta["stages"] = msgspec.to_builtins(state.stages)
         return meta
 
     def _tell_logprobs(self, meta: dict[str, Any], *, ended: bool) -> None:

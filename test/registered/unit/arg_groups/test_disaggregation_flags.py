@@ -13,6 +13,9 @@ MODE = "--disaggregation-mode"
 PORT = "--disaggregation-bootstrap-port"
 DEVICE = "--disaggregation-ib-device"
 BACKEND = "--disaggregation-transfer-backend"
+RADIX = "--disaggregation-decode-enable-radix-cache"
+OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
+FILES = ("--hicache-storage-backend", "file")
 
 
 def prepare(*argv: str) -> ServerArgs:
@@ -40,6 +43,22 @@ def test_prefill_servers_may_split_prompts() -> None:
     assert (args.tp_size, args.attn_cp_size) == (4, 2)
 
 
+def test_a_decode_server_reuses_prefixes_unless_told_not_to() -> None:
+    for argv in ((), (RADIX,)):
+        args = prepare(MODE, "decode", *argv)
+        assert args.disaggregation_decode_enable_radix_cache
+        assert args.resolve() == args
+    args = prepare(MODE, "decode", "--disable-radix-cache")
+    assert not args.disaggregation_decode_enable_radix_cache
+    assert not prepare(MODE, "prefill").disaggregation_decode_enable_radix_cache
+
+
+def test_a_decode_server_may_write_to_l3() -> None:
+    args = prepare(MODE, "decode", OFFLOAD, *FILES, "--hicache-write-policy", "write_back")
+    assert args.enable_hierarchical_cache and args.hicache_storage_backend == "file"
+    assert args.resolve() == args
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -59,9 +78,29 @@ def test_prefill_servers_may_split_prompts() -> None:
         ),
         (
             (MODE, "decode", "--enable-hierarchical-cache"),
-            f"^--enable-hierarchical-cache does not work with {MODE} decode yet: use it on the pre",
+            f"^the hierarchical cache has no effect with {MODE} decode, .* or give {OFFLOAD} too$",
         ),
-        ((MODE, "decode", "--hicache-storage-backend", "file"), "^--enable-hierarchical-cache"),
+        ((MODE, "decode", *FILES), f"^the hierarchical cache has no effect with {MODE} decode"),
+        ((MODE, "decode", OFFLOAD), f"^{OFFLOAD} needs --hicache-storage-backend"),
+        (
+            (MODE, "decode", OFFLOAD, "--enable-hierarchical-cache"),
+            f"^{OFFLOAD} needs --hicache-storage-backend",
+        ),
+        (
+            (MODE, "decode", OFFLOAD, *FILES, "--hicache-storage-prefetch-policy", "best_effort"),
+            f"^--hicache-storage-prefetch-policy best_effort has no effect with {MODE} decode",
+        ),
+        (
+            (MODE, "decode", OFFLOAD, *FILES, "--disable-radix-cache"),
+            "^--disable-radix-cache contradicts the hierarchical cache",
+        ),
+        ((MODE, "prefill", OFFLOAD, *FILES), f"^{OFFLOAD} has no effect with {MODE} prefill$"),
+        ((OFFLOAD, *FILES), f"^{OFFLOAD} has no effect with {MODE} null$"),
+        ((MODE, "prefill", RADIX), f"^{RADIX} has no effect with {MODE} prefill$"),
+        (
+            (MODE, "decode", RADIX, "--disable-radix-cache"),
+            f"^{RADIX} contradicts --disable-radix-cache; drop one of them$",
+        ),
         ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
         ((MODE, "prefill", BACKEND, "carrier"), f"^{BACKEND} carrier: choose one of mooncake"),
         *(
@@ -69,8 +108,8 @@ def test_prefill_servers_may_split_prompts() -> None:
             for name in ("nixl", "mori", "ascend", "fake")
         ),
         (
-            (MODE, "decode", "--disaggregation-decode-enable-offload-kvcache"),
-            "offload-kvcache: SGLang has it, this engine does not yet: .*; remove the flag$",
+            (MODE, "decode", "--disaggregation-decode-tp", "2"),
+            "decode-tp: SGLang has it, this engine does not yet: .*; remove the flag$",
         ),
     ],
 )

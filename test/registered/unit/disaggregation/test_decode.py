@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.halves import MakeHalf
-from sglang.srt.disaggregation.prefill import prompt_digest
+from sglang.srt.disaggregation.prefill import prompt_digest, sampling_digest
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
     CachedTokensDetails,
@@ -45,14 +45,14 @@ class FakePrompt:
     failure: str | None = None
     has_ended: bool = False
     is_cancelled: bool = False
+    has_met, read_seconds, num_bytes_read = False, 0.0, 0
 
     def cancel(self, reason: str) -> None:
         self.is_cancelled = True
 
     def come(self, ids: Sequence[int], **fields: Any) -> None:
-        first = FirstToken(
-            token_id=11, prompt_len=len(ids), prompt_digest=prompt_digest(token_array(ids))
-        )
+        digest = prompt_digest(token_array(ids))
+        first = FirstToken(token_id=11, prompt_len=len(ids), prompt_digest=digest)
         self.first_token = msgspec.structs.replace(first, **fields)
         self.has_ended = True
 
@@ -112,7 +112,6 @@ class Rig(SchedulerRig):
         raise AssertionError("it does not come to that")
 
     def run_until_ended(self, *messages: TokenizedGenerateReqInput) -> None:
-        """Until all requests that are computed here have ended."""
         queues = self.scheduler.state.queues
         self.run_until(lambda: not any(r.spec.bootstrap is None for r in queues.alive), *messages)
 
@@ -146,7 +145,7 @@ def test_a_request_gets_slots_then_its_prompt_then_decodes(rig: Rig) -> None:
     coming.come(IDS, cached=CachedTokensDetails(device=7))
     rig.run()
     got = rig.results["a"]
-    assert (got.output_ids[0], len(got.output_ids)) == (11, 6)
+    assert got.output_ids[0] == 11 and len(got.output_ids) == 6
     assert got.last is not None and got.last.cached_tokens_details.device == 7, "prefill's"
     assert rig.scheduler.state.counters.prefill_tokens == 0
     rig.assert_idle()
@@ -212,7 +211,7 @@ def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> N
     assert [one.meeting.room for one in rig.servers.begun] == [2], "nobody waits for it"
     backend.release()
     rig.step()
-    rig.prompt(1).come(IDS, token_id=1)
+    rig.prompt(1).come(IDS, token_id=1, sampling_digest=sampling_digest(params))
     rig.prompt(2).come(IDS)
     rig.run()
     assert all(1 <= token <= 10 for token in rig.results["a"].output_ids[:3])
@@ -220,7 +219,7 @@ def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> N
     backend.hold = False
     # A first token that the constraint does not allow.
     rig.step(rig.ask("b", IDS, 3, params))
-    rig.prompt(3).come(IDS, token_id=60)
+    rig.prompt(3).come(IDS, token_id=60, sampling_digest=sampling_digest(params))
     rig.run()
     assert rig.end("b").type == "abort"
     rig.assert_idle()
@@ -258,6 +257,8 @@ def test_a_failure_after_the_reads(rig: Rig) -> None:
         ({"prompt_digest": "other"}, "computed another prompt, of 10 tokens"),
         ({"token_id": None}, "was sent another request"),
         ({"logprob": None}, "was sent another request"),
+        ({"top_logprobs": [(-1.0, 11)]}, "was sent another request"),
+        ({"sampling_digest": "other"}, "was sent another request"),
         ({"token_id": -1}, "chose token -1"),
         ({"token_id": 160}, "chose token 160, which the model does not have"),
     ],
@@ -277,7 +278,7 @@ def test_a_token_for_a_request_that_wants_none_is_not_used(rig: Rig) -> None:
     rig.step(rig.ask("a", IDS, 1, greedy(0)))
     rig.prompt(1).come(IDS)
     rig.step()
-    assert "max_new_tokens" in (rig.end("a").message or "")
+    assert "was sent another request" in (rig.end("a").message or "")
     rig.assert_idle()
 
 

@@ -26,7 +26,7 @@ register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 def test_a_run(seed: int) -> None:
     torch.set_num_threads(1)
     outcome = RandomPd(seed).run(200)
-    assert outcome.counts["decode: right"] > 20
+    assert outcome.counts["decode: right"] > 5
 
 
 def forget_the_reads(half: DecodeHalf, req: Any, reason: Any) -> bool:

@@ -192,7 +192,7 @@ def test_a_request_starts_when_all_ranks_have_their_part(
     pair.until(lambda: bool(slow.begun), message)
     half = pair.decode.rigs[0].scheduler._parts.half
     assert isinstance(half, DecodeHalf)
-    while not all(coming.prompt.read_seconds for coming in half._coming.values()):  # type: ignore[attr-defined]
+    while not all(coming.prompt.read_seconds for coming in half._coming.values()):
         pair.step()
     for _ in range(20):
         pair.step()

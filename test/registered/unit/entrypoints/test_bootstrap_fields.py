@@ -11,8 +11,10 @@ import pytest
 from sglang.srt.managers.messages.io_struct import (
     MAX_ROOM,
     Bootstrap,
+    DeclineRoomReq,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fake_engine import FrontServer, front_server
 
@@ -65,10 +67,10 @@ def rooms(server: FrontServer, path: str, body: dict[str, Any]) -> list[Bootstra
 
 
 def refusal(server: FrontServer, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """Field and message of a refusal, of which the scheduler hears nothing."""
+    """Field and message of a refusal, of which the scheduler hears that rooms stay empty."""
     answer = post(server, path, body)
     assert answer.status_code == 400, answer.text
-    assert not server.scheduler.received
+    assert all(isinstance(one, DeclineRoomReq) for one in server.scheduler.received)
     error = answer.json()["error"]
     return error["param"], error["message"]
 
@@ -207,6 +209,40 @@ def test_each_server_takes_its_own_kind_of_request(
         field, message = refusal(server, path, PROMPTS[path])
         assert field == "bootstrap_room"
         assert f"this server does the {half} half of requests only" in message
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("path", "body", "declined"),
+    [
+        (GENERATE, {"text": ["a", "b"], "sampling_params": {"top_p": 7}, **TWO}, [7, 8]),
+        (GENERATE, {"input_ids": [[1], [10**6]], **SHORT, **TWO}, [7, 8]),
+        (CHAT, {**HELLO, "max_tokens": 10**6, **ONE}, [7]),
+        (GENERATE, {"text": "a " * 10_000, **SHORT, **ONE}, [7]),
+        (GENERATE, {"text": "a", "sampling_params": {"top_p": 7}}, []),
+    ],
+    ids=["parameters", "tokens", "chat", "a long text", "no room"],
+)
+def test_who_waits_for_a_refused_request_is_told(
+    decode: FrontServer,
+    prefill: FrontServer,
+    mode: str,
+    path: str,
+    body: dict[str, Any],
+    declined: list[int],
+) -> None:
+    """The check of the tokens of a long text comes later."""
+    server = {"decode": decode, "prefill": prefill}[mode]
+    _, message = refusal(server, path, body)
+    assert wait_until(lambda: len(server.scheduler.received) == len(declined), 20)
+    told = [one for one in server.scheduler.received if isinstance(one, DeclineRoomReq)]
+    assert [one.bootstrap for one in told] == [room(number) for number in declined]
+    assert all(one.reason == message for one in told)
+
+
+def test_rooms_on_a_server_without_halves_are_nobodys(whole: FrontServer) -> None:
+    refusal(whole, GENERATE, {"text": "a", "sampling_params": {"top_p": 7}, **ONE})
+    assert not whole.scheduler.received
 
 
 def test_probes_of_the_server_itself_need_no_room(

@@ -68,12 +68,18 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     prompt_len: int
     prompt_digest: str
     """Of the prompt's token ids: both servers must mean the same."""
+    sampling_digest: str = ""
+    """See `sampling_digest`: also where two requests share a room and a prompt."""
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
     state_slot: int | None = None
     """Of the prefill server's pool of recurrent states: the one behind the last token of the
     prompt; None: the model has none."""
+    queue_seconds: float = 0.0
+    """From being asked for to the first step for it, by the prefill server's clock."""
+    prefill_seconds: float = 0.0
+    """From that step to the token."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

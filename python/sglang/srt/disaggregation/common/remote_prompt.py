@@ -192,8 +192,11 @@ class RemotePrompt:
         self._returned = threading.Event()
         self.first_token: FirstToken | None = None
         """Set before `has_ended`, where all has come."""
+        self.has_met = False
+        """Whether the prefill server has said that it has the request too."""
         self.read_seconds = 0.0
-        """Spent in transfers."""
+        """With a read in flight."""
+        self.num_bytes_read = 0
 
     @property
     def has_ended(self) -> bool:
@@ -277,6 +280,7 @@ class RemotePrompt:
         while True:
             news = talk.ask(self._ask(have), RoomNews)
             _check(news)
+            self.has_met |= news.is_known
             coming = have + len(news.pages)
             if coming > total or (news.first_token is not None and coming < total):
                 raise RoomFailed(
@@ -371,6 +375,7 @@ class RemotePrompt:
             transfer.abandon()
             raise
         self.read_seconds += time.monotonic() - started
+        self.num_bytes_read += sum(block.length for block in blocks)
         if transfer.error is not None:
             raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
         if not transfer.is_done:

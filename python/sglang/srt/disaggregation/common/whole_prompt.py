@@ -111,9 +111,19 @@ class WholePrompt:
         return self._returned.is_set() and all(part.has_ended for part in self._parts)
 
     @property
+    def has_met(self) -> bool:
+        """Whether a rank of the prefill server has said that it has the request too."""
+        return any(part.has_met for part in self._parts)
+
+    @property
     def read_seconds(self) -> float:
-        """Spent in transfers, by the part that needed longest."""
+        """With a read in flight, of the part that needed longest."""
         return max((part.read_seconds for part in self._parts), default=0.0)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """By all parts."""
+        return sum(part.num_bytes_read for part in self._parts)
 
     def cancel(self, reason: str = ABORTED) -> None:
         """It is not wanted any more: end soon."""

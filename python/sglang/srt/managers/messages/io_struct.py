@@ -67,6 +67,14 @@ class TokenizedGenerateReqInput(Message):
     created_time: float = 0.0
 
 
+class DeclineRoomReq(Message):
+    """A request was refused before it came to the scheduler: the server with its other half waits
+    for it, unless it is told."""
+
+    bootstrap: Bootstrap
+    reason: str
+
+
 class AbortReq(Message):
     """End one request, or with `abort_all` every one, in whatever state it is."""
 
@@ -186,6 +194,25 @@ class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
         return self.device + self.host + self.storage
 
 
+class Stages(msgspec.Struct, kw_only=True):
+    """Where the time of a request went, in seconds, each measured by the clock of one machine.
+
+    None: the request was not in that stage. They need not add up to the whole: messages take time,
+    and pages are read while later ones are computed.
+    """
+
+    queue: float | None = None
+    """From its arrival to the first step for it. Of a decode server: for slots, and then what the
+    prefill server has measured from being asked for it to that step."""
+    prefill: float | None = None
+    """From the first step for it to its first token, on the server that computed them."""
+    transfer: float | None = None
+    """With a read of its pages in flight. Of a prefill server: from its first token until the
+    decode server has all, which is what computing did not hide."""
+    decode: float | None = None
+    """From its first token, or the arrival of that, to its end."""
+
+
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What is new of one request since the last message about it."""
 
@@ -204,6 +231,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the prompt's tokens after `logprob_start_len`; in the first message alone."""
     input_top_logprobs: list[TopLogprobs] | None = None
     queue_time: float = 0.0
+    stages: Stages | None = None
+    """In the last message alone."""
     skip_special_tokens: bool = True
     shown_chars: int | None = None
     """How much of the text so far may be shown, in characters from the output's begin: up to the
@@ -231,6 +260,7 @@ class BatchStrOutput(Message):
 
 ToScheduler: TypeAlias = (
     TokenizedGenerateReqInput
+    | DeclineRoomReq
     | AbortReq
     | FlushCacheReqInput
     | GetInternalStateReq

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.protocol import FirstToken
-    from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
+    from sglang.srt.managers.messages.io_struct import (
+        Bootstrap,
+        FinishReason,
+        TokenizedGenerateReqInput,
+    )
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
 
@@ -20,6 +24,9 @@ class Half(Protocol):
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         """A request was not accepted."""
+
+    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
+        """A request was refused before it came here. Its room may be another request's."""
 
     def is_remote(self, req: Req) -> bool:
         """Whether the prompt of a waiting request is computed elsewhere."""
@@ -68,6 +75,9 @@ class NoOtherHalf:
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         pass
+
+    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
+        raise AssertionError("a server that does both has no rooms")
 
     def is_remote(self, req: Req) -> bool:
         return False

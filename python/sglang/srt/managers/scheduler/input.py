@@ -9,6 +9,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import (
     ABORTED_BY_CLIENT,
     AbortReq,
+    DeclineRoomReq,
     FinishReason,
     RequestOutput,
     TokenizedGenerateReqInput,
@@ -53,6 +54,8 @@ class InputHandler:
         """Act on one message."""
         if isinstance(message, TokenizedGenerateReqInput):
             self._arrive(message)
+        elif isinstance(message, DeclineRoomReq):
+            self._half.on_declined(message.bootstrap, message.reason)
         elif isinstance(message, AbortReq):
             self.abort(None if message.abort_all else message.rid, ABORTED_BY_CLIENT)
         else:

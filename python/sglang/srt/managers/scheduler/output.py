@@ -78,6 +78,7 @@ def _take_new(req: Req) -> RequestOutput:
         input_logprobs=progress.input_logprobs if is_first else None,
         input_top_logprobs=progress.input_top_logprobs if is_first else None,
         queue_time=report.queue_time,
+        stages=None if progress.finish_reason is None else report.stages,
         skip_special_tokens=spec.sampling_params.skip_special_tokens,
         shown_chars=(
             None

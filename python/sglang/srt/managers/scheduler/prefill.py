@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -372,6 +373,7 @@ class PrefillScheduler:
         report, num_prompt = req.report, len(req.spec.origin_input_ids)
         report.was_scheduled = True
         report.queue_time = max(0.0, self._state.now - report.arrival_time)
+        report.stages.queue, report.stage_began = report.queue_time, time.monotonic()
         report.cached_tokens_details = details
         if not req.spec.is_probe:
             self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)

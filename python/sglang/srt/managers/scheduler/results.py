@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.messages.io_struct import FinishReason
@@ -59,6 +60,7 @@ class ResultProcessor:
                 req.progress.input_top_logprobs += result.input_logprobs.tops[row]
             self._half.on_computed(work)
             if work.is_last_chunk:
+                req.report.end_prefill(time.monotonic())
                 self._append(req, row, result)
                 (kept if self._half.keeps(req) else complete).append(req)
         for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
@@ -97,6 +99,7 @@ class ResultProcessor:
     def _receive(self, req: Req, first: FirstToken) -> None:
         spec, progress = req.spec, req.progress
         progress.kv_committed_len, progress.num_in_flight = progress.num_tokens, 0
+        req.report.stage_began = time.monotonic()
         if first.cached is not None:
             req.report.cached_tokens_details = first.cached
         self._state.tree.cache_unfinished_req(req.slots, chunked=False)
@@ -112,7 +115,13 @@ class ResultProcessor:
     def end(self, req: Req, reason: FinishReason) -> None:
         """`req` ends now, in whatever state it is. Slots that something still touches come back
         later."""
-        state = self._state
+        state, report = self._state, req.report
+        if report.stages.prefill is not None:
+            seconds = time.monotonic() - report.stage_began
+            if self._half.keeps(req):
+                report.stages.transfer = seconds
+            elif req.progress.output_ids:
+                report.stages.decode = seconds
         is_untouched = self._half.on_end(req, reason)
         state.queues.finish(req, reason, lingers=not is_untouched)
         if is_untouched and req.slots.req_pool_idx is not None:

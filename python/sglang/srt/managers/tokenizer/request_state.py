@@ -12,6 +12,7 @@ from sglang.srt.managers.messages.io_struct import (
     CLIENT_ABORT_STATUS,
     CachedTokensDetails,
     FinishReason,
+    Stages,
     TextOutput,
     TopLogprobs,
 )
@@ -52,6 +53,7 @@ class RequestState:
     finish_reason: FinishReason | None = None
     cached_tokens_details: CachedTokensDetails = field(default_factory=CachedTokensDetails)
     queue_time: float = 0.0
+    stages: Stages | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
@@ -125,6 +127,7 @@ class RequestState:
         self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
         self.cached_tokens_details = output.cached_tokens_details
         self.queue_time = output.queue_time
+        self.stages = output.stages
         if reason is not None:
             self._finish(reason)
         self._changed.set()

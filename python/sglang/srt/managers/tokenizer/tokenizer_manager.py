@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from sglang.srt.arg_groups.disaggregation import WHOLE
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     ControlReqOutput,
+    DeclineRoomReq,
     RequestOutput,
     ShutdownReq,
     ToServer,
@@ -125,14 +127,19 @@ class TokenizerManager:
             EngineUnavailable: The engine shuts down or has died.
         """
         if self._refusal is not None:
+            self._decline(requests, self._refusal)
             raise EngineUnavailable(self._refusal)
         now = time.monotonic()
-        for request in requests:
-            check_request(request, self.limits)
-        prompts = self._encoder.encode_now(requests)
-        for request, tokens in zip(requests, prompts, strict=True):
-            if tokens is not None:
-                check_prompt(request, tokens, self.limits)
+        try:
+            for request in requests:
+                check_request(request, self.limits)
+            prompts = self._encoder.encode_now(requests)
+            for request, tokens in zip(requests, prompts, strict=True):
+                if tokens is not None:
+                    check_prompt(request, tokens, self.limits)
+        except InvalidRequest as error:
+            self._decline(requests, str(error))
+            raise
         states: list[RequestState] = []
         try:
             for request in requests:
@@ -191,12 +198,21 @@ class TokenizerManager:
         def on_done(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception) and self._states.get(state.rid) is state:
+                self._decline([request], str(error))
                 # Refused requests count in no metric, and their id is free at once.
                 del self._states[state.rid]
                 state.fail(error)
 
         state.encoding = asyncio.create_task(run(), name="encode-prompt")
         state.encoding.add_done_callback(on_done)
+
+    def _decline(self, requests: Sequence[GenerateRequest], reason: str) -> None:
+        """Tell those who wait for the other halves of `requests` that these never begin."""
+        if self.limits.disaggregation_mode == WHOLE or not self._channel.is_open:
+            return
+        for request in requests:
+            if request.bootstrap is not None:
+                self._channel.send(DeclineRoomReq(bootstrap=request.bootstrap, reason=reason))
 
     def _leave(self, state: RequestState) -> None:
         """Forget a request that has no reader any more; abort it if it still runs."""

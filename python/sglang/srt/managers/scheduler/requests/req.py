@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails
+from sglang.srt.managers.messages.io_struct import CachedTokensDetails, Stages
 from sglang.srt.managers.scheduler.requests.progress import RequestProgress
 from sglang.srt.managers.scheduler.requests.slots import RequestSlots
 from sglang.srt.managers.scheduler.requests.spec import RequestSpec
@@ -31,6 +31,15 @@ class RequestReport:
     """Of its first prefill."""
     num_sent: int = 0
     """Of `output_ids`, those that left for the detokenizer."""
+    stages: Stages = field(default_factory=Stages)
+    """As far as they are over."""
+    stage_began: float = 0.0
+    """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
+
+    def end_prefill(self, now: float) -> None:
+        """Its first token is known. A request that is computed again has it already."""
+        if self.stages.prefill is None:
+            self.stages.prefill, self.stage_began = now - self.stage_began, now
 
 
 @dataclass(slots=True, eq=False)

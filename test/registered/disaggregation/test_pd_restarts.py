@@ -1,0 +1,21 @@
+"""Mooncake's store and Transfer Engine in one process that ends and starts: see
+`sglang.test.pd_restarts`."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.pd_restarts import assert_good, run_restarts
+
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+
+TIMES = 4
+
+
+def test_a_few_restarts() -> None:
+    assert_good(run_restarts(TIMES), TIMES)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

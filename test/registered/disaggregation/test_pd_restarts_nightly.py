@@ -1,0 +1,24 @@
+"""Fifty restarts with Mooncake's store and Transfer Engine in one process: see
+`sglang.test.pd_restarts`."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.pd_restarts import assert_good, run_restarts
+
+register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
+
+TIMES = 50
+
+
+@pytest.mark.timeout(1100)
+def test_fifty_restarts() -> None:
+    outcome = run_restarts(TIMES)
+    print(outcome)
+    assert_good(outcome, TIMES)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-s"]))
