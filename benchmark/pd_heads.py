@@ -1,0 +1,165 @@
+"""What it costs that prefill and decode servers split heads unlike.
+
+    python benchmark/pd_heads.py [--tokens 1024] [--repeat 5] [--strips] [--out FILE]
+
+One peer process has the pages of all prefill ranks; this one reads them as a decode rank does, TCP
+over loopback, one rank after the other. The shape is Qwen3-8B's: 36 layers, 8 KV heads of 128, 16
+bits, pages of 64 tokens, in order. `--strips` also reads the heads of each token by themselves,
+once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Final
+
+import torch
+
+from sglang.benchmark.report import emit, provenance, writable_file
+from sglang.embedded_mooncake import LOOPBACK
+from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.protocol import Offer
+from sglang.srt.disaggregation.common.staging import Staging, rounds
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import Block, TransferOp
+from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+
+LAYERS, HEADS, HEAD_DIM, PAGE = 36, 8, 128, 64
+CASES: Final = {
+    "1 rank to 1": ([(0, 8)], (0, 8)),
+    "2 ranks to 1": ([(0, 4), (4, 8)], (0, 8)),
+    "1 rank to 2": ([(0, 8)], (0, 4)),
+}
+"""Heads of each prefill rank, and of the decode rank."""
+
+
+def make_pool(begin: int, end: int, tokens: int) -> MHATokenToKVPool:
+    share = RankShare(RankSplit.HEADS, begin, end, HEADS)
+    heads = end - begin
+    return MHATokenToKVPool(
+        tokens, PAGE, torch.bfloat16, heads, HEAD_DIM, LAYERS, "cpu", share=share
+    )
+
+
+def start_engine() -> MooncakeTransferEngine:
+    mark_device_set("cpu")
+    envs.MOONCAKE_PROTOCOL.set("tcp")
+    return MooncakeTransferEngine(LOOPBACK)
+
+
+def serve(tokens: int, pipe: Connection) -> None:
+    """The prefill ranks: tell their offers, and stay until told to end."""
+    engine = start_engine()
+    offers: dict[tuple[int, int], Offer] = {}
+    pools = []
+    for ranks, _ in CASES.values():
+        for heads in ranks:
+            pools.append(make_pool(*heads, tokens))
+            geometry = PoolGeometry.of(pools[-1:], "w")
+            engine.batch_register(geometry.addresses, geometry.sizes)
+            offers[heads] = geometry.offer("peer", engine.get_session_id())
+    pipe.send(offers)
+    pipe.recv()
+
+
+def staged(portion: Portion, pages: Sequence[int], read: Callable[[Sequence[Block]], None],
+           staging: Staging) -> int:  # fmt: skip
+    """As a decode server does it. The bytes that are read."""
+    blocks = portion.page_blocks(pages, pages)
+    num_bytes = sum(block.length for block in blocks)
+    if blocks:
+        read(blocks)
+    for pieces in rounds(portion.cuts, pages, pages, STAGING_BYTES):
+        buffer = staging.take(0)
+        assert buffer is not None
+        blocks = buffer.blocks(pieces)
+        read(blocks)
+        buffer.unpack(pieces)
+        buffer.give_back()
+        num_bytes += sum(block.length for block in blocks)
+    return num_bytes
+
+
+def in_strips(portion: Portion, pages: Sequence[int]) -> list[Block]:
+    """The heads of each token by themselves."""
+    blocks = []
+    for cut in portion.cuts:
+        word, item = cut.own.element_size(), cut.own.shape[2] * cut.own.element_size()
+        their_item = cut.page_bytes // PAGE
+        for here, there, length in cut.strips:
+            for page in pages:
+                for slot in range(page * PAGE, (page + 1) * PAGE):
+                    local = cut.own.data_ptr() + slot * item + here * word
+                    remote = cut.address + slot * their_item + there * word
+                    blocks.append(Block(local, remote, length * word))
+    return blocks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=1024, help="Of the prompt.")
+    parser.add_argument("--repeat", type=int, default=5, help="Turns that count.")
+    parser.add_argument("--strips", action="store_true", help="Read strips too, once.")
+    parser.add_argument("--out", type=writable_file, help="Append the lines to this file.")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    peer = context.Process(target=serve, args=(args.tokens, there), daemon=True)
+    peer.start()
+    engine = start_engine()
+    offers = here.recv()
+    pages = list(range(1, args.tokens // PAGE + 1))
+    staging = Staging(engine, torch.device("cpu"))
+
+    def reader(offer: Offer) -> Callable[[Sequence[Block]], None]:
+        def read(blocks: Sequence[Block]) -> None:
+            transfer = engine.transfer(offer.session_id, TransferOp.READ, blocks, timeout=None)
+            assert transfer.is_done
+
+        return read
+
+    for case, (ranks, own) in CASES.items():
+        pool = make_pool(*own, args.tokens)
+        geometry = PoolGeometry.of([pool], "w")
+        engine.batch_register(geometry.addresses, geometry.sizes)
+        told = [offers[heads] for heads in ranks]
+        parts = list(zip(geometry.portions(told, 0), map(reader, told), strict=True))
+        seconds = []
+        for _ in range(args.repeat + 1):
+            started = time.perf_counter()
+            num_bytes = sum(staged(portion, pages, read, staging) for portion, read in parts)
+            seconds.append(round(time.perf_counter() - started, 3))
+        record = {
+            "benchmark": "pd_heads",
+            **provenance(),
+            "case": case,
+            "tokens": args.tokens,
+            "bytes_read": num_bytes,
+            "bytes_used": sum(geometry.sizes) * args.tokens // (args.tokens + PAGE),
+            "gb_per_second": round(num_bytes / statistics.median(seconds[1:]) / 1e9, 3),
+            "raw_seconds": seconds[1:],
+        }
+        if args.strips and parts[0][0].cuts:
+            started = time.perf_counter()
+            for portion, read in parts:
+                read(in_strips(portion, pages))
+            record["strips_seconds"] = round(time.perf_counter() - started, 3)
+        emit(record, args.out)
+        engine.batch_deregister(geometry.addresses)
+    here.send(None)
+    peer.join()
+
+
+if __name__ == "__main__":
+    main()
