@@ -75,6 +75,12 @@ L3: Final[dict[str, Any]] = {
     "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
 }
 """A file store, from which short prompts are read too."""
+OFFLOAD: Final[dict[str, Any]] = {
+    "disaggregation_mode": DECODE,
+    "disaggregation_decode_enable_offload_kvcache": True,
+    "hicache_storage_backend": "file",
+}
+"""Of a decode scheduler that writes there."""
 
 
 def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig:
@@ -288,13 +294,7 @@ def test_what_decode_generates_reaches_l3_and_prefill_reads_it(
     policy: str,
 ) -> None:
     """Prefill has computed none of what it reads of the second turn's prompt but the first's."""
-    decode = {
-        "disaggregation_mode": DECODE,
-        "disaggregation_decode_enable_offload_kvcache": True,
-        "hicache_storage_backend": "file",
-        "hicache_write_policy": policy,
-        "pool_tokens": 320,
-    }
+    decode = {**OFFLOAD, "hicache_write_policy": policy, "pool_tokens": 320}
     with (
         envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
         make_pair(engine, models["qwen3"], prefill=L3, decode=decode) as pair,
@@ -432,12 +432,24 @@ def test_a_room_that_is_taken(
         pair.assert_clean()
 
 
+@pytest.mark.parametrize("offloads", [False, True])
 def test_decode_out_of_slots(
-    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
+    engine: MooncakeTransferEngine,
+    models: dict[str, Path],
+    single: SchedulerRig,
+    tmp_path: Path,
+    offloads: bool,
 ) -> None:
-    """What is retracted there is computed there, and says the same."""
-    decode = {"pool_tokens": 256, "schedule_conservativeness": 0.01}
-    with make_pair(engine, models["qwen3"], decode=decode) as pair:
+    """What is retracted there is computed there, or loaded from its L2, and says the same."""
+    decode = {
+        "pool_tokens": 256,
+        "schedule_conservativeness": 0.01,
+        **(OFFLOAD if offloads else {}),
+    }
+    with (
+        envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
+        make_pair(engine, models["qwen3"], decode=decode) as pair,
+    ):
         messages = [pair.request(f"r{n}", prompt(80 + n, 50), greedy(60)) for n in range(8)]
         check(pair, single, *messages)
         counters = pair.decode.scheduler.state.counters
