@@ -3,7 +3,7 @@ returns what there is to send.
 
 `step` is the whole of it and does no I/O of its own; `run` is the loop around it. Ranks that are
 given the same ticks decide the same: the state and the message order decide, and what the ranks
-agree on in the cache's ballot, never a clock or a finished copy of one rank.
+agree on (the cache's ballot, the votes of a half), never a clock or a finished copy of one rank.
 """
 
 from __future__ import annotations
