@@ -1,7 +1,7 @@
 """The tick: what rank 0 tells every rank at the begin of a step.
 
-Whatever ranks could see differently without being agreed on otherwise (the cache's ballot, the votes
-of a half) is here: which messages have come, what time it is, which grammars are compiled.
+Whatever ranks could see differently without being agreed on otherwise (the cache's ballot, the
+votes of a half) is here: which messages have come, what time it is, which grammars are compiled.
 """
 
 from __future__ import annotations
