@@ -4,7 +4,7 @@ Starts `mooncake_master` and a store node for the prefill server's cache, both s
 `sglang_router` in front of them. Asks a question over HTTP, prints the answer and a command for the
 next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Arguments are those of both
 servers, but `--host` and `--port` are the router's, and those of the cache are the prefill
-server's. With two GPUs each server has one. All processes are children and end by their handles.
+server's. With GPUs for both each server has its own. All processes are children and end by their handles.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
         *("--disaggregation-mode", DECODE),
     ]
     has_gpus = args.device == "auto" or device_kind(args.device).has_own_memory
-    if has_gpus and num_gpus > args.base_gpu_id + 1:
-        decode += ["--base-gpu-id", str(args.base_gpu_id + 1)]
+    if has_gpus and num_gpus >= args.base_gpu_id + 2 * args.tp_size:
+        decode += ["--base-gpu-id", str(args.base_gpu_id + args.tp_size)]
     for one in (prefill, decode):
         prepare_server_args(one)
     return Plan(

@@ -246,7 +246,7 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
     route = httpx.get(f"http://127.0.0.1:{servers.port}/route?rank=0", timeout=20).json()
     assert (
         route["instance_id"]
-        == servers.prefill.request("GET", "/server_info").body["route"]["instance_id"]
+        == servers.prefill.request("GET", "/server_info").body["routes"][0]["instance_id"]
     )
 
 

@@ -59,10 +59,12 @@ def test_the_flags_are_divided_between_the_servers() -> None:
         ((), 1, (0, 0)),
         ((), 2, (0, 1)),
         (("--base-gpu-id", "2"), 4, (2, 3)),
+        (("--tp-size", "2"), 4, (0, 2)),
+        (("--tp-size", "2"), 3, (0, 0)),
         (("--device", "cpu"), 2, (0, 0)),
     ],
 )
-def test_with_two_gpus_each_server_has_one(
+def test_with_enough_gpus_each_server_has_its_own(
     flags: tuple[str, ...], num_gpus: int, gpus: tuple[int, int]
 ) -> None:
     prefill, decode = servers(planned(*flags, num_gpus=num_gpus))
@@ -76,7 +78,7 @@ def test_with_two_gpus_each_server_has_one(
         (("--admin-api-key", "k"), "^--admin-api-key: the router"),
         (("--disaggregation-mode", "decode"), "^the hierarchical cache has no effect"),
         (("--disaggregation-mode", "prefill"), "^--disaggregation-mode prefill: both kinds of"),
-        (("--tp-size", "2"), "^--tp-size 2 does not work with --disaggregation-mode prefill yet"),
+        (("--tp-size", "2", "--attn-cp-size", "2"), "^--attn-cp-size 2 has no use with .* decode"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags: tuple[str, ...], message: str) -> None:
