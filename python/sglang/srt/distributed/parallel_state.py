@@ -9,6 +9,9 @@ Each group has a gloo twin for messages of the CPU. One thread of each rank uses
 from __future__ import annotations
 
 import atexit
+import hashlib
+import logging
+import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +24,13 @@ import torch.distributed as dist
 
 from sglang.srt.distributed.rank_group import RankLost
 from sglang.srt.distributed.rendezvous import Rendezvous
-from sglang.srt.distributed.tensor_group import TensorGroup
+from sglang.srt.distributed.tensor_group import PendingSum, TensorGroup
+from sglang.srt.distributed.torch_symm_mem import TorchSymmMemCommunicator
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.network import interface_towards, is_loopback
+
+logger = logging.getLogger(__name__)
 
 _all_gather: Final[Callable[..., object]] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,6 +67,50 @@ class GroupCoordinator(TensorGroup):
         self.device_group = device_group
         self.cpu_group = cpu_group
         self._rank = self.ranks.index(rank_in_world)
+        self._symm_mem: TorchSymmMemCommunicator | None = None
+
+    def open_symmetric_memory(self, device: torch.device) -> None:
+        """Sum tensors by memory that all ranks read. All of them call it, at the same time;
+        where one cannot, all go on without it, and the log says why.
+
+        Args:
+            device: This rank's, with its index.
+        """
+        if self.cpu_group is None or self.device_group is None:
+            return
+        found, why = None, self._why_devices_are_apart(device)
+        if self._all_can(why is None):
+            try:
+                found = TorchSymmMemCommunicator(self.device_group, device)
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
+        if self._all_can(found is not None):
+            self._symm_mem = found
+        else:
+            logger.info(
+                "Small sums over %d ranks go the way of large ones: %s",
+                self.size,
+                why or "another rank has no symmetric memory",
+            )
+
+    def _why_devices_are_apart(self, device: torch.device) -> str | None:
+        """Why this device cannot read the others' memory; None: it can."""
+        machine = hashlib.sha256(platform.node().encode()).digest()[:7]
+        mine = torch.tensor([int.from_bytes(machine, "little"), device.index])
+        rows = [torch.empty_like(mine) for _ in self.ranks]
+        with _naming_lost_ranks():
+            dist.all_gather(rows, mine, group=self.cpu_group)
+        for name, index in (row.tolist() for row in rows):
+            if name != mine[0]:
+                return "they are on different machines"
+            if index != device.index and not device_runtime(device).can_read(index):
+                return f"GPU {device.index} cannot read the memory of GPU {index}"
+        return None
+
+    def _all_can(self, this_can: bool) -> bool:
+        flag = torch.tensor([int(this_can)])
+        self.min_on_cpu(flag)
+        return bool(flag)
 
     @property
     def rank(self) -> int:
@@ -79,7 +130,19 @@ class GroupCoordinator(TensorGroup):
         """`size`, by the name that SGLang gives it."""
         return len(self.ranks)
 
+    def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        if self._symm_mem is not None and self._symm_mem.should_defer(shape, like.dtype):
+            return self._symm_mem.empty_part(shape, like.dtype)
+        return super().empty_part(shape, like)
+
+    def sum_later(self, x: torch.Tensor) -> torch.Tensor | PendingSum:
+        if self._symm_mem is not None and self._symm_mem.should_defer(x.shape, x.dtype):
+            return PendingSum(self, *self._symm_mem.defer(x))
+        return self.all_reduce(x)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._symm_mem is not None and self._symm_mem.should_allreduce(x):
+            return self._symm_mem.all_reduce(x)
         if self.device_group is not None:
             with _naming_lost_ranks():
                 dist.all_reduce(x, group=self.device_group)

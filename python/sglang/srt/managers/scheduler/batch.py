@@ -246,8 +246,10 @@ class DecodeBatch:
         """
         states = self._states
         if states is not None and snapshots is not None:
-            tracks = snapshots.in_decoding(self.reqs, self._seq_lens_cpu)
-            states = dataclasses.replace(states, track_slots=tracks)
+            left = snapshots.in_decoding(self.reqs, self._seq_lens_cpu)
+            if left is not None:
+                rows, slots = left
+                states = dataclasses.replace(states, decoded=(states.slots[rows], slots))
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.DECODE,
