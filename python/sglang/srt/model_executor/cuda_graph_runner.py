@@ -107,6 +107,9 @@ class CudaGraphRunner:
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether there is a graph for this batch."""
         is_small = forward_batch.batch_size <= self._batch_sizes[-1]
+        states = forward_batch.states
+        if states is not None and states.first_slots is not None:
+            return False  # A graph reads the states that it overwrites.
         return forward_batch.forward_mode.is_decode() and is_small
 
     def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
