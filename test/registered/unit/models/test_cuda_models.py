@@ -14,6 +14,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -74,6 +76,38 @@ def test_logits_by_flashinfer_equal_transformers(
 def test_logits_of_experts_equal_transformers(tmp_path: Path, disable_cuda_graph: bool) -> None:
     """In fp32: rounding to 2 bytes may choose another expert."""
     check_logits(tmp_path, "qwen3_moe", {}, 64, disable_cuda_graph, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_decoding_of_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
+    """Logits, running states and snapshots are those of steps without graphs, padded or not."""
+    shape = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "eos_token_id": None}
+    save_tiny_checkpoint(tmp_path, family, **shape)
+    found = []
+    for disable in (True, False):
+        driver = StepDriver(
+            tmp_path, page_size=16, device="cuda", dtype=dtype, num_states=24,
+            disable_cuda_graph=disable,
+        )  # fmt: skip
+        assert len(driver.runner._graphs) == (not disable)
+        pool = driver.runner.pools[PoolName.MAMBA]
+        assert isinstance(pool, MambaPool)
+        driver.extend([(row, prompt(20 + row, row)) for row in range(3)])
+        logits = []
+        for step in range(6):
+            snapshots = {0: (20, 0), 2: (21, 0)} if step == 3 else None
+            output = driver.decode([(row, 5 + step) for row in range(3)], snapshots)
+            logits.append(output.next_token_logits.cpu().clone())
+        slots = driver.runner.req_to_token_pool.state_slots(torch.arange(3, device="cuda"))
+        assert slots is not None
+        kept = [*slots.tolist(), 20, 21]
+        states = [pool.temporal[:, kept].float().cpu(), pool.conv[:, kept].float().cpu()]
+        found.append([torch.stack(logits), *states])
+        assert states[0][:, 3].abs().max() > 0
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
+    for graphed, eager in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(graphed, eager, **close)
 
 
 def check_logits(
