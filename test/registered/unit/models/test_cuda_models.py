@@ -105,9 +105,9 @@ def test_captured_decoding_of_recurrent_states(tmp_path: Path, family: str, dtyp
         states = [pool.temporal[:, kept].float().cpu(), pool.conv[:, kept].float().cpu()]
         found.append([torch.stack(logits), *states])
         assert states[0][:, 3].abs().max() > 0
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
     for graphed, eager in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(graphed, eager, **close)
+        torch.testing.assert_close(graphed, eager, rtol=tolerance, atol=tolerance)
 
 
 def check_logits(
