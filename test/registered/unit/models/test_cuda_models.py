@@ -82,7 +82,7 @@ def test_logits_of_experts_equal_transformers(tmp_path: Path, disable_cuda_graph
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_captured_decoding_of_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
     """Logits, running states and snapshots are those of steps without graphs, padded or not."""
-    shape = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "eos_token_id": None}
+    shape: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     save_tiny_checkpoint(tmp_path, family, **shape)
     found = []
     for disable in (True, False):
