@@ -99,6 +99,21 @@ def test_what_collectives_give() -> None:
         assert one["texts"] == [f"rank {r}" for r in range(4)]
 
 
+def least() -> list[list[int]]:
+    rank, group = get_world_group().rank, rank_group()
+    mine = torch.tensor([rank, -rank, 5, 2**62 - rank, -(2**62) - rank])
+    tables = [group.reduce_min(values) for values in (mine, mine[3:], mine)]
+    assert mine[0] == rank, "it is given back as a new tensor"
+    return [table.tolist() for table in tables]
+
+
+@pytest.mark.parametrize(("size", "cp"), [(2, 1), (3, 1), (4, 1), (4, 4), (4, 2), (6, 2), (6, 3)])
+def test_the_least_over_the_ranks_of_any_groups(size: int, cp: int) -> None:
+    last = size - 1
+    wanted = [0, -last, 5, 2**62 - last, -(2**62) - last]
+    assert run_ranks(size, least, attn_cp_size=cp) == [[wanted, wanted[3:], wanted]] * size
+
+
 def custom_groups(groups: list[list[int]]) -> list[int]:
     rank = get_world_group().rank
     made = create_custom_parallel_group(groups[rank])
@@ -148,10 +163,11 @@ def lost() -> str:
     return "went on"
 
 
-def test_a_rank_that_is_gone_is_an_error_in_the_others_collective() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_is_gone_is_an_error_in_the_others_collective(size: int) -> None:
     lost_rank = r"RankLost: another rank is gone: [A-Z][a-z ]+ \[127\.0\.0\.1\]:\d+[^\n.]*\n"
     with pytest.raises(RankFailed, match=lost_rank):
-        run_ranks(2, lost)
+        run_ranks(size, lost)
 
 
 def wrong() -> str:

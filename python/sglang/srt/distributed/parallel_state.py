@@ -100,10 +100,26 @@ class GroupCoordinator(TensorGroup):
                 dist.broadcast(values, self.ranks[0], group=self.cpu_group)
 
     def min_on_cpu(self, values: torch.Tensor) -> None:
-        """Overwrite a CPU tensor with the element-wise MIN over the ranks."""
-        if self.cpu_group is not None:
-            with _naming_lost_ranks():
+        """Overwrite a CPU tensor with the element-wise MIN over the ranks.
+
+        The first rank gathers and tells the least: two hops. gloo's `all_reduce` waits for a
+        neighbour 2 * (size - 1) times, which is the shorter way for two ranks alone
+        (benchmark/results/2026-11-22-ballot.md).
+        """
+        if self.cpu_group is None:
+            return
+        with _naming_lost_ranks():
+            if self.size == 2:
                 dist.all_reduce(values, dist.ReduceOp.MIN, group=self.cpu_group)
+                return
+            rows = None
+            if self._rank == 0:
+                table = values.new_empty((self.size, *values.shape))
+                rows = list(table.unbind())
+            dist.gather(values, rows, self.ranks[0], group=self.cpu_group)
+            if rows is not None:
+                torch.amin(table, 0, out=values)
+            dist.broadcast(values, self.ranks[0], group=self.cpu_group)
 
 
 @dataclass(slots=True)
