@@ -4,8 +4,9 @@
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
 They are read from the syntax tree, without imports. Unit suites run in one process a core, other
-files in one process each, one after the other. The last line is `N passed, N failed`, in tests; the
-exit status is 0 only if nothing failed.
+files in one process each: a process a core, but for files that are registered as `alone`. Output of
+processes that share the machine is printed when they end. The last line is `N passed, N failed`, in
+tests; the exit status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from sglang.srt.utils.process import kill_process_tree
 REPO: Final = Path(__file__).resolve().parents[1]
 UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 """Suites whose files start no processes: one pytest runs many of them and imports torch once."""
-UNIT_PROCESSES: Final = min(2, os.cpu_count() or 1)
-"""Processes of a unit suite, at the same time. More would import more than they save."""
+PROCESSES: Final = min(2, os.cpu_count() or 1)
+"""How many run at the same time. More of a unit suite would import more than they save; more of
+other files would load the machine so that they wait for each other's processes."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """For processes that share the cores: torch's threads wait for each other by spinning."""
 
 _REGISTER: Final = re.compile(r"register_(cpu|cuda|npu)_ci")
 _PARAMETERS: Final = ("est_time", "suite", "nightly", "disabled")
+_WORDS: Final = (*_PARAMETERS, "alone")
+"""`_PARAMETERS` may be given by place."""
 _COUNT: Final = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 _SUMMARY: Final = re.compile(r"(\d+ \w+,? ?)+.* in [\d.]+s")
 
@@ -57,6 +61,13 @@ class Registration:
     est_time: float
     nightly: bool
     disabled: str | None
+    alone: bool
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other file may run beside it: devices are not shared, and what runs for a
+        night measures."""
+        return self.alone or self.nightly or self.hw != "cpu"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +157,7 @@ def _registration(path: Path, hw: str, call: ast.Call) -> Registration:
         suite = f"{stage}-test-{runner}"
     elif not suite or stage or runner:
         raise ValueError("give `suite`, or `stage` with `runner_config`")
-    unknown = set(values) - set(_PARAMETERS)
+    unknown = set(values) - set(_WORDS)
     if unknown:
         raise ValueError(f"unknown arguments {sorted(unknown)}")
     if "est_time" not in values:
@@ -158,6 +169,7 @@ def _registration(path: Path, hw: str, call: ast.Call) -> Registration:
         est_time=float(values["est_time"]),
         nightly=bool(values.get("nightly", False)),
         disabled=values.get("disabled"),
+        alone=bool(values.get("alone", False)),
     )
 
 
@@ -249,38 +261,64 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
 
 
 def _plan(suite: str, files: Sequence[Registration]) -> list[list[Step]]:
-    """The processes that run `files` of `suite`; those of one list at the same time."""
+    """The processes that run `files` of `suite`: those of one list may share the machine."""
     files = [file for file in files if file.suite == suite]
-    if suite not in UNIT_SUITES or len(files) == 1:
-        paths = [os.path.relpath(file.path, REPO) for file in files]
-        return [[Step(path, [sys.executable, path])] for path in paths]
-    parts = [partition(files, index, UNIT_PROCESSES) for index in range(UNIT_PROCESSES)]
-    pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
+    if suite in UNIT_SUITES and len(files) > 1:
+        return [_unit_steps(suite, files)]
+    # The longest first, so that none runs by itself at the end.
+    shared = sorted((f for f in files if not f.is_alone), key=lambda f: -f.est_time)
     return [
-        [
-            Step(
-                f"{suite} {number}/{len(parts)}, {len(part)} files",
-                [*pytest, *(os.path.relpath(file.path, REPO) for file in part)],
-                ONE_THREAD if len(parts) > 1 else {},
-            )
-            for number, part in enumerate(parts, start=1)
-        ]
+        [_file_step(file, ONE_THREAD if len(shared) > 1 else {}) for file in shared],
+        *([_file_step(file, {})] for file in files if file.is_alone),
     ]
 
 
-def _run_together(steps: Sequence[Step], timeout: float) -> list[Outcome]:
-    """Run `steps` at the same time. The first shows its output as it comes, the others later."""
-    with ThreadPoolExecutor(len(steps)) as pool:
-        print(f"--- {steps[0].name}", flush=True)
-        runs = [
-            pool.submit(run_process, step, timeout, is_shown=step is steps[0]) for step in steps
-        ]
-        outcomes = [runs[0].result()[0]]
-        for step, run in zip(steps[1:], runs[1:], strict=True):
-            outcome, lines = run.result()
-            print(f"--- {step.name}", *lines, sep="\n", flush=True)
-            outcomes.append(outcome)
-    return outcomes
+def _file_step(file: Registration, env: Mapping[str, str]) -> Step:
+    path = os.path.relpath(file.path, REPO)
+    return Step(path, [sys.executable, path], env)
+
+
+def _unit_steps(suite: str, files: Sequence[Registration]) -> list[Step]:
+    parts = [partition(files, index, PROCESSES) for index in range(PROCESSES)]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
+    return [
+        Step(
+            f"{suite} {number}/{len(parts)}, {len(part)} files",
+            [*pytest, *(os.path.relpath(file.path, REPO) for file in part)],
+            ONE_THREAD if len(parts) > 1 else {},
+        )
+        for number, part in enumerate(parts, start=1)
+    ]
+
+
+def _run_together(steps: Sequence[Step], timeout: float, keep_going: bool) -> list[Outcome]:
+    """Run `steps`, at most `PROCESSES` at the same time.
+
+    One by itself shows its output as it comes, others show theirs when they end.
+    """
+    is_one = len(steps) == 1
+    prints = threading.Lock()
+    has_failed = threading.Event()
+
+    def run(step: Step) -> Outcome:
+        if has_failed.is_set() and not keep_going:
+            return _not_run(step)
+        if is_one:
+            print(f"--- {step.name}", flush=True)
+        outcome, lines = run_process(step, timeout, is_shown=is_one)
+        if outcome.failed:
+            has_failed.set()
+        if not is_one:
+            with prints:
+                print(f"--- {step.name}", *lines, sep="\n", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        return list(pool.map(run, steps))
+
+
+def _not_run(step: Step) -> Outcome:
+    return Outcome(name=step.name, status=0, seconds=0, failed=1, note="not run")
 
 
 def run_files(files: Sequence[Registration], timeout: float, keep_going: bool) -> list[Outcome]:
@@ -290,12 +328,9 @@ def run_files(files: Sequence[Registration], timeout: float, keep_going: bool) -
     outcomes: list[Outcome] = []
     for steps in plan:
         if not keep_going and any(outcome.failed for outcome in outcomes):
-            outcomes += [
-                Outcome(name=step.name, status=0, seconds=0, failed=1, note="not run")
-                for step in steps
-            ]
-            continue
-        outcomes += _run_together(steps, timeout)
+            outcomes += map(_not_run, steps)
+        else:
+            outcomes += _run_together(steps, timeout, keep_going)
     return outcomes
 
 
