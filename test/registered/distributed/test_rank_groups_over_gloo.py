@@ -114,6 +114,28 @@ def test_the_least_over_the_ranks_of_any_groups(size: int, cp: int) -> None:
     assert run_ranks(size, least, attn_cp_size=cp) == [[wanted, wanted[3:], wanted]] * size
 
 
+def sums() -> list[bool]:
+    """Of tensors that are short and long; the same bits on all ranks."""
+    world, right = get_world_group(), []
+    for count, dtype in ((1000, torch.float32), (1000, torch.bfloat16), (70_000, torch.float32)):
+        parts = [
+            torch.randn(2, count, generator=torch.Generator().manual_seed(rank))
+            for rank in range(world.size)
+        ]
+        mine = parts[world.rank].to(dtype, copy=True)
+        assert world.all_reduce(mine) is mine
+        tolerance = 1e-5 if dtype is torch.float32 else 0.1
+        right.append(torch.allclose(mine.float(), sum(parts[1:], parts[0]), atol=tolerance))
+        same = world.all_gather(mine)
+        right.append(bool((same == mine).all()))
+    return right
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_of_short_and_long_tensors(size: int) -> None:
+    assert run_ranks(size, sums) == [[True] * 6] * size
+
+
 def custom_groups(groups: list[list[int]]) -> list[int]:
     rank = get_world_group().rank
     made = create_custom_parallel_group(groups[rank])
