@@ -25,7 +25,7 @@ from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.rank_processes import RankFailed, run_ranks
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 
 def rank_group() -> RankGroup:

@@ -19,7 +19,7 @@ from sglang.test.engine_server import EngineServer
 from sglang.test.forked_servers import ForkedServer
 from sglang.test.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 
 PAGE = 64
 FLAGS = (

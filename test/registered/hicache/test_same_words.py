@@ -22,7 +22,7 @@ from sglang.test.forked_servers import ForkedServer
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.recall_task import heldout_conversation
 
-register_cpu_ci(est_time=65, suite="base-b-test-cpu")
+register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 
 CONTEXT = 1500
 PAGE = 64

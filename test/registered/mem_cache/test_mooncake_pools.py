@@ -20,7 +20,7 @@ from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.state_rig import StateRig
 from sglang.test.storage_rigs import PAGE, StorageRigs, storage_io_of
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
 

@@ -16,7 +16,7 @@ from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.sharded_rig import ShardedRig
 from sglang.test.storage_rigs import StorageRigs, storage_io_of
 
-register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+register_cpu_ci(est_time=75, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
 PAGES = 40

@@ -31,7 +31,7 @@ from sglang.test.host_pools import (
 from sglang.test.mooncake_bench import Bench, connect
 from sglang.test.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("moving_in_place")
 
