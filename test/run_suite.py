@@ -4,8 +4,8 @@
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
 They are read from the syntax tree, without imports. Unit suites run in one process a core, other
-files in one process each: a process a core, but for files that are registered as `alone`. Output of
-processes that share the machine is printed when they end. The last line is `N passed, N failed`, in
+files in one process each, `--at-once` of them together unless they are registered as `alone`. Output
+of processes that run together is printed when they end. The last line is `N passed, N failed`, in
 tests; the exit status is 0 only if nothing failed.
 """
 
@@ -291,12 +291,14 @@ def _unit_steps(suite: str, files: Sequence[Registration]) -> list[Step]:
     ]
 
 
-def _run_together(steps: Sequence[Step], timeout: float, keep_going: bool) -> list[Outcome]:
-    """Run `steps`, at most `PROCESSES` at the same time.
+def _run_together(
+    steps: Sequence[Step], timeout: float, keep_going: bool, at_once: int
+) -> list[Outcome]:
+    """Run `steps`, at most `at_once` at the same time.
 
     One by itself shows its output as it comes, others show theirs when they end.
     """
-    is_one = len(steps) == 1
+    is_one = min(len(steps), at_once) == 1
     prints = threading.Lock()
     has_failed = threading.Event()
 
@@ -313,7 +315,7 @@ def _run_together(steps: Sequence[Step], timeout: float, keep_going: bool) -> li
                 print(f"--- {step.name}", *lines, sep="\n", flush=True)
         return outcome
 
-    with ThreadPoolExecutor(PROCESSES) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(run, steps))
 
 
@@ -321,8 +323,17 @@ def _not_run(step: Step) -> Outcome:
     return Outcome(name=step.name, status=0, seconds=0, failed=1, note="not run")
 
 
-def run_files(files: Sequence[Registration], timeout: float, keep_going: bool) -> list[Outcome]:
-    """Run `files`, suite by suite; stop at the first failing process unless `keep_going`."""
+def run_files(
+    files: Sequence[Registration], timeout: float, keep_going: bool, at_once: int = PROCESSES
+) -> list[Outcome]:
+    """Run `files`, suite by suite; stop at the first failing process unless `keep_going`.
+
+    Args:
+        files: Of any suites.
+        timeout: Seconds for each process.
+        keep_going: Start the rest after a failure.
+        at_once: Processes at the same time.
+    """
     suites = dict.fromkeys(file.suite for file in files)
     plan = [steps for suite in suites for steps in _plan(suite, files)]
     outcomes: list[Outcome] = []
@@ -330,7 +341,7 @@ def run_files(files: Sequence[Registration], timeout: float, keep_going: bool) -
         if not keep_going and any(outcome.failed for outcome in outcomes):
             outcomes += map(_not_run, steps)
         else:
-            outcomes += _run_together(steps, timeout, keep_going)
+            outcomes += _run_together(steps, timeout, keep_going, at_once)
     return outcomes
 
 
@@ -356,6 +367,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nightly", action="store_true", help="also run the nightly files")
     parser.add_argument("--timeout-per-file", type=float, default=1200, help="seconds [1200]")
     parser.add_argument("--continue-on-error", action="store_true")
+    parser.add_argument(
+        "--at-once", type=int, default=PROCESSES, help=f"processes at the same time [{PROCESSES}]"
+    )
     parser.add_argument("--auto-partition-id", type=int, default=0)
     parser.add_argument("--auto-partition-size", type=int, default=1)
     parser.add_argument("--root", type=Path, default=REPO / "test" / "registered")
@@ -388,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.collect_only:
         print("\n".join(f"{f.suite}: {os.path.relpath(f.path, args.root)}" for f in part))
         return 0
-    outcomes = run_files(part, args.timeout_per_file, args.continue_on_error)
+    outcomes = run_files(part, args.timeout_per_file, args.continue_on_error, max(1, args.at_once))
     return _summarise(outcomes, [f for f in wanted if f.disabled is not None])
 
 

@@ -159,6 +159,23 @@ def test_a_file_that_is_alone_shares_the_machine_with_none(tmp_path: Path) -> No
     assert log[4:8] == [f"{name} {word}" for name in names[:2] for word in ("begin", "end")]
 
 
+def test_files_run_one_after_the_other_where_that_is_asked_for(tmp_path: Path) -> None:
+    body = """
+        import pathlib
+        def test_z():
+            busy = pathlib.Path(__file__).parent / "busy"
+            busy.touch(exist_ok=False)
+            busy.unlink()
+    """
+    for number in range(3):
+        write(tmp_path, f"test_{number}.py", "register_cpu_ci(1, 's')", body)
+    status, lines = run(tmp_path, "--suite", "s", "--at-once", "1")
+    assert (status, lines[-1]) == (0, "3 passed, 0 failed")
+    # The first summary comes before the second file's name: each is shown while it runs.
+    shown = [line for line in lines if line.startswith("--- ") or "passed in" in line]
+    assert [line.startswith("--- ") for line in shown] == [True, False] * 3
+
+
 def test_files_of_devices_and_of_the_night_are_alone(tmp_path: Path) -> None:
     write(tmp_path, "test_a.py", "register_cuda_ci(1, 's')")
     write(tmp_path, "test_b.py", "register_cpu_ci(1, 's', nightly=True)")
