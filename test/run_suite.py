@@ -4,9 +4,9 @@
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
 They are read from the syntax tree, without imports. Unit suites run in one process a core, other
-files in one process each, `--at-once` of them together unless they are registered as `alone`. Output
-of processes that run together is printed when they end. The last line is `N passed, N failed`, in
-tests; the exit status is 0 only if nothing failed.
+files in one process each, `--at-once` of them together unless they are registered as `alone`. The
+output of processes that run together is printed when they end. The last line is `N passed, N
+failed`, in tests; the exit status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
