@@ -4,9 +4,9 @@
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
 They are read from the syntax tree, without imports. Unit suites run in one process a core, other
-files in one process each, `--at-once` of them together unless they are registered as `alone`. The
-output of processes that run together is printed when they end. The last line is `N passed, N
-failed`, in tests; the exit status is 0 only if nothing failed.
+files in one process each: one after the other, or `--at-once` of them together where they are not
+registered as `alone`. The output of processes that run together is printed when they end. The last
+line is `N passed, N failed`, in tests; the exit status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ REPO: Final = Path(__file__).resolve().parents[1]
 UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 """Suites whose files start no processes: one pytest runs many of them and imports torch once."""
 PROCESSES: Final = min(2, os.cpu_count() or 1)
-"""How many run at the same time. More of a unit suite would import more than they save; more of
-other files would load the machine so that they wait for each other's processes."""
+"""Of a unit suite, at the same time. More would import more than they save."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """For processes that share the cores: torch's threads wait for each other by spinning."""
 
@@ -260,15 +259,16 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
         outcome.note = "ran no tests"
 
 
-def _plan(suite: str, files: Sequence[Registration]) -> list[list[Step]]:
+def _plan(suite: str, files: Sequence[Registration], at_once: int) -> list[list[Step]]:
     """The processes that run `files` of `suite`: those of one list may share the machine."""
     files = [file for file in files if file.suite == suite]
     if suite in UNIT_SUITES and len(files) > 1:
         return [_unit_steps(suite, files)]
     # The longest first, so that none runs by itself at the end.
+    env = ONE_THREAD if at_once > 1 else {}
     shared = sorted((f for f in files if not f.is_alone), key=lambda f: -f.est_time)
     return [
-        [_file_step(file, ONE_THREAD if len(shared) > 1 else {}) for file in shared],
+        [_file_step(file, env) for file in shared],
         *([_file_step(file, {})] for file in files if file.is_alone),
     ]
 
@@ -324,7 +324,7 @@ def _not_run(step: Step) -> Outcome:
 
 
 def run_files(
-    files: Sequence[Registration], timeout: float, keep_going: bool, at_once: int = PROCESSES
+    files: Sequence[Registration], timeout: float, keep_going: bool, at_once: int = 1
 ) -> list[Outcome]:
     """Run `files`, suite by suite; stop at the first failing process unless `keep_going`.
 
@@ -332,16 +332,17 @@ def run_files(
         files: Of any suites.
         timeout: Seconds for each process.
         keep_going: Start the rest after a failure.
-        at_once: Processes at the same time.
+        at_once: Processes at the same time; of unit suites always `PROCESSES`.
     """
     suites = dict.fromkeys(file.suite for file in files)
-    plan = [steps for suite in suites for steps in _plan(suite, files)]
+    plan = [(suite, steps) for suite in suites for steps in _plan(suite, files, at_once)]
     outcomes: list[Outcome] = []
-    for steps in plan:
+    for suite, steps in plan:
         if not keep_going and any(outcome.failed for outcome in outcomes):
             outcomes += map(_not_run, steps)
         else:
-            outcomes += _run_together(steps, timeout, keep_going, at_once)
+            most = PROCESSES if suite in UNIT_SUITES else at_once
+            outcomes += _run_together(steps, timeout, keep_going, most)
     return outcomes
 
 
@@ -368,7 +369,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout-per-file", type=float, default=1200, help="seconds [1200]")
     parser.add_argument("--continue-on-error", action="store_true")
     parser.add_argument(
-        "--at-once", type=int, default=PROCESSES, help=f"processes at the same time [{PROCESSES}]"
+        "--at-once", type=int, default=1, help="files of other suites at the same time [1]"
     )
     parser.add_argument("--auto-partition-id", type=int, default=0)
     parser.add_argument("--auto-partition-size", type=int, default=1)

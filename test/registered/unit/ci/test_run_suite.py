@@ -118,7 +118,6 @@ def test_it_stops_at_the_first_failure_by_default(tmp_path: Path) -> None:
     assert any("not run" in line for line in lines)
 
 
-@pytest.mark.skipif(run_suite.PROCESSES < 2, reason="needs two cores")
 def test_none_starts_after_a_failure_beside_it(tmp_path: Path) -> None:
     """The first two meet, the third is still to come when both have failed."""
     meet = """
@@ -134,7 +133,7 @@ def test_none_starts_after_a_failure_beside_it(tmp_path: Path) -> None:
     """
     for name, seconds in (("test_1.py", 3), ("test_2.py", 2), ("test_3.py", 1)):
         write(tmp_path, name, f"register_cpu_ci({seconds}, 's')", meet)
-    status, lines = run(tmp_path, "--suite", "s")
+    status, lines = run(tmp_path, "--suite", "s", "--at-once", "2")
     assert (status, lines[-1]) == (1, "0 passed, 3 failed")
     assert sum("both have run at once" in line for line in lines if line.startswith("E ")) == 2
     assert not (tmp_path / "test_3.began").exists()
@@ -153,13 +152,13 @@ def test_a_file_that_is_alone_shares_the_machine_with_none(tmp_path: Path) -> No
     names = [f"test_{number}" for number in range(4)]
     for name in names:
         write(tmp_path, f"{name}.py", f"register_cpu_ci(1, 's', alone={name in names[:2]})", body)
-    status, lines = run(tmp_path, "--suite", "s")
+    status, lines = run(tmp_path, "--suite", "s", "--at-once", "2")
     assert (status, lines[-1]) == (0, "4 passed, 0 failed")
     log = (tmp_path / "log").read_text().split("\n")
     assert log[4:8] == [f"{name} {word}" for name in names[:2] for word in ("begin", "end")]
 
 
-def test_files_run_one_after_the_other_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_files_run_one_after_the_other(tmp_path: Path) -> None:
     body = """
         import pathlib
         def test_z():
@@ -169,7 +168,7 @@ def test_files_run_one_after_the_other_where_that_is_asked_for(tmp_path: Path) -
     """
     for number in range(3):
         write(tmp_path, f"test_{number}.py", "register_cpu_ci(1, 's')", body)
-    status, lines = run(tmp_path, "--suite", "s", "--at-once", "1")
+    status, lines = run(tmp_path, "--suite", "s")
     assert (status, lines[-1]) == (0, "3 passed, 0 failed")
     # The first summary comes before the second file's name: each is shown while it runs.
     shown = [line for line in lines if line.startswith("--- ") or "passed in" in line]
