@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from sglang.srt.constants import KIB
 from sglang.srt.distributed.rank_group import RankLost
 from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.distributed.tensor_group import PendingSum, TensorGroup
@@ -42,6 +43,7 @@ _TRANSPORT_ERRORS: Final = (dist.DistBackendError, dist.DistNetworkError)
 _GLOO_TRANSPORT: Final = "gloo/transport/"
 """What gloo's errors of connections have in their text; their type is RuntimeError."""
 _GLOO_SOURCE: Final = re.compile(r"^\[[^]]*\.cc:\d+\] ")
+_SHORT_BYTES: Final = 256 * KIB
 _NEVER: Final = timedelta(days=365)
 """Ranks wait in a broadcast while the server is idle. Whoever watches the ranks ends those that
 wait for one that is gone; a timeout of the transport would end servers that nobody uses."""
@@ -145,7 +147,10 @@ class GroupCoordinator(TensorGroup):
             return self._symm_mem.all_reduce(x)
         if self.device_group is not None:
             with _naming_lost_ranks():
-                dist.all_reduce(x, group=self.device_group)
+                if self._goes_by_first(x, self.device_group):
+                    self._reduce_at_first(x, torch.sum, self.device_group)
+                else:
+                    dist.all_reduce(x, group=self.device_group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,9 +169,42 @@ class GroupCoordinator(TensorGroup):
 
     def min_on_cpu(self, values: torch.Tensor) -> None:
         """Overwrite a CPU tensor with the element-wise MIN over the ranks."""
-        if self.cpu_group is not None:
-            with _naming_lost_ranks():
+        if self.cpu_group is None:
+            return
+        with _naming_lost_ranks():
+            if self._goes_by_first(values, self.cpu_group):
+                self._reduce_at_first(values, torch.amin, self.cpu_group)
+            else:
                 dist.all_reduce(values, dist.ReduceOp.MIN, group=self.cpu_group)
+
+    def _goes_by_first(self, values: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Whether `_reduce_at_first` is the faster way: gloo's own waits for a neighbour
+        2 * (size - 1) times, which are two hops for two ranks, and makes good use of the links
+        where tensors are long. benchmark/results/2026-11-22-ballot.md has figures."""
+        is_short = self.size > 2 and values.nbytes <= _SHORT_BYTES
+        return is_short and dist.get_backend(group) == dist.Backend.GLOO
+
+    def _reduce_at_first(
+        self,
+        values: torch.Tensor,
+        reduce: Callable[..., torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Overwrite `values` on all ranks: the first gathers them, reduces, and tells the result.
+
+        Args:
+            values: Contiguous.
+            reduce: Of a tensor over one dimension, as `torch.sum`.
+            group: Of these ranks.
+        """
+        rows = None
+        if self._rank == 0:
+            table = values.new_empty((self.size, *values.shape))
+            rows = list(table.unbind())
+        dist.gather(values, rows, self.ranks[0], group=group)
+        if rows is not None:
+            reduce(table, 0, out=values)
+        dist.broadcast(values, self.ranks[0], group=group)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.model_oracle import prompt, reference
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
@@ -30,12 +31,6 @@ WIDER = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
 NEEDS_FLASHINFER = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
 )
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
-    return tokens
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch_native"])
@@ -128,8 +123,7 @@ def check_logits(
         attention_backend=backend,
     )
     long, short = prompt(90, 1), prompt(21, 2)
-    with torch.inference_mode():
-        want_long, want_short = (hf(torch.tensor([p])).logits[0].float() for p in (long, short))
+    want_long, want_short = reference(hf, long), reference(hf, short)
 
     def check(got: torch.Tensor, *want: torch.Tensor) -> None:
         wanted = torch.stack(want)
