@@ -51,6 +51,10 @@ def make_pool(begin: int, end: int, tokens: int) -> MHATokenToKVPool:
     )
 
 
+def num_bytes_of(pool: MHATokenToKVPool) -> list[int]:
+    return pool.get_contiguous_buf_infos()[1]
+
+
 def start_engine() -> MooncakeTransferEngine:
     mark_device_set("cpu")
     envs.MOONCAKE_PROTOCOL.set("tcp")
@@ -66,7 +70,7 @@ def serve(tokens: int, pipe: Connection) -> None:
         for heads in ranks:
             pools.append(make_pool(*heads, tokens))
             geometry = PoolGeometry.of(pools[-1:], "w")
-            engine.batch_register(geometry.addresses, geometry.sizes)
+            engine.batch_register(geometry.addresses, num_bytes_of(pools[-1]))
             offers[heads] = geometry.offer("peer", engine.get_session_id())
     pipe.send(offers)
     pipe.recv()
@@ -132,7 +136,7 @@ def main() -> None:
     for case, (ranks, own) in CASES.items():
         pool = make_pool(*own, args.tokens)
         geometry = PoolGeometry.of([pool], "w")
-        engine.batch_register(geometry.addresses, geometry.sizes)
+        engine.batch_register(geometry.addresses, num_bytes_of(pool))
         told = [offers[heads] for heads in ranks]
         parts = list(zip(geometry.portions(told, 0), map(reader, told), strict=True))
         seconds = []
@@ -146,7 +150,7 @@ def main() -> None:
             "case": case,
             "tokens": args.tokens,
             "bytes_read": num_bytes,
-            "bytes_used": sum(geometry.sizes) * args.tokens // (args.tokens + PAGE),
+            "bytes_used": sum(num_bytes_of(pool)) * args.tokens // (args.tokens + PAGE),
             "gb_per_second": round(num_bytes / statistics.median(seconds[1:]) / 1e9, 3),
             "raw_seconds": seconds[1:],
         }

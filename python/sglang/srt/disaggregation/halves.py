@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.environ import EnvInt, envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
 
@@ -97,10 +98,27 @@ def make_half_server(
     ranks = group or SingleRank()
     place = RankPlace(ranks.rank, ranks.size, ranks.attn_tp_size)
     geometry = PoolGeometry.of(pools, weights_identity)
-    engine.batch_register(geometry.addresses, geometry.sizes)
+    # Whole allocations: a peer on the same host maps those, and nothing smaller, over NVLink.
+    ranges = device_runtime(pools[0].device).allocations_of(geometry.tensors)
+    assert all(
+        any(begin <= address < begin + size for begin, size in ranges.items())
+        for address in geometry.addresses
+    ), "a pool has memory that its geometry does not name"
+    engine.batch_register(list(ranges), list(ranges.values()))
     if mode == PREFILL:
         return _prefill(host, geometry, engine, ranks, place)
-    return HalfServer(_decode(geometry, engine, find_rank or _find_rank, ranks, place), [])
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
+    means = Means(
+        place=place,
+        geometry=geometry,
+        mover=engine,
+        staging=Staging(engine, pools[0].device, ranges),
+        find_rank=find_rank or _find_rank,
+        patience=_patience(),
+        context=context,
+    )
+    return HalfServer(_decode(means, ranks), [])
 
 
 def _find_rank(host: str, port: int, rank: int) -> Route:
@@ -191,31 +209,22 @@ class PrefillServers:
         )
 
 
-def _decode(
-    geometry: PoolGeometry, engine: Engine, find_rank: FindRank, ranks: RankGroup, place: RankPlace
-) -> MakeHalf:
-    patience = Patience(
+def _patience() -> Patience:
+    return Patience(
         bootstrap=_seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT),
         waiting=_seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT),
         silence=_silence(),
     )
+
+
+def _decode(means: Means, ranks: RankGroup) -> MakeHalf:
     failure_prob = envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
     if failure_prob:
         logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
-    means = Means(
-        place=place,
-        geometry=geometry,
-        mover=engine,
-        staging=Staging(engine, geometry.tensors[0].device),
-        find_rank=find_rank,
-        patience=patience,
-        context=context,
-    )
-    drawn = uuid.uuid4().hex.encode() if place.rank == 0 else None
+    drawn = uuid.uuid4().hex.encode() if ranks.rank == 0 else None
     servers = PrefillServers(means, ranks.broadcast(drawn).decode(), failure_prob)
-    return lambda state, holder: DecodeHalf(state, holder, servers, patience.bootstrap, ranks)
+    wait_s = means.patience.bootstrap
+    return lambda state, holder: DecodeHalf(state, holder, servers, wait_s, ranks)
 
 
 def _silence() -> int:

@@ -20,6 +20,7 @@ from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.common.protocol import VERSION, Offer, PoolBuffer, PoolOffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateSpec
 
 STAGING_BYTES: Final = 32 * MIB
@@ -38,13 +39,11 @@ class PoolGeometry:
 
     Attributes:
         pools: In the same order on servers of the same model.
-        sizes: Bytes of each buffer, pool by pool.
         facts: All that determines the bytes of a head, for errors.
-        tensors: Of each buffer of the paged pools, `[slots, ...]`.
+        tensors: In which the pools are; of paged pools those of each buffer, `[slots, ...]`.
     """
 
     pools: tuple[PoolOffer, ...]
-    sizes: tuple[int, ...]
     facts: dict[str, str]
     tensors: tuple[torch.Tensor, ...]
 
@@ -52,12 +51,11 @@ class PoolGeometry:
     def of(cls, pools: Sequence[BaseDevicePool], weights_identity: str) -> PoolGeometry:
         """Of the pools of a model whose requests own slots of one of them, and maybe a state."""
         offers: list[PoolOffer] = []
-        sizes: list[int] = []
         tensors: list[torch.Tensor] = []
         facts = {"weights": weights_identity, "page size": str(pools[0].page_size)}
         for pool in pools:
             spec, share = pool.spec, pool.spec.share
-            addresses, lengths, page_bytes = pool.get_contiguous_buf_infos()
+            addresses, _, page_bytes = pool.get_contiguous_buf_infos()
             num_heads = share.end - share.begin
             parts = [_parts(buffer, num_heads) for buffer in spec.buffers for _ in spec.layers]
             buffers = list(map(PoolBuffer, addresses, page_bytes, parts))
@@ -65,13 +63,14 @@ class PoolGeometry:
             offers.append(
                 PoolOffer(spec.name, is_state, pool.page_size, share.begin, share.end, buffers)
             )
-            sizes += lengths
             if isinstance(pool, PagedDevicePool):
                 tensors += [buffer for part in pool.parts for buffer in part]
+            elif isinstance(pool, MambaPool):
+                tensors += [pool.temporal, pool.conv]
             facts[f"pool {spec.name}"] = _shapes(spec, num_heads, pool.dtype)
             facts[f"layers of pool {spec.name}"] = str(list(spec.layers))
             facts[f"heads of pool {spec.name}"] = str(share.total)
-        return cls(tuple(offers), tuple(sizes), facts, tuple(tensors))
+        return cls(tuple(offers), facts, tuple(tensors))
 
     @property
     def addresses(self) -> list[int]:

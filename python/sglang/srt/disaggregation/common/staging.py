@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -115,10 +115,14 @@ class Staging:
     Args:
         registry: The transport.
         device: Where the pools are.
+        registered: Addresses of the allocations that the transport knows already.
     """
 
-    def __init__(self, registry: Registry, device: torch.device) -> None:
+    def __init__(
+        self, registry: Registry, device: torch.device, registered: Iterable[int] = ()
+    ) -> None:
         self._registry = registry
+        self._registered = set(registered)
         self._device = device
         self._runtime = device_runtime(device)
         # Of this thread's device: those of the prompts have another current one.
@@ -153,7 +157,12 @@ class Staging:
 
     def _make(self) -> StagingBuffer:
         memory = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self._device)
-        self._registry.batch_register([memory.data_ptr()], [STAGING_BYTES])
+        # It may lie in an allocation that the pools are in too.
+        ranges = self._runtime.allocations_of([memory])
+        new = [begin for begin in ranges if begin not in self._registered]
+        if new:
+            self._registry.batch_register(new, [ranges[begin] for begin in new])
+            self._registered.update(new)
         self._num_made += 1
         logger.info(
             "prefill ranks have other heads than this one: staging buffer %d of at most %d, %d MiB",

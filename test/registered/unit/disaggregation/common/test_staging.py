@@ -79,6 +79,19 @@ def test_a_buffer_that_cannot_be_registered_is_tried_again(monkeypatch: pytest.M
     assert buffers.take(0) is not None
 
 
+def test_memory_of_an_allocation_that_is_known_is_not_registered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's allocators cut several tensors out of one."""
+    registry = Recorded()
+    buffers = Staging(registry, torch.device("cpu"), [4096])
+    found = iter(({4096: 1 << 30}, {8192: 1 << 26}, {8192: 1 << 26}))
+    monkeypatch.setattr(type(buffers._runtime), "allocations_of", lambda *_: next(found))
+    for _ in range(3):
+        assert buffers.take(0) is not None
+    assert registry.ranges == [(8192, 1 << 26)]
+
+
 def cut_of(page_bytes: int) -> CutBuffer:
     own = torch.zeros(10, PAGE, 4, dtype=torch.uint8)
     return CutBuffer(1000, page_bytes, own, [(0, 0, 4)])
