@@ -26,6 +26,7 @@ from sglang.benchmark.report import emit, provenance
 from sglang.srt.distributed.parallel_state import get_attention_cp_group, get_attention_tp_group
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.test.memory_ranks import PlaceInGroup
 from sglang.test.rank_processes import run_ranks
 from sglang.test.scheduler_rig import prompt
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
@@ -39,23 +40,16 @@ _BATCH: Final = 4
 """Requests of a decode step."""
 
 
-class CountedGroup(TensorGroup):
+class CountedGroup(PlaceInGroup):
     """Another group, whose collectives, bytes given by this rank, and seconds are counted."""
 
     def __init__(self, group: TensorGroup) -> None:
+        super().__init__(group.rank, group.size)
         self._group = group
         self.clear()
 
     def clear(self) -> None:
         self.collectives, self.bytes, self.seconds = 0, 0, 0.0
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._counted(self._group.all_reduce, x)

@@ -4,8 +4,9 @@
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
 They are read from the syntax tree, without imports. Unit suites run in one process a core, other
-files in one process each, one after the other. The last line is `N passed, N failed`, in tests; the
-exit status is 0 only if nothing failed.
+files in one process each: one after the other, or `--at-once` of them together where they are not
+registered as `alone`. The output of processes that run together is printed when they end. The last
+line is `N passed, N failed`, in tests; the exit status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from sglang.srt.utils.process import kill_process_tree
 REPO: Final = Path(__file__).resolve().parents[1]
 UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 """Suites whose files start no processes: one pytest runs many of them and imports torch once."""
-UNIT_PROCESSES: Final = min(2, os.cpu_count() or 1)
-"""Processes of a unit suite, at the same time. More would import more than they save."""
+PROCESSES: Final = min(2, os.cpu_count() or 1)
+"""Of a unit suite, at the same time. More would import more than they save."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """For processes that share the cores: torch's threads wait for each other by spinning."""
 
 _REGISTER: Final = re.compile(r"register_(cpu|cuda|npu)_ci")
 _PARAMETERS: Final = ("est_time", "suite", "nightly", "disabled")
+_WORDS: Final = (*_PARAMETERS, "alone")
+"""`_PARAMETERS` may be given by place."""
 _COUNT: Final = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 _SUMMARY: Final = re.compile(r"(\d+ \w+,? ?)+.* in [\d.]+s")
 
@@ -57,6 +60,13 @@ class Registration:
     est_time: float
     nightly: bool
     disabled: str | None
+    alone: bool
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other file may run beside it: devices are not shared, and what runs for a
+        night measures."""
+        return self.alone or self.nightly or self.hw != "cpu"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +156,7 @@ def _registration(path: Path, hw: str, call: ast.Call) -> Registration:
         suite = f"{stage}-test-{runner}"
     elif not suite or stage or runner:
         raise ValueError("give `suite`, or `stage` with `runner_config`")
-    unknown = set(values) - set(_PARAMETERS)
+    unknown = set(values) - set(_WORDS)
     if unknown:
         raise ValueError(f"unknown arguments {sorted(unknown)}")
     if "est_time" not in values:
@@ -158,6 +168,7 @@ def _registration(path: Path, hw: str, call: ast.Call) -> Registration:
         est_time=float(values["est_time"]),
         nightly=bool(values.get("nightly", False)),
         disabled=values.get("disabled"),
+        alone=bool(values.get("alone", False)),
     )
 
 
@@ -248,54 +259,90 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
         outcome.note = "ran no tests"
 
 
-def _plan(suite: str, files: Sequence[Registration]) -> list[list[Step]]:
-    """The processes that run `files` of `suite`; those of one list at the same time."""
+def _plan(suite: str, files: Sequence[Registration], at_once: int) -> list[list[Step]]:
+    """The processes that run `files` of `suite`: those of one list may share the machine."""
     files = [file for file in files if file.suite == suite]
-    if suite not in UNIT_SUITES or len(files) == 1:
-        paths = [os.path.relpath(file.path, REPO) for file in files]
-        return [[Step(path, [sys.executable, path])] for path in paths]
-    parts = [partition(files, index, UNIT_PROCESSES) for index in range(UNIT_PROCESSES)]
-    pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
+    if suite in UNIT_SUITES and len(files) > 1:
+        return [_unit_steps(suite, files)]
+    # The longest first, so that none runs by itself at the end.
+    env = ONE_THREAD if at_once > 1 else {}
+    shared = sorted((f for f in files if not f.is_alone), key=lambda f: -f.est_time)
     return [
-        [
-            Step(
-                f"{suite} {number}/{len(parts)}, {len(part)} files",
-                [*pytest, *(os.path.relpath(file.path, REPO) for file in part)],
-                ONE_THREAD if len(parts) > 1 else {},
-            )
-            for number, part in enumerate(parts, start=1)
-        ]
+        [_file_step(file, env) for file in shared],
+        *([_file_step(file, {})] for file in files if file.is_alone),
     ]
 
 
-def _run_together(steps: Sequence[Step], timeout: float) -> list[Outcome]:
-    """Run `steps` at the same time. The first shows its output as it comes, the others later."""
-    with ThreadPoolExecutor(len(steps)) as pool:
-        print(f"--- {steps[0].name}", flush=True)
-        runs = [
-            pool.submit(run_process, step, timeout, is_shown=step is steps[0]) for step in steps
-        ]
-        outcomes = [runs[0].result()[0]]
-        for step, run in zip(steps[1:], runs[1:], strict=True):
-            outcome, lines = run.result()
-            print(f"--- {step.name}", *lines, sep="\n", flush=True)
-            outcomes.append(outcome)
-    return outcomes
+def _file_step(file: Registration, env: Mapping[str, str]) -> Step:
+    path = os.path.relpath(file.path, REPO)
+    return Step(path, [sys.executable, path], env)
 
 
-def run_files(files: Sequence[Registration], timeout: float, keep_going: bool) -> list[Outcome]:
-    """Run `files`, suite by suite; stop at the first failing process unless `keep_going`."""
+def _unit_steps(suite: str, files: Sequence[Registration]) -> list[Step]:
+    parts = [partition(files, index, PROCESSES) for index in range(PROCESSES)]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
+    return [
+        Step(
+            f"{suite} {number}/{len(parts)}, {len(part)} files",
+            [*pytest, *(os.path.relpath(file.path, REPO) for file in part)],
+            ONE_THREAD if len(parts) > 1 else {},
+        )
+        for number, part in enumerate(parts, start=1)
+    ]
+
+
+def _run_together(
+    steps: Sequence[Step], timeout: float, keep_going: bool, at_once: int
+) -> list[Outcome]:
+    """Run `steps`, at most `at_once` at the same time.
+
+    One by itself shows its output as it comes, others show theirs when they end.
+    """
+    is_one = min(len(steps), at_once) == 1
+    prints = threading.Lock()
+    has_failed = threading.Event()
+
+    def run(step: Step) -> Outcome:
+        if has_failed.is_set() and not keep_going:
+            return _not_run(step)
+        if is_one:
+            print(f"--- {step.name}", flush=True)
+        outcome, lines = run_process(step, timeout, is_shown=is_one)
+        if outcome.failed:
+            has_failed.set()
+        if not is_one:
+            with prints:
+                print(f"--- {step.name}", *lines, sep="\n", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(run, steps))
+
+
+def _not_run(step: Step) -> Outcome:
+    return Outcome(name=step.name, status=0, seconds=0, failed=1, note="not run")
+
+
+def run_files(
+    files: Sequence[Registration], timeout: float, keep_going: bool, at_once: int = 1
+) -> list[Outcome]:
+    """Run `files`, suite by suite; stop at the first failing process unless `keep_going`.
+
+    Args:
+        files: Of any suites.
+        timeout: Seconds for each process.
+        keep_going: Start the rest after a failure.
+        at_once: Processes at the same time; of unit suites always `PROCESSES`.
+    """
     suites = dict.fromkeys(file.suite for file in files)
-    plan = [steps for suite in suites for steps in _plan(suite, files)]
+    plan = [(suite, steps) for suite in suites for steps in _plan(suite, files, at_once)]
     outcomes: list[Outcome] = []
-    for steps in plan:
+    for suite, steps in plan:
         if not keep_going and any(outcome.failed for outcome in outcomes):
-            outcomes += [
-                Outcome(name=step.name, status=0, seconds=0, failed=1, note="not run")
-                for step in steps
-            ]
-            continue
-        outcomes += _run_together(steps, timeout)
+            outcomes += map(_not_run, steps)
+        else:
+            most = PROCESSES if suite in UNIT_SUITES else at_once
+            outcomes += _run_together(steps, timeout, keep_going, most)
     return outcomes
 
 
@@ -321,6 +368,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nightly", action="store_true", help="also run the nightly files")
     parser.add_argument("--timeout-per-file", type=float, default=1200, help="seconds [1200]")
     parser.add_argument("--continue-on-error", action="store_true")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="files of other suites at the same time [1]"
+    )
     parser.add_argument("--auto-partition-id", type=int, default=0)
     parser.add_argument("--auto-partition-size", type=int, default=1)
     parser.add_argument("--root", type=Path, default=REPO / "test" / "registered")
@@ -353,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.collect_only:
         print("\n".join(f"{f.suite}: {os.path.relpath(f.path, args.root)}" for f in part))
         return 0
-    outcomes = run_files(part, args.timeout_per_file, args.continue_on_error)
+    outcomes = run_files(part, args.timeout_per_file, args.continue_on_error, max(1, args.at_once))
     return _summarise(outcomes, [f for f in wanted if f.disabled is not None])
 
 

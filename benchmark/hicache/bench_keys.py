@@ -30,10 +30,8 @@ from typing import Any
 import numpy as np
 
 from sglang.benchmark.report import emit, provenance, writable_file
-from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
-    HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -42,6 +40,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.mem_cache.storage.page_trailer import key_digest
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.test.host_pools import storage_config
 from sglang.test.mooncake_cluster import MooncakeCluster
 
 _NAMESPACE = "0123456789abcdef" * 2
@@ -75,24 +74,6 @@ def elapsed_us(work: Callable[[], object], rounds: int) -> float:
         work()
         taken.append((time.perf_counter_ns() - begun) / 1e3)
     return statistics.median(taken)
-
-
-def storage_config(ranks: int, **extra: Any) -> HiCacheStorageConfig:
-    """A backend's settings on the first of `ranks`; with several, a key ends with the rank."""
-    return HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=ranks,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name=None,
-        extra_config=extra,
-        namespace=_NAMESPACE,
-    )
 
 
 def hash_figures(tokens: int, page_size: int, rounds: int) -> tuple[dict[str, float], list[str]]:
@@ -150,12 +131,12 @@ def question_figures(
 
 
 @contextmanager
-def mooncake(ranks: int) -> Iterator[MooncakeStore]:
+def mooncake() -> Iterator[MooncakeStore]:
     """A client of a store of its own."""
     with MooncakeCluster(segment_size="64mb") as cluster:
         store = MooncakeStore(
             storage_config(
-                ranks,
+                _NAMESPACE,
                 master_server_address=cluster.master.address,
                 protocol="tcp",
                 global_segment_size="0mb",
@@ -174,7 +155,7 @@ def measure(args: argparse.Namespace, store: MooncakeStore | None) -> Iterator[d
             hashing, hashes = hash_figures(args.pages * page_size, page_size, args.rounds)
             for pools, extra in _POOLS.items():
                 for ranks in (1, 2):
-                    storage = HiCacheFile(storage_config(ranks), folder)
+                    storage = HiCacheFile(storage_config(_NAMESPACE, tp_size=ranks), folder)
                     figures = key_figures(storage, hashes, extra, args.rounds)
                     if store is not None and ranks == 1:
                         keys_us = figures["name_us"] + figures["combine_us"]
@@ -197,7 +178,6 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.pages, args.rounds) < 1:
         parser.error("--pages and --rounds must be at least 1")
-    mark_device_set("cpu")
     emit({"benchmark": "bench_keys", **provenance(sys.argv)}, args.output_file)
 
     def report(store: MooncakeStore | None) -> None:
@@ -207,7 +187,7 @@ def main() -> None:
     if args.no_store:
         report(None)
         return
-    with mooncake(1) as store:
+    with mooncake() as store:
         report(store)
 
 

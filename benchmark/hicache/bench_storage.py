@@ -28,17 +28,16 @@ from storage_peers import BareFiles, BareMooncake, MemoryCopy, Peer, gb_per_seco
 from tqdm import tqdm
 
 from sglang.benchmark.report import emit, provenance, writable_file
-from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorage,
-    HiCacheStorageConfig,
     PoolName,
     PoolTransfer,
 )
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.test.host_pools import storage_config
 from sglang.test.mooncake_cluster import MooncakeCluster
 
 MIB = 1 << 20
@@ -83,30 +82,12 @@ def make_host(args: argparse.Namespace, layout: str, page_size: int) -> MHAToken
     return host
 
 
-def storage_config(namespace: str, extra: dict[str, Any]) -> HiCacheStorageConfig:
-    return HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name=None,
-        extra_config=extra,
-        namespace=namespace,
-    )
-
-
 @contextmanager
 def peers(
     backend: str, host: MHATokenToKVPoolHost, folder: Path, master: str | None
 ) -> Iterator[dict[str, Peer]]:
     """The three ways to use the API of one backend, by name."""
     pages = host.page_num
-    mark_device_set("cpu")
     with ExitStack() as stack:
         made: dict[str, Peer] = {}
 
@@ -118,7 +99,7 @@ def peers(
             extra: dict[str, Any] = {"verify_checksum": name == "checksum_on"}
             store: HiCacheStorage
             if backend == "file":
-                store = HiCacheFile(storage_config(name, extra), str(folder / name))
+                store = HiCacheFile(storage_config(name, **extra), str(folder / name))
                 store.register_mem_pool_host(host)
             else:
                 extra |= {
@@ -126,7 +107,7 @@ def peers(
                     "protocol": "tcp",
                     "global_segment_size": 0,
                 }
-                store = MooncakeStore(storage_config(name, extra), host)
+                store = MooncakeStore(storage_config(name, **extra), host)
             add(name, Through(store, host, pages))
         if backend == "file":
             add("bare", BareFiles(folder / "bare", host, pages))

@@ -12,13 +12,9 @@ Further lines compare ways to reduce the ballot's vector.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import numpy as np
@@ -27,8 +23,12 @@ import torch
 import torch.distributed as dist
 
 from sglang.benchmark.report import emit, provenance, writable_file
-from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.environ import envs
+from sglang.srt.distributed.parallel_state import (
+    GroupCoordinator,
+    get_attention_cp_group,
+    get_world_group,
+)
+from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Progress, agree, to_vector
@@ -36,81 +36,36 @@ from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.network import get_free_ports
+from sglang.test.rank_processes import run_ranks
 
-LOOPBACK: Final = "127.0.0.1"
 WARM_UP: Final = 50
 PROMPTS: Final = {"an empty tick": 0, "a prompt of 1,024": 1024, "a prompt of 32,768": 32768}
-FRAME_BYTES: Final = 4096
-LENGTH_BYTES: Final = 8
+PRELOAD: Final = ("sglang.srt.mem_cache.tree.ballot", "sglang.srt.managers.messages.tick")
+_TURN: Final = 25
+"""Rounds of one way before the next has its turn."""
 
 
-class GlooGroup(RankGroup):
-    """Ranks over gloo: a message that fits a frame with its length is one collective, a longer one
-    two; MIN is one. Counts what it is given.
+class CountedGroup(GroupCoordinator):
+    """The ranks of another group, whose collectives on the CPU, and their bytes, are counted."""
 
-    Args:
-        rank: This one.
-        size: How many ranks.
-        port: Where they meet.
-    """
+    def __init__(self, group: GroupCoordinator) -> None:
+        super().__init__(group.ranks, group.ranks[group.rank], group.device_group, group.cpu_group)
+        self.clear()
 
-    def __init__(self, rank: int, size: int, port: int) -> None:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{LOOPBACK}:{port}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(minutes=2),
-        )
-        self._rank, self._size = rank, size
+    def clear(self) -> None:
         self.num_collectives = self.num_bytes = 0
 
-    @property
-    def rank(self) -> int:
-        return self._rank
+    def broadcast_on_cpu(self, values: torch.Tensor) -> None:
+        self._count(values)
+        super().broadcast_on_cpu(values)
 
-    @property
-    def size(self) -> int:
-        return self._size
+    def min_on_cpu(self, values: torch.Tensor) -> None:
+        self._count(values)
+        super().min_on_cpu(values)
 
-    def broadcast(self, payload: bytes | None) -> bytes:
-        said = payload or b""
-        frame = bytearray(FRAME_BYTES)
-        head = (len(said).to_bytes(LENGTH_BYTES, "little") + said)[:FRAME_BYTES]
-        frame[: len(head)] = head
-        raw = self._broadcast(frame)
-        length = int.from_bytes(raw[:LENGTH_BYTES], "little")
-        missing = length - (FRAME_BYTES - LENGTH_BYTES)
-        if missing <= 0:
-            return raw[LENGTH_BYTES : LENGTH_BYTES + length]
-        rest = self._broadcast(bytearray(said[-missing:] if said else missing))
-        return raw[LENGTH_BYTES:] + rest
-
-    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
-        least = values.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        self._count(least)
-        return least
-
-    def _broadcast(self, raw: bytearray) -> bytes:
-        tensor = torch.frombuffer(raw, dtype=torch.uint8)
-        dist.broadcast(tensor, 0)
-        self._count(tensor)
-        return bytes(raw)
-
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count(self, values: torch.Tensor) -> None:
         self.num_collectives += 1
-        self.num_bytes += tensor.nbytes
-
-    def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group()
-
-
-def join(rank: int, size: int, port: int) -> GlooGroup:
-    """This rank's way to the others: the one place here that knows what they talk over."""
-    return GlooGroup(rank, size, port)
+        self.num_bytes += values.nbytes
 
 
 def make_tick(prompt_tokens: int) -> Tick:
@@ -132,29 +87,18 @@ def make_books() -> CacheBooks:
     return CacheBooks(lambda: root, counts)
 
 
-def be_rank(rank: int, size: int, port: int, ticks: int, out: Connection) -> None:
-    """One rank, in a process of its own: sends what it measured, case after case."""
-    torch.set_num_threads(1)
-    envs.GLOO_SOCKET_IFNAME.set("lo")
-    books = make_books()
-    with closing(join(rank, size, port)) as group:
-        for prompt_tokens in PROMPTS.values():
-            for has_ballot in (False, True):
-                out.send(_measure(group, books, make_tick(prompt_tokens), has_ballot, ticks))
-        for reduce in WAYS.values():
-            out.send(_measure_way(group, reduce, ticks))
-
-
-def _measure(
-    group: GlooGroup, books: CacheBooks, tick: Tick, has_ballot: bool, ticks: int
-) -> dict[str, Any]:
+def measure_tick(prompt_tokens: int, has_ballot: bool, ticks: int) -> dict[str, Any]:
+    """One rank's part of a case. Run by each process."""
+    counted = CountedGroup(get_world_group())
+    group = TorchRankGroup(counted, counted, get_attention_cp_group())
+    books, tick = make_books(), make_tick(prompt_tokens)
     of_ticks, of_ballots = [], []
     cpu = psutil.Process()
     begun = began_cpu = 0.0
     for number in range(WARM_UP + ticks):
         if number == WARM_UP:
             group.reduce_min(torch.zeros(1, dtype=torch.int64))  # All begin together.
-            group.num_collectives = group.num_bytes = 0
+            counted.clear()
             begun, began_cpu = time.perf_counter(), sum(cpu.cpu_times()[:2])
         started = time.perf_counter()
         payload = group.broadcast(encode_tick(tick) if group.rank == 0 else None)
@@ -171,8 +115,8 @@ def _measure(
         "ballot_us": _percentiles(of_ballots[WARM_UP:]) if has_ballot else None,
         "both_us": round(seconds / ticks * 1e6, 1),
         "cpu_us": round((sum(cpu.cpu_times()[:2]) - began_cpu) / ticks * 1e6, 1),
-        "collectives": group.num_collectives / ticks,
-        "bytes": group.num_bytes / ticks,
+        "collectives": counted.num_collectives / ticks,
+        "bytes": counted.num_bytes / ticks,
     }
 
 
@@ -180,96 +124,114 @@ def _percentiles(seconds: list[float]) -> list[float]:
     return [round(float(np.percentile(seconds, p)) * 1e6, 1) for p in (10, 50, 90, 99)]
 
 
-def reduce_ring(values: torch.Tensor, group: RankGroup) -> None:
+def reduce_ring(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     """gloo's own MIN: each rank waits for its neighbour 2 * (size - 1) times."""
-    dist.all_reduce(values, dist.ReduceOp.MIN)
+    dist.all_reduce(values, dist.ReduceOp.MIN, group=group)
 
 
-def reduce_gathered(values: torch.Tensor, group: RankGroup) -> None:
+def reduce_gathered(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Everybody's values on all ranks, each of which takes the least."""
-    table = torch.empty(group.size * len(values), dtype=values.dtype)
-    dist.all_gather_into_tensor(table, values)
-    values.copy_(table.view(group.size, -1).amin(0))
+    rows = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(rows, values, group=group)
+    values.copy_(torch.stack(rows).amin(0))
 
 
-def reduce_at_rank_0(values: torch.Tensor, group: RankGroup) -> None:
+def reduce_at_rank_0(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Rank 0 gets all values, and tells the least."""
-    rows = [torch.empty_like(values) for _ in range(group.size)] if group.rank == 0 else None
-    dist.gather(values, rows, 0)
+    is_first = group.rank() == 0
+    rows = [torch.empty_like(values) for _ in range(group.size())] if is_first else None
+    dist.gather(values, rows, 0, group=group)
     if rows is not None:
         values.copy_(torch.stack(rows).amin(0))
-    dist.broadcast(values, 0)
+    dist.broadcast(values, 0, group=group)
 
 
-WAYS: Final[dict[str, Callable[[torch.Tensor, RankGroup], None]]] = {
+def reduce_over_star(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The same by messages: rank 0 tells each of the others itself, without a tree."""
+    others = range(1, group.size())
+    if group.rank():
+        group.send([values], 0, 0).wait()
+        group.recv([values], 0, 0).wait()
+        return
+    rows = [torch.empty_like(values) for _ in others]
+    for work in [group.recv([row], rank, 0) for rank, row in zip(others, rows, strict=True)]:
+        work.wait()
+    values.copy_(torch.stack([values, *rows]).amin(0))
+    for work in [group.send([values], rank, 0) for rank in others]:
+        work.wait()
+
+
+def reduce_as_the_engine(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """What `TorchRankGroup` does."""
+    get_world_group().min_on_cpu(values)
+
+
+WAYS: Final[dict[str, Callable[[torch.Tensor, dist.ProcessGroup], None]]] = {
     "all_reduce": reduce_ring,
     "all_gather": reduce_gathered,
     "gather and broadcast": reduce_at_rank_0,
+    "star of messages": reduce_over_star,
+    "the engine's": reduce_as_the_engine,
 }
 """To agree on the vector of a ballot."""
 
 
-def _measure_way(
-    group: RankGroup, reduce: Callable[[torch.Tensor, RankGroup], None], rounds: int
-) -> dict[str, Any]:
-    values = to_vector(Progress())
-    cpu, began_cpu = psutil.Process(), 0.0
-    times = []
-    for number in range(WARM_UP + rounds):
-        if number == WARM_UP:
+def measure_ways(rounds: int) -> dict[str, dict[str, Any]]:
+    """One rank's part of all ways, which take turns. Run by each process."""
+    group = get_world_group().cpu_group
+    assert group is not None, "a rank alone has nobody to agree with"
+    cpu = psutil.Process()
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    used = dict.fromkeys(WAYS, 0.0)
+    for _ in range(WARM_UP // _TURN + rounds // _TURN):
+        for name, reduce in WAYS.items():
+            values = to_vector(Progress())
             began_cpu = sum(cpu.cpu_times()[:2])
-        started = time.perf_counter()
-        reduce(values, group)
-        times.append(time.perf_counter() - started)
-    cpu_us = (sum(cpu.cpu_times()[:2]) - began_cpu) / rounds * 1e6
-    return {"us": _percentiles(times[WARM_UP:]), "cpu_us": round(cpu_us, 1)}
+            for _ in range(_TURN):
+                started = time.perf_counter()
+                reduce(values, group)
+                times[name].append(time.perf_counter() - started)
+            used[name] += sum(cpu.cpu_times()[:2]) - began_cpu
+    return {
+        name: {
+            "us": _percentiles(taken[WARM_UP:]),
+            "cpu_us": round(used[name] / len(taken) * 1e6, 1),
+        }
+        for name, taken in times.items()
+    }
 
 
-def run_ranks(size: int, ticks: int, out: str | None) -> None:
+def report_ranks(size: int, ticks: int, out: str | None) -> None:
     """Measure one number of ranks, and print a line for each case."""
-    spawn = multiprocessing.get_context("spawn")
-    (port,) = get_free_ports(1)
-    pipes, processes = [], []
-    for rank in range(size):
-        here, there = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=be_rank, args=(rank, size, port, ticks, there))
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    try:
-        for name in PROMPTS:
-            for has_ballot in (False, True):
-                first, *others = [pipe.recv() for pipe in pipes]
-                slowest = max(others, key=lambda one: one["tick_us"][1])
-                record = {
-                    "ranks": size,
-                    "case": name,
-                    "ballot": has_ballot,
-                    "collectives_per_tick": first["collectives"],
-                    "bytes_per_tick": first["bytes"],
-                    "us_per_tick": first["both_us"],
-                    "cpu_us_per_tick_of_rank_0": first["cpu_us"],
-                    "rank_0_tick_us_p10_p50_p90_p99": first["tick_us"],
-                    "slowest_other_tick_us_p10_p50_p90_p99": slowest["tick_us"],
-                    "rank_0_ballot_us_p10_p50_p90_p99": first["ballot_us"],
-                    "load": round(os.getloadavg()[0], 1),
-                }
-                emit(record, out)
-        for name in WAYS:
-            first, *_ = [pipe.recv() for pipe in pipes]
+    for name, prompt_tokens in PROMPTS.items():
+        for has_ballot in (False, True):
+            first, *others = run_ranks(
+                size, measure_tick, prompt_tokens, has_ballot, ticks, preload=PRELOAD
+            )
+            slowest = max(others, key=lambda one: one["tick_us"][1])
             record = {
                 "ranks": size,
-                "way": name,
-                "us_p10_p50_p90_p99": first["us"],
-                "cpu_us_of_rank_0": first["cpu_us"],
+                "case": name,
+                "ballot": has_ballot,
+                "collectives_per_tick": first["collectives"],
+                "bytes_per_tick": first["bytes"],
+                "us_per_tick": first["both_us"],
+                "cpu_us_per_tick_of_rank_0": first["cpu_us"],
+                "rank_0_tick_us_p10_p50_p90_p99": first["tick_us"],
+                "slowest_other_tick_us_p10_p50_p90_p99": slowest["tick_us"],
+                "rank_0_ballot_us_p10_p50_p90_p99": first["ballot_us"],
                 "load": round(os.getloadavg()[0], 1),
             }
             emit(record, out)
-    finally:
-        for process in processes:
-            process.join(30)
-            process.kill()
+    for name, first in run_ranks(size, measure_ways, ticks, preload=PRELOAD)[0].items():
+        record = {
+            "ranks": size,
+            "way": name,
+            "us_p10_p50_p90_p99": first["us"],
+            "cpu_us_of_rank_0": first["cpu_us"],
+            "load": round(os.getloadavg()[0], 1),
+        }
+        emit(record, out)
 
 
 def main() -> int:
@@ -280,7 +242,7 @@ def main() -> int:
     args = parser.parse_args()
     emit(provenance(), args.out)
     for size in args.ranks:
-        run_ranks(size, args.ticks, args.out)
+        report_ranks(size, args.ticks, args.out)
     return 0
 
 

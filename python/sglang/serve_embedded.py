@@ -160,7 +160,7 @@ def start_in_order(
         print(f"{title}: {process.name} runs", flush=True)
 
 
-def stay(processes: Sequence[ManagedProcess]) -> None:
+def _stay(processes: Sequence[ManagedProcess]) -> None:
     """Wait for Ctrl-C.
 
     Raises:
@@ -172,6 +172,31 @@ def stay(processes: Sequence[ManagedProcess]) -> None:
     raise ChildStartError(f"{gone.name} ended: {gone.log_tail(1) or 'see above'}")
 
 
+def answer_and_stay(
+    title: str, url: str, api_key: str | None, processes: Sequence[ManagedProcess]
+) -> None:
+    """Ask the first question, print the next one, and wait for Ctrl-C unless `ONCE=1`.
+
+    Args:
+        title: Begins each line.
+        url: Whom to ask.
+        api_key: Of `url`.
+        processes: All that were started.
+
+    Raises:
+        ChildStartError: A child ended by itself.
+        RuntimeError: The first question was not answered. One line.
+    """
+    once = envs.ONCE.get()
+    print(f"{title}: asking {url}\n  {QUESTION!r}", flush=True)
+    print(ask(url, QUESTION, api_key), flush=True)
+    follow_up = curl_line(url, NEXT_QUESTION, api_key is not None)
+    print(f"{title}: ask the next one, whose start is cached now:\n\n{follow_up}\n", flush=True)
+    if not once:
+        print(f"{title}: Ctrl-C ends it", flush=True)
+        _stay(processes)
+
+
 def serve(argv: Sequence[str]) -> None:
     """Run until Ctrl-C, SIGTERM, or with `ONCE=1` until the first answer.
 
@@ -181,20 +206,12 @@ def serve(argv: Sequence[str]) -> None:
         RuntimeError: The first question was not answered. One line.
         KeyboardInterrupt: A signal came, and all processes have ended.
     """
-    once = envs.ONCE.get()
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
     check_port_available(args.host, args.port)
     check_model(args)
-    url = server_url(args)
     with ExitStack() as stack:
         processes = _start_all(stack, args, argv)
-        print(f"serve: asking {url}\n  {QUESTION!r}", flush=True)
-        print(ask(url, QUESTION, args.api_key), flush=True)
-        follow_up = curl_line(url, NEXT_QUESTION, args.api_key is not None)
-        print(f"serve: ask the next one, whose start is cached now:\n\n{follow_up}\n", flush=True)
-        if not once:
-            print("serve: Ctrl-C ends it", flush=True)
-            stay(processes)
+        answer_and_stay("serve", server_url(args), args.api_key, processes)
 
 
 def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:

@@ -27,19 +27,14 @@ from typing import Final
 from sglang.embedded_mooncake import LOOPBACK, ManagedProcess, MooncakeMaster, StoreNode
 from sglang.embedded_router import Router
 from sglang.serve_embedded import (
-    NEXT_QUESTION,
-    QUESTION,
     STORAGE_FLAGS,
     STORE_BYTES,
-    ask,
-    curl_line,
+    answer_and_stay,
     run,
     start_in_order,
-    stay,
 )
 from sglang.srt.arg_groups.disaggregation import DECODE, PREFILL, WHOLE
 from sglang.srt.entrypoints.start_checks import check_model
-from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.network import base_url, check_port_available, get_free_ports, is_healthy
@@ -168,21 +163,14 @@ def serve(argv: Sequence[str]) -> None:
         RuntimeError: The first question was not answered. One line.
         KeyboardInterrupt: A signal came, and all processes have ended.
     """
-    once = envs.ONCE.get()
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
     check_port_available(args.host, args.port)
     check_model(args)
     parts = plan(args, argv, get_free_ports(3), count_gpus())
     with ExitStack() as stack:
         router, processes = _start_all(stack, args, parts)
-        print(f"serve-pd: asking {router.url}\n  {QUESTION!r}", flush=True)
-        print(ask(router.url, QUESTION, None), flush=True)
-        follow_up = curl_line(router.url, NEXT_QUESTION, has_key=False)
-        print(f"serve-pd: ask the next one, whose start is cached now:\n\n{follow_up}\n")
         print(f"serve-pd: prefill at {parts.prefill_url}, decode at {parts.decode_url}", flush=True)
-        if not once:
-            print("serve-pd: Ctrl-C ends it", flush=True)
-            stay(processes)
+        answer_and_stay("serve-pd", router.url, None, processes)
 
 
 if __name__ == "__main__":

@@ -299,7 +299,11 @@ class Envs:
     MC_FORCE_MNNVL = EnvOptionalStr("Set: Mooncake's engine uses NVLink between nodes.")
     MC_INTRANODE_NVLINK = EnvOptionalStr("Set: Mooncake's engine uses NVLink within a node.")
 
-    # Read by torch's allocator, not by us.
+    # Read by torch, not by us.
+    TORCH_SYMM_MEM_DISABLE_MULTICAST = EnvStr(
+        "1",
+        "Memory that GPUs share is not told to the switches; nothing here sends to all at once.",
+    )
     PYTORCH_CUDA_ALLOC_CONF = EnvStr("", "Settings of torch's allocator of GPU memory.")
     PYTORCH_ALLOC_CONF = EnvStr("", "The same by its newer name.")
 

@@ -172,6 +172,31 @@ class EchoGroup(RankGroup):
         return values.clone()
 
 
+class PassedOnGroup(RankGroup):
+    """Another group's calls, for those who count or change some of them."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    @property
+    def attn_cp_size(self) -> int:
+        return self._group.attn_cp_size
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        return self._group.broadcast(payload)
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return self._group.reduce_min(values)
+
+
 class PlaceInGroup(TensorGroup):
     """A rank's place among others that are not there: what it computes stays its part."""
 

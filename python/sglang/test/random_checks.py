@@ -24,7 +24,7 @@ def assert_words(sent: Sent, got: Collected) -> None:
 
 def assert_whole(sent: Sent, got: Collected) -> None:
     """A request that ended without being aborted gave all that it must."""
-    message, last, rid = sent.message, got.last, sent.message.rid
+    last, rid = got.last, sent.message.rid
     assert last is not None and last.finish_reason is not None
     assert not sent.is_refused, f"{rid} is too long and ran"
     assert got.output_ids == sent.words, f"{rid} ended after {len(got.output_ids)} words"
@@ -32,11 +32,16 @@ def assert_whole(sent: Sent, got: Collected) -> None:
     assert last.finish_reason.type == expected, f"{rid} ended by {last.finish_reason}"
     details = last.cached_tokens_details
     assert details.total < len(sent.prompt), f"{rid}: {details}"
+    assert_input_logprobs(sent, got)
+
+
+def assert_input_logprobs(sent: Sent, got: Collected) -> None:
+    """A request that ended has the log probabilities that it asked for of its prompt."""
+    message = sent.message
     if message.logprob_start_len >= 0:
-        wanted = checkable_model.input_logprobs(
-            sent.prompt, message.seed, message.logprob_start_len
-        )
-        assert got.input_logprobs == wanted, f"{rid}: wrong logprobs of its prompt"
+        start = message.logprob_start_len
+        wanted = checkable_model.input_logprobs(sent.prompt, message.seed, start)
+        assert got.input_logprobs == wanted, f"{message.rid}: wrong logprobs of its prompt"
 
 
 def assert_unpinned(tree: RadixCache) -> None:

@@ -16,21 +16,15 @@ seed, except for the progress of threads.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import re
-import secrets
-import sys
 import time
-import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-import torch
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.common import remote_prompt
@@ -42,14 +36,14 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     Bootstrap,
-    TokenizedGenerateReqInput,
     ToScheduler,
 )
-from sglang.test import checkable_model
+from sglang.test import random_seeds
 from sglang.test.control_proxy import ControlProxy
 from sglang.test.pd_rig import LOOPBACK, NEVER_ASKED, LocalMover, PdRig
-from sglang.test.random_checks import assert_unpinned, assert_words
+from sglang.test.random_checks import assert_input_logprobs, assert_unpinned, assert_words
 from sglang.test.random_requests import RandomRequests, Sent
+from sglang.test.random_seeds import Outcome
 from sglang.test.scheduler_rig import Collected
 from sglang.test.step_watchdog import Watchdog
 
@@ -92,15 +86,6 @@ class Pending:
     another's."""
     to_come: set[str]
     """The sides that have yet to say how it ends."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Counts of events in one run, to check that it was not idle."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
 
 
 def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
@@ -371,7 +356,7 @@ class RandomPd:
                 self._requests.remember(sent.message.extra_key, sent.prompt + got.output_ids)
             else:
                 assert got.output_ids == sent.words[:1]
-                _assert_input_logprobs(sent, got)
+                assert_input_logprobs(sent, got)
             counts[f"{side}: right"] += 1
             return
         why = reason.message or ""
@@ -395,14 +380,6 @@ class RandomPd:
             self.outcome.counts[f"{name}: tokens computed"] += counters.prefill_tokens
 
 
-def _assert_input_logprobs(sent: Sent, got: Collected) -> None:
-    message: TokenizedGenerateReqInput = sent.message
-    if message.logprob_start_len >= 0:
-        start = message.logprob_start_len
-        want = checkable_model.input_logprobs(sent.prompt, message.seed, start)
-        assert got.input_logprobs == want, f"{message.rid}: wrong logprobs of its prompt"
-
-
 def _prefill_half(pair: PdRig) -> PrefillHalf:
     half = pair.prefill.scheduler._parts.half
     assert isinstance(half, PrefillHalf)
@@ -421,9 +398,6 @@ def _desk(pair: PdRig) -> RoomDesk:
     return desk
 
 
-# ---- running seeds -----------------------------------------------------------------------------
-
-
 def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
     """Run one seed. Exceptions have a note with the command that repeats the run."""
     try:
@@ -433,43 +407,5 @@ def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
         raise
 
 
-def run_for(
-    seconds: float, first_seed: int, *, steps: int = STEPS_PER_SEED, most_failures: int = 5
-) -> tuple[Counter[str], list[int]]:
-    """Run one seed after another for `seconds`, at least one: counts of all, and failed seeds."""
-    counts: Counter[str] = Counter()
-    failed: list[int] = []
-    began, seed = time.monotonic(), first_seed
-    while seed == first_seed or (
-        time.monotonic() - began < seconds and len(failed) < most_failures
-    ):
-        print(f"seed {seed}:", end=" ", flush=True)
-        try:
-            outcome = run_seed(seed, steps)
-        except Exception:  # noqa: BLE001 - reported; the next seed still runs
-            failed.append(seed)
-            print("FAILED", flush=True)
-            traceback.print_exc(file=sys.stdout)
-        else:
-            print(f"{outcome.steps} steps in {outcome.seconds:.1f} s", flush=True)
-            counts.update(outcome.counts)
-        seed += 1
-    return counts, failed
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seed", type=int, help="the only or first seed [random]")
-    parser.add_argument("--seconds", type=float, default=0.0, help="run seeds for this time")
-    parser.add_argument("--steps", type=int, default=STEPS_PER_SEED, help="steps of each seed")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    seed = secrets.randbits(31) if args.seed is None else args.seed
-    counts, failed = run_for(args.seconds, seed, steps=args.steps)
-    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
-    print(f"failed: {failed or 'none'}")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(random_seeds.main(__doc__, STEPS_PER_SEED, run_seed))

@@ -31,7 +31,8 @@ from sglang.srt.managers.messages.tick import decode_tick, encode_tick
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.digest import CacheBooks, explain_difference
 from sglang.test.memory_ranks import MemoryExchange
-from sglang.test.random_scheduler import CheckableRig, Outcome, RandomScheduler
+from sglang.test.random_scheduler import CheckableRig, RandomScheduler, SchedulerOutcome
+from sglang.test.random_seeds import print_counts
 from sglang.test.random_setup import Setup
 
 SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1))
@@ -215,7 +216,7 @@ class RandomRanks(RandomScheduler):
                 raise rank.error
 
 
-def run_ranks(seed: int, ranks: int, steps: int, attn_cp_size: int = 1) -> Outcome:
+def run_ranks(seed: int, ranks: int, steps: int, attn_cp_size: int = 1) -> SchedulerOutcome:
     """One run. What it raises has notes: the state, and the command that repeats the run."""
     run = RandomRanks(seed, ranks, attn_cp_size=attn_cp_size)
     try:
@@ -292,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts = outcome.counts + Counter(ticks=outcome.steps)
     else:
         counts = run_for(args.seconds, args.seed)
-    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
+    print_counts(counts)
     print(f"{counts['ticks']} ticks in {time.monotonic() - began:.1f} s")
     return 0
 

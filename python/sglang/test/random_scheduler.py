@@ -14,20 +14,14 @@ A run is a function of its seed, except for the progress of copies and transfers
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
-import secrets
-import sys
 import time
-import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-import torch
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.messages.io_struct import (
@@ -44,10 +38,12 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.test import random_seeds
 from sglang.test.checkable_model import CheckableWorker
 from sglang.test.object_store import MOODS, ObjectStore
 from sglang.test.random_checks import assert_stored, assert_unpinned, assert_whole, assert_words
 from sglang.test.random_requests import RandomRequests, Sent
+from sglang.test.random_seeds import Outcome
 from sglang.test.random_setup import Setup, impatient
 from sglang.test.scheduler_rig import Collected, SchedulerRig
 from sglang.test.step_watchdog import Watchdog, log_kept
@@ -76,14 +72,18 @@ class CheckableRig(SchedulerRig):
         return CheckableWorker(page_size, pool_tokens, max_requests)
 
 
-@dataclass(slots=True)
-class Outcome:
-    """Counts of events in one run, to check that it was not idle."""
+@dataclass(slots=True, kw_only=True)
+class SchedulerOutcome(Outcome):
+    """Of a run, with its configuration."""
 
     setup: Setup
-    steps: int = 0
-    seconds: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
+
+    def describe(self) -> str:
+        one = self.setup
+        return (
+            f"{one.tiers} tiers, pages of {one.page_size}, {one.schedule_policy}, "
+            f"{one.write_policy}, {one.prefetch_policy}{', overlap' if one.overlap else ''}"
+        )
 
 
 class RandomScheduler:
@@ -102,7 +102,7 @@ class RandomScheduler:
         self.store = ObjectStore(
             seed, damages=self.setup.verify_checksum, breaks_contract=seed % 2 == 1
         )
-        self.outcome = Outcome(self.setup)
+        self.outcome = SchedulerOutcome(setup=self.setup)
         self._log: deque[str] = deque(maxlen=40)
         self._watchdog = Watchdog()
         self._sent: dict[str, Sent] = {}
@@ -122,7 +122,7 @@ class RandomScheduler:
         assert self._rig is not None, "within `run`"
         return self._rig
 
-    def run(self, steps: int = STEPS_PER_SEED) -> Outcome:
+    def run(self, steps: int = STEPS_PER_SEED) -> SchedulerOutcome:
         """Run about `steps` ticks. Raises for any wrong result."""
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -412,10 +412,7 @@ class RandomScheduler:
         return "\n".join([*lines, "the log's last lines:", *self._log])
 
 
-# ---- running seeds -----------------------------------------------------------------------------
-
-
-def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
+def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> SchedulerOutcome:
     """Run one seed. Exceptions have notes: the state, and the command that repeats the run."""
     run = RandomScheduler(seed)
     try:
@@ -427,68 +424,5 @@ def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
         raise
 
 
-def run_for(
-    seconds: float,
-    first_seed: int,
-    *,
-    steps: int = STEPS_PER_SEED,
-    most_failures: int = 5,
-) -> tuple[Counter[str], list[int]]:
-    """Run one seed after another for `seconds`, at least one.
-
-    Prints a line for each seed, and the cause of each failure.
-
-    Returns:
-        The counts of all runs, and the failed seeds.
-    """
-    counts: Counter[str] = Counter()
-    failed: list[int] = []
-    began, seed = time.monotonic(), first_seed
-    while seed == first_seed or (
-        time.monotonic() - began < seconds and len(failed) < most_failures
-    ):
-        # Printed before the run, because a failing copy ends the process.
-        print(f"seed {seed}:", end=" ", flush=True)
-        try:
-            outcome = run_seed(seed, steps)
-        except Exception:  # noqa: BLE001 - reported; the next seed still runs
-            failed.append(seed)
-            print("FAILED", flush=True)
-            traceback.print_exc(file=sys.stdout)
-        else:
-            one = outcome.setup
-            print(
-                f"{outcome.steps} steps in {outcome.seconds:.1f} s; {one.tiers} tiers, pages of "
-                f"{one.page_size}, {one.schedule_policy}, {one.write_policy}, "
-                f"{one.prefetch_policy}{', overlap' if one.overlap else ''}",
-                flush=True,
-            )
-            counts["steps"] += outcome.steps
-            counts.update(outcome.counts)
-        counts["seeds"] += 1
-        seed += 1
-    return counts, failed
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seed", type=int, help="the only or first seed [random]")
-    parser.add_argument("--seconds", type=float, default=0.0, help="run seeds for this time")
-    parser.add_argument("--steps", type=int, default=STEPS_PER_SEED, help="steps of each seed")
-    parser.add_argument("--most-failures", type=int, default=5, help="failures to end at [5]")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    seed = secrets.randbits(31) if args.seed is None else args.seed
-    counts, failed = run_for(
-        args.seconds,
-        seed,
-        steps=args.steps,
-        most_failures=args.most_failures,
-    )
-    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
-    print(f"failed: {failed or 'none'}")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(random_seeds.main(__doc__, STEPS_PER_SEED, run_seed))

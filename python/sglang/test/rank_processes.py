@@ -1,4 +1,4 @@
-"""Real ranks on this machine: processes that meet over gloo, run a function, and give its results.
+"""Real ranks on this machine: processes that meet, run a function, and give its results.
 
 They are forked from a server that has torch imported, so that a rank starts in milliseconds.
 """
@@ -18,10 +18,13 @@ from typing import Any, Final
 import torch
 
 from sglang.srt.distributed.parallel_state import (
+    get_attention_tp_group,
     init_distributed_environment,
     initialize_model_parallel,
 )
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
+from sglang.srt.hardware_backend.device_kinds import device_kind
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 _TIMEOUT_S: Final = 120.0
 
@@ -35,6 +38,7 @@ def run_ranks(
     work: Callable[..., Any],
     *args: Any,
     attn_cp_size: int = 1,
+    device: str = "cpu",
     preload: Sequence[str] = (),
 ) -> list[Any]:
     """What `work(*args)` gives on each rank of a server of `size` ranks, in their groups.
@@ -42,6 +46,8 @@ def run_ranks(
     Args:
         work: A function at the top of a file, which each rank loads again; what it gives can be
             sent.
+        device: Kind of the ranks' devices. Where there are several of it, each has one, by its
+            rank.
         preload: Modules that ranks need and that take long to import. Those of a process's first
             call count.
 
@@ -55,7 +61,7 @@ def run_ranks(
     with open_rendezvous(size) as meeting:
         for rank in range(size):
             reader, writer = context.Pipe()
-            arguments = (meeting.for_rank(rank), attn_cp_size, writer, place, args)
+            arguments = (meeting.for_rank(rank), attn_cp_size, device, writer, place, args)
             process = context.Process(target=_rank, args=arguments)
             process.start()
             writer.close()
@@ -85,6 +91,7 @@ def _result(rank: int, reader: Connection) -> Any:
 def _rank(
     meeting: Rendezvous,
     attn_cp_size: int,
+    device: str,
     writer: Connection,
     place: tuple[str, str],
     args: tuple[Any, ...],
@@ -92,8 +99,14 @@ def _rank(
     torch.set_num_threads(1)
     file, name = place
     try:
-        init_distributed_environment("gloo", meeting)
+        kind = device_kind(device)
+        if kind.has_symmetric_memory:
+            device_runtime(device).set_device(meeting.rank)
+        init_distributed_environment(kind.process_group, meeting)
         initialize_model_parallel(meeting.size, attn_cp_size)
+        if kind.has_symmetric_memory:
+            own = torch.device(device, meeting.rank)
+            get_attention_tp_group().open_symmetric_memory(own)
         writer.send((True, runpy.run_path(file)[name](*args)))
     except Exception:  # noqa: BLE001 - it is the parent's to raise
         writer.send((False, traceback.format_exc()))

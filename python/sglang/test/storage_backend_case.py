@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.engine_server import Answer, EngineServer
+from sglang.test.forked_servers import ForkedServer
 from sglang.test.scheduler_rig import prompt
 from sglang.test.test_utils import CustomTestCase
 from sglang.test.tiny_models import save_tiny_checkpoint
@@ -38,7 +39,7 @@ Cached = tuple[int, int, int]
 @cache
 def words_of_one_rank(model: str, prompts: Sequence[tuple[int, ...]]) -> list[Words]:
     """Greedy words of a server of one rank without a cache."""
-    with EngineServer("--disable-radix-cache", *_flags({}), model=model) as server:
+    with ForkedServer("--disable-radix-cache", *_flags({}), model=model) as server:
         return [ask(server, ids)[0] for ids in prompts]
 
 
@@ -114,7 +115,7 @@ class StorageBackendCase(CustomTestCase):
             "--hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
             **more,
         }
-        cls.server = EngineServer(*_flags(settings), env=env, model=model)
+        cls.server = ForkedServer(*_flags(settings), env=env, model=model)
         cls.addClassCleanup(cls.server.kill)
         cls.server.start()
 

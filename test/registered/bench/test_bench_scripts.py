@@ -12,7 +12,8 @@ import pytest
 
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
+from sglang.test.forked_scripts import run_script
+from sglang.test.forked_servers import ForkedServer
 
 register_cpu_ci(est_time=65, suite="base-b-test-cpu")
 
@@ -22,14 +23,7 @@ EVIDENCE = {"date", "command", "commit", "hardware"}
 
 def run(script: str, *flags: str, status: int = 0) -> list[dict[str, Any]]:
     """The JSON lines of a script that must exit with `status`."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK / script), *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env=child_environment({"OMP_NUM_THREADS": "1"}),
-    )
+    done = run_script(BENCHMARK / script, *flags, timeout=240)
     assert done.returncode == status, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -113,8 +107,20 @@ def test_simulate_store_divides_prompts_between_a_slow_store_and_the_device() ->
 
 
 def test_simulate_trace_stops_in_time() -> None:
-    flags = ("--fractions", "0.5", "--max-seconds", "0")
-    assert len(run("hicache/simulate_trace.py", *flags, status=1)) == 1
+    """As a command that is typed: the other scripts are forked."""
+    done = subprocess.run(
+        [
+            *(sys.executable, str(BENCHMARK / "hicache/simulate_trace.py")),
+            *("--fractions", "0.5", "--max-seconds", "0"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env=child_environment({"OMP_NUM_THREADS": "1"}),
+    )
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 1
 
 
 def test_simulate_trace_needs_tiers_that_hold_the_longest_request() -> None:
@@ -156,7 +162,7 @@ def test_bench_storage(backend: str) -> None:
 
 def test_against_a_real_server(tmp_path: Path) -> None:
     plot, output = tmp_path / "rounds.png", tmp_path / "load.jsonl"
-    with EngineServer("--page-size", "16") as server:
+    with ForkedServer("--page-size", "16") as server:
         talk = ("--num-clients", "3", "--num-rounds", "3", "--request-length", "64")
         short = ("--output-length", "8", "--base-url", server.url, "--plot", str(plot))
         pace = ("--request-rate", "inf", "--max-parallel", "2")
@@ -208,6 +214,18 @@ def test_context_parallel_counts_what_is_expected() -> None:
     # The keys and values of two layers, and a last hidden state of 64 numbers.
     kv = 2 * expected["prefill"]["kv_mb_given_per_layer"]
     assert prefill["cp"]["mb_given"] == pytest.approx(kv + 64 * 4 / 1e6, abs=2e-4)
+
+
+def test_rank_collectives() -> None:
+    _, *records = run("micro/bench_rank_collectives.py", "--ranks", "2", "3", "--ticks", "25")
+    cases, ways = records[:6] + records[11:17], records[6:11] + records[17:]
+    assert [one["ranks"] for one in cases] == [2] * 6 + [3] * 6
+    for one in cases:
+        messages = 1 if one["case"] == "an empty tick" else 2
+        assert one["collectives_per_tick"] == messages + one["ballot"], one
+        assert (one["rank_0_ballot_us_p10_p50_p90_p99"] is not None) == one["ballot"]
+    assert [one["way"] for one in ways[:5]] == [one["way"] for one in ways[5:]]
+    assert all(one["us_p10_p50_p90_p99"][0] > 0 for one in ways)
 
 
 def test_unused_tiers() -> None:

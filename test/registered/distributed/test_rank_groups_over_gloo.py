@@ -25,7 +25,7 @@ from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.rank_processes import RankFailed, run_ranks
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 
 def rank_group() -> RankGroup:
@@ -99,6 +99,43 @@ def test_what_collectives_give() -> None:
         assert one["texts"] == [f"rank {r}" for r in range(4)]
 
 
+def least() -> list[list[int]]:
+    rank, group = get_world_group().rank, rank_group()
+    mine = torch.tensor([rank, -rank, 5, 2**62 - rank, -(2**62) - rank])
+    tables = [group.reduce_min(values) for values in (mine, mine[3:], mine)]
+    assert mine[0] == rank, "it is given back as a new tensor"
+    return [table.tolist() for table in tables]
+
+
+@pytest.mark.parametrize(("size", "cp"), [(2, 1), (3, 1), (4, 1), (4, 4), (4, 2), (6, 2), (6, 3)])
+def test_the_least_over_the_ranks_of_any_groups(size: int, cp: int) -> None:
+    last = size - 1
+    wanted = [0, -last, 5, 2**62 - last, -(2**62) - last]
+    assert run_ranks(size, least, attn_cp_size=cp) == [[wanted, wanted[3:], wanted]] * size
+
+
+def sums() -> list[bool]:
+    """Of tensors that are short and long; the same bits on all ranks."""
+    world, right = get_world_group(), []
+    for count, dtype in ((1000, torch.float32), (1000, torch.bfloat16), (70_000, torch.float32)):
+        parts = [
+            torch.randn(2, count, generator=torch.Generator().manual_seed(rank))
+            for rank in range(world.size)
+        ]
+        mine = parts[world.rank].to(dtype, copy=True)
+        assert world.all_reduce(mine) is mine
+        tolerance = 1e-5 if dtype is torch.float32 else 0.1
+        right.append(torch.allclose(mine.float(), sum(parts[1:], parts[0]), atol=tolerance))
+        same = world.all_gather(mine)
+        right.append(bool((same == mine).all()))
+    return right
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_of_short_and_long_tensors(size: int) -> None:
+    assert run_ranks(size, sums) == [[True] * 6] * size
+
+
 def custom_groups(groups: list[list[int]]) -> list[int]:
     rank = get_world_group().rank
     made = create_custom_parallel_group(groups[rank])
@@ -148,10 +185,11 @@ def lost() -> str:
     return "went on"
 
 
-def test_a_rank_that_is_gone_is_an_error_in_the_others_collective() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_is_gone_is_an_error_in_the_others_collective(size: int) -> None:
     lost_rank = r"RankLost: another rank is gone: [A-Z][a-z ]+ \[127\.0\.0\.1\]:\d+[^\n.]*\n"
     with pytest.raises(RankFailed, match=lost_rank):
-        run_ranks(2, lost)
+        run_ranks(size, lost)
 
 
 def wrong() -> str:

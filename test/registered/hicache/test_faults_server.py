@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import EngineServer
+from sglang.test.forked_servers import ForkedServer
 from sglang.test.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 
 PAGE = 64
 FLAGS = (
@@ -41,7 +42,7 @@ def cluster() -> Iterator[MooncakeCluster]:
 
 @pytest.fixture(scope="module")
 def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
-    with EngineServer(*FLAGS, env=cluster.engine_env()) as running:
+    with ForkedServer(*FLAGS, env=cluster.engine_env()) as running:
         yield running
 
 
@@ -70,7 +71,7 @@ def test_c5_engines_that_differ_share_nothing(
         ((), str(perturbed_model(tmp_path))),
     ]
     for flags, model in others:
-        with EngineServer(*FLAGS, *flags, env=cluster.engine_env(), model=model) as other:
+        with ForkedServer(*FLAGS, *flags, env=cluster.engine_env(), model=model) as other:
             assert other.generate(prompt).meta_info["cached_tokens"] == 0, flags
 
 
@@ -127,7 +128,7 @@ def test_c11_abort_storm_leaves_the_books_balanced(cluster: MooncakeCluster) -> 
     rng = random.Random(11)
     small = ("--max-total-tokens", "4096", "--hicache-ratio", "2", "--max-running-requests", "4")
     prompts = [tokens(2000 + seed, rng.randrange(200, 1200)) for seed in range(8)]
-    with EngineServer(*FLAGS, *small, env=cluster.engine_env()) as server:
+    with ForkedServer(*FLAGS, *small, env=cluster.engine_env()) as server:
         cold = {i: server.generate(prompt).output_ids for i, prompt in enumerate(prompts)}
         server.flush()
 

@@ -10,7 +10,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.storage_backend_case import StorageBackendCase, save_checkpoint
 
-register_cpu_ci(est_time=120, suite="base-b-test-cpu")
+register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 
 class FileBackendCase(StorageBackendCase):

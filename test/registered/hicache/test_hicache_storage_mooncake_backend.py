@@ -11,7 +11,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.storage_backend_case import StorageBackendCase, save_checkpoint
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 
 class TestMooncakeBackendQwen330BCP2(StorageBackendCase):

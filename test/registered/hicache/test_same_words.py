@@ -18,10 +18,11 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_server import Answer, EngineServer
+from sglang.test.forked_servers import ForkedServer
 from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.recall_task import heldout_conversation
 
-register_cpu_ci(est_time=65, suite="base-b-test-cpu")
+register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 
 CONTEXT = 1500
 PAGE = 64
@@ -42,7 +43,7 @@ def prompt_ids(seed: int, context_tokens: int = CONTEXT) -> tuple[list[int], str
 def cold() -> Iterator[tuple[list[int], Answer]]:
     """A prompt, and the answer of an engine without a cache."""
     ids, answer = prompt_ids(seed=1)
-    with EngineServer("--disable-radix-cache") as server:
+    with ForkedServer("--disable-radix-cache") as server:
         first = server.generate(ids)
         second = server.generate(ids)
         assert first.cached["device"] == second.cached["device"] == 0
@@ -81,7 +82,7 @@ L3_LAYOUTS = {HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST_KV_SPLIT}
 
 @pytest.mark.parametrize("layout", sorted(set(HostLayout) - L3_LAYOUTS))
 def test_l1_and_l2(cold: tuple[list[int], Answer], layout: str) -> None:
-    with EngineServer(
+    with ForkedServer(
         "--enable-hierarchical-cache", "--hicache-mem-layout", layout, *SMALL_L1
     ) as server:
         check_l1_and_l2(server, *cold)
@@ -102,12 +103,12 @@ def test_every_tier_of_this_server_of_another_and_after_a_restart(
         env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
         if backend == "mooncake":
             env = stack.enter_context(MooncakeCluster(segment_size="256mb")).engine_env()
-        writer = stack.enter_context(EngineServer(*flags, env=env))
+        writer = stack.enter_context(ForkedServer(*flags, env=env))
         check_l1_and_l2(writer, ids, expected)
         writer.flush()
         again = writer.generate(ids)
         check_from_storage(again, expected, ids, name)
-        reader = stack.enter_context(EngineServer(*flags, env=env))
+        reader = stack.enter_context(ForkedServer(*flags, env=env))
         check_from_storage(reader.generate(ids), expected, ids, name)
         if layout != "auto":
             return  # What a restart keeps is not a matter of the layout.

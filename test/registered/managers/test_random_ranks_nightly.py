@@ -13,6 +13,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.random_ranks import run_for
+from sglang.test.random_seeds import print_counts
 
 register_cpu_ci(est_time=2950, suite="nightly-test-cpu", nightly=True)
 
@@ -34,7 +35,7 @@ def test_20000_ticks_of_ranks_that_split_heads_and_prompts() -> None:
 def test_45_minutes_of_ranks_of_all_sizes() -> None:
     torch.set_num_threads(1)
     counts = run_for(SECONDS, secrets.randbits(31))
-    print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
+    print_counts(counts)
     for what in (*WORK, *RARE_WORK):
         assert counts[what] > 10, what
 

@@ -20,7 +20,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -34,6 +33,8 @@ from sglang.test.host_pools import (
 from sglang.test.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=190, suite="nightly-test-cpu", nightly=True)
+
+pytestmark = pytest.mark.usefixtures("moving_in_place")
 
 PAGES = 24
 """Three transfers each: many more than Mooncake runs at once."""
@@ -94,12 +95,6 @@ class Bench:
     def pages(self) -> list[bytes]:
         assert self.move.host_indices is not None
         return [b"".join(views) for views in self.host.get_page_views(self.move.host_indices)]
-
-
-@pytest.fixture(autouse=True)
-def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move pages in place; the tiny pages of these tests would all be staged."""
-    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
 
 
 def test_unfinished_transfers_of_a_get_never_arrive() -> None:

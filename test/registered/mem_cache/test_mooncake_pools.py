@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, Reused
@@ -21,22 +20,9 @@ from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.state_rig import StateRig
 from sglang.test.storage_rigs import PAGE, StorageRigs, storage_io_of
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(segment_size="128mb") as running:
-        yield running
-
-
-@pytest.fixture(params=["staged", "in place"])
-def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How pages move; the tiny ones of these tests would all be staged."""
-    if request.param == "in place":
-        monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
 
 
 @pytest.mark.usefixtures("moves")

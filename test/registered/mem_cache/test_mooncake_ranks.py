@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.cache_rig import CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -18,23 +16,10 @@ from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.sharded_rig import ShardedRig
 from sglang.test.storage_rigs import StorageRigs, storage_io_of
 
-register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+register_cpu_ci(est_time=75, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
 PAGES = 40
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(segment_size="256mb") as running:
-        yield running
-
-
-@pytest.fixture(params=["staged", "in place"])
-def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How whole pages move; the tiny ones of these tests would all be staged."""
-    if request.param == "in place":
-        monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
 
 
 def run_prompt(rigs: StorageRigs, kind: type[CacheRig], group: RankGroup) -> tuple[Reused, int]:

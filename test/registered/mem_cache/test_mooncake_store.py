@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,38 +31,12 @@ from sglang.test.host_pools import (
 from sglang.test.mooncake_bench import Bench, connect
 from sglang.test.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+
+pytestmark = pytest.mark.usefixtures("moving_in_place")
 
 LANDED, MISS, SHORT = CacheOutcome.LANDED, CacheOutcome.MISS, CacheOutcome.SHORT
 DAMAGED, FAILED = CacheOutcome.DAMAGED, CacheOutcome.FAILED
-
-
-@pytest.fixture(autouse=True)
-def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move pages in place; the tiny pages of these tests would all be staged."""
-    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(num_nodes=1, segment_size="128mb") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def shared(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
-    store = connect(cluster)
-    yield store
-    store.close()
-    store.close()
-
-
-@pytest.fixture
-def bench(shared: MooncakeStore) -> Bench:
-    shared.clear()
-    made = Bench(shared)
-    assert made.put() == [LANDED] * 3
-    return made
 
 
 # -- bytes ---------------------------------------------------------------------------------------

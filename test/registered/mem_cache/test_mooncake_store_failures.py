@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, StorageUnavailable
 from sglang.srt.mem_cache.storage.mooncake_store import client as mooncake_client
-from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -20,35 +18,9 @@ from sglang.test.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
+pytestmark = pytest.mark.usefixtures("moving_in_place")
+
 LANDED = CacheOutcome.LANDED
-
-
-@pytest.fixture(autouse=True)
-def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move pages in place; the tiny pages of these tests would all be staged."""
-    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(num_nodes=1, segment_size="128mb") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def shared(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
-    store = connect(cluster)
-    yield store
-    store.close()
-    store.close()
-
-
-@pytest.fixture
-def bench(shared: MooncakeStore) -> Bench:
-    shared.clear()
-    made = Bench(shared)
-    assert made.put() == [LANDED] * 3
-    return made
 
 
 def test_a_client_is_replaced_with_all_its_memory(cluster: MooncakeCluster, bench: Bench) -> None:

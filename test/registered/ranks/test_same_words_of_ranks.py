@@ -17,7 +17,7 @@ from sglang.test.request_battery import GREEDY, Results, battery, differences
 from sglang.test.scheduler_rig import prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=75, suite="base-b-test-cpu")
+register_cpu_ci(est_time=200, suite="base-b-test-cpu")
 
 HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "vocab_size": 2176, "eos_token_id": 2}
 """Two KV heads: of four ranks each has one that another has too."""

@@ -26,6 +26,8 @@ from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.environ import EnvInt, envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.utils.network import address_for_peers
 
 if TYPE_CHECKING:
@@ -86,7 +88,15 @@ def make_half_server(
         RuntimeError: The transport refuses the memory.
     """
     geometry = PoolGeometry.of(pools, weights_identity)
-    engine.batch_register([buffer.address for buffer in geometry.buffers], geometry.sizes)
+    # Whole allocations: a peer on the same host maps those, and nothing smaller, over NVLink.
+    ranges = device_runtime(pools[0].device).allocations_of(
+        buffer
+        for pool in pools
+        if isinstance(pool, PagedDevicePool)
+        for part in pool.parts
+        for buffer in part
+    )
+    engine.batch_register(list(ranges), list(ranges.values()))
     if mode == PREFILL:
         return _prefill(host, geometry, engine)
     return HalfServer(_decode(geometry, engine, find_endpoint or _find_endpoint), {})

@@ -9,6 +9,9 @@ Each group has a gloo twin for messages of the CPU. One thread of each rank uses
 from __future__ import annotations
 
 import atexit
+import hashlib
+import logging
+import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,11 +22,16 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from sglang.srt.constants import KIB
 from sglang.srt.distributed.rank_group import RankLost
 from sglang.srt.distributed.rendezvous import Rendezvous
-from sglang.srt.distributed.tensor_group import TensorGroup
+from sglang.srt.distributed.tensor_group import PendingSum, TensorGroup
+from sglang.srt.distributed.torch_symm_mem import TorchSymmMemCommunicator
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.network import interface_towards, is_loopback
+
+logger = logging.getLogger(__name__)
 
 _all_gather: Final[Callable[..., object]] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,6 +43,7 @@ _TRANSPORT_ERRORS: Final = (dist.DistBackendError, dist.DistNetworkError)
 _GLOO_TRANSPORT: Final = "gloo/transport/"
 """What gloo's errors of connections have in their text; their type is RuntimeError."""
 _GLOO_SOURCE: Final = re.compile(r"^\[[^]]*\.cc:\d+\] ")
+_SHORT_BYTES: Final = 256 * KIB
 _NEVER: Final = timedelta(days=365)
 """Ranks wait in a broadcast while the server is idle. Whoever watches the ranks ends those that
 wait for one that is gone; a timeout of the transport would end servers that nobody uses."""
@@ -60,6 +69,50 @@ class GroupCoordinator(TensorGroup):
         self.device_group = device_group
         self.cpu_group = cpu_group
         self._rank = self.ranks.index(rank_in_world)
+        self._symm_mem: TorchSymmMemCommunicator | None = None
+
+    def open_symmetric_memory(self, device: torch.device) -> None:
+        """Sum tensors by memory that all ranks read. All of them call it, at the same time;
+        where one cannot, all go on without it, and the log says why.
+
+        Args:
+            device: This rank's, with its index.
+        """
+        if self.cpu_group is None or self.device_group is None:
+            return
+        found, why = None, self._why_devices_are_apart(device)
+        if self._all_can(why is None):
+            try:
+                found = TorchSymmMemCommunicator(self.device_group, device)
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
+        if self._all_can(found is not None):
+            self._symm_mem = found
+        else:
+            logger.info(
+                "Small sums over %d ranks go the way of large ones: %s",
+                self.size,
+                why or "another rank has no symmetric memory",
+            )
+
+    def _why_devices_are_apart(self, device: torch.device) -> str | None:
+        """Why this device cannot read the others' memory; None: it can."""
+        machine = hashlib.sha256(platform.node().encode()).digest()[:7]
+        mine = torch.tensor([int.from_bytes(machine, "little"), device.index])
+        rows = [torch.empty_like(mine) for _ in self.ranks]
+        with _naming_lost_ranks():
+            dist.all_gather(rows, mine, group=self.cpu_group)
+        for name, index in (row.tolist() for row in rows):
+            if name != mine[0]:
+                return "they are on different machines"
+            if index != device.index and not device_runtime(device).can_read(index):
+                return f"GPU {device.index} cannot read the memory of GPU {index}"
+        return None
+
+    def _all_can(self, this_can: bool) -> bool:
+        flag = torch.tensor([int(this_can)])
+        self.min_on_cpu(flag)
+        return bool(flag)
 
     @property
     def rank(self) -> int:
@@ -79,10 +132,25 @@ class GroupCoordinator(TensorGroup):
         """`size`, by the name that SGLang gives it."""
         return len(self.ranks)
 
+    def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        if self._symm_mem is not None and self._symm_mem.should_defer(shape, like.dtype):
+            return self._symm_mem.empty_part(shape, like.dtype)
+        return super().empty_part(shape, like)
+
+    def sum_later(self, x: torch.Tensor) -> torch.Tensor | PendingSum:
+        if self._symm_mem is not None and self._symm_mem.should_defer(x.shape, x.dtype):
+            return PendingSum(self, *self._symm_mem.defer(x))
+        return self.all_reduce(x)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._symm_mem is not None and self._symm_mem.should_allreduce(x):
+            return self._symm_mem.all_reduce(x)
         if self.device_group is not None:
             with _naming_lost_ranks():
-                dist.all_reduce(x, group=self.device_group)
+                if self._goes_by_first(x, self.device_group):
+                    self._reduce_at_first(x, torch.sum, self.device_group)
+                else:
+                    dist.all_reduce(x, group=self.device_group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,9 +169,42 @@ class GroupCoordinator(TensorGroup):
 
     def min_on_cpu(self, values: torch.Tensor) -> None:
         """Overwrite a CPU tensor with the element-wise MIN over the ranks."""
-        if self.cpu_group is not None:
-            with _naming_lost_ranks():
+        if self.cpu_group is None:
+            return
+        with _naming_lost_ranks():
+            if self._goes_by_first(values, self.cpu_group):
+                self._reduce_at_first(values, torch.amin, self.cpu_group)
+            else:
                 dist.all_reduce(values, dist.ReduceOp.MIN, group=self.cpu_group)
+
+    def _goes_by_first(self, values: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Whether `_reduce_at_first` is the faster way: gloo's own waits for a neighbour
+        2 * (size - 1) times, which are two hops for two ranks, and makes good use of the links
+        where tensors are long. benchmark/results/2026-11-22-ballot.md has figures."""
+        is_short = self.size > 2 and values.nbytes <= _SHORT_BYTES
+        return is_short and dist.get_backend(group) == dist.Backend.GLOO
+
+    def _reduce_at_first(
+        self,
+        values: torch.Tensor,
+        reduce: Callable[..., torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Overwrite `values` on all ranks: the first gathers them, reduces, and tells the result.
+
+        Args:
+            values: Contiguous.
+            reduce: Of a tensor over one dimension, as `torch.sum`.
+            group: Of these ranks.
+        """
+        rows = None
+        if self._rank == 0:
+            table = values.new_empty((self.size, *values.shape))
+            rows = list(table.unbind())
+        dist.gather(values, rows, self.ranks[0], group=group)
+        if rows is not None:
+            reduce(table, 0, out=values)
+        dist.broadcast(values, self.ranks[0], group=group)
 
 
 @dataclass(slots=True)

@@ -36,6 +36,8 @@ class DeviceKind:
     """Its memory is apart from the host's; otherwise L1 takes a small part of what all share."""
     warms_up: bool = True
     """Kernels are compiled, and memory is taken, where something is done for the first time."""
+    has_symmetric_memory: bool = False
+    """Devices of one machine can read each other's memory inside a kernel."""
     captures_graphs: bool = False
     """Steps can be captured as graphs."""
     package: str | None = None
@@ -74,6 +76,7 @@ CUDA: Final = DeviceKind(
     process_group="nccl",
     kv_cache_dtypes=(*_KV_CACHE_DTYPES, "fp8_e4m3"),
     prefill_chunk_tokens=8192,
+    has_symmetric_memory=True,
     captures_graphs=True,
 )
 NPU: Final = DeviceKind(

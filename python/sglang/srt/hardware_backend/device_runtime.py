@@ -167,6 +167,10 @@ class DeviceRuntime(ABC):
         On a CPU what the system says is available without swapping.
         """
 
+    def can_read(self, index: int) -> bool:
+        """Whether kernels of this device can read the memory of this machine's device `index`."""
+        return False
+
     def allocations_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """The driver's allocations that tensors lie in: address to bytes.
 

@@ -50,9 +50,12 @@ class StateBatch:
     first_slots: torch.Tensor | None = None
     """int64 `[bs]`: the states that the step continues from, where they are not all `slots`: that
     of a cached prefix belongs to the tree, and is only read."""
+    decoded: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Decode only: slots of running states, int64 `[n]`, and those to which they are copied after
+    the step, likewise; None: the step leaves no snapshots."""
     track_slots: torch.Tensor | None = None
-    """int64 `[bs]`: where the step leaves a snapshot of the request's state; 0, padding: none.
-    None: no request has any. Decode: the state after the step's token."""
+    """Extend only: int64 `[bs]`: where the step leaves a snapshot of the request's state; 0,
+    padding: none. None: no request has any."""
     track_lens_cpu: list[int] | None = None
     """Extend only, with `track_slots`: after how many of each request's new tokens the snapshot is
     taken; 0: none. What follows it is computed from it."""

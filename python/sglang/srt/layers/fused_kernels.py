@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 import torch
 
+from sglang.srt.distributed.tensor_group import PeerParts
 from sglang.srt.hardware_backend.device_kinds import device_kind
 
 GemvConfig: TypeAlias = tuple[int, int, int]
@@ -25,6 +26,7 @@ class FusedKernels:
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+    add_parts_rms_norm_: Callable[[PeerParts, torch.Tensor, torch.Tensor, float], torch.Tensor]
     plan_gemv: Callable[[int, int], GemvConfig | None]
     gemv: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, GemvConfig], None

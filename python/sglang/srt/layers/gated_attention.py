@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -47,7 +48,7 @@ class GatedAttention(torch.nn.Module):
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[ToAdd, torch.Tensor]:
         """Attend, then project towards the residual: see `RowParallelLinear.forward`.
 
         Args:

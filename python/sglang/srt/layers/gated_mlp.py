@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.activation import silu_and_mul
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
@@ -28,9 +29,7 @@ class GatedMLP(torch.nn.Module):
             size, hidden_size, bias=bias, placement=placement.at("down_proj")
         )
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
 

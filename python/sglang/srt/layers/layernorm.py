@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
@@ -25,13 +26,11 @@ class RMSNorm(WeightedLayer):
             return self._kernels.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)
 
-    def add_(
-        self, x: torch.Tensor | None, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_(self, x: ToAdd, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `x` to the residual, and normalise the sum.
 
         Args:
-            x: `[num_tokens, size]`, overwritten; None: there is nothing to add.
+            x: `[num_tokens, size]`, overwritten, or the parts of it; None: there is nothing to add.
             residual: `[num_tokens, size]`, overwritten.
 
         Returns:
@@ -39,6 +38,11 @@ class RMSNorm(WeightedLayer):
         """
         if x is None:
             return self.forward(residual), residual
+        if isinstance(x, PendingSum):
+            if self._kernels is not None:
+                normed = self._kernels.add_parts_rms_norm_(x.peers, residual, self.weight, self.eps)
+                return normed, residual
+            x = x.sum()
         if self._kernels is not None:
             self._kernels.add_rms_norm_(x, residual, self.weight, self.eps)
             return x, residual
@@ -57,10 +61,10 @@ class ZeroCenteredRMSNorm(RMSNorm):
         scale = self.weight.float() + 1.0
         return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
 
-    def add_(
-        self, x: torch.Tensor | None, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_(self, x: ToAdd, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RMSNorm.add_`."""
+        if isinstance(x, PendingSum):
+            x = x.sum()
         residual = residual if x is None else x.add_(residual)
         return self.forward(residual), residual
 

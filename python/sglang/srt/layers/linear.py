@@ -11,6 +11,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
@@ -34,7 +35,7 @@ def apply_linear(
         x: `[num_tokens, input_size]`.
         weight: `[output_size, input_size]`.
         bias: `[output_size]`.
-        out: Where the result goes: `[num_tokens, output_size]` of `out_dtype`, which must be given.
+        out: Where the result goes: `[num_tokens, output_size]` of `out_dtype`.
         out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
             dtype of `x` first.
     """
@@ -51,6 +52,8 @@ def apply_linear(
             if out is not None:
                 return torch.mm(x, weight.t(), out_dtype=out_dtype, out=out)
             return torch.mm(x, weight.t(), out_dtype=out_dtype)
+        if out is not None and out.dtype == x.dtype and bias is None:
+            return torch.mm(x, weight.t(), out=out)
     result = _linear_on_cpu(x, weight, bias) if x.is_cpu else F.linear(x, weight, bias)
     if out_dtype is not None:
         result = result.to(out_dtype)
@@ -141,9 +144,7 @@ class RowParallelLinear(WeightedLayer):
         if kernels is not None and self.bias is None and self._group.size == 1:
             self._rows_added = kernels.rows_added_in_product
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """Project, towards a residual.
 
         Args:
@@ -156,11 +157,18 @@ class RowParallelLinear(WeightedLayer):
         """
         if self._rows_added is not None and len(x) >= self._rows_added:
             return None, residual.addmm_(x, self.weight.t())
-        return self._group.all_reduce(self.part(x)), residual
+        if self._group.size == 1:
+            return self.part(x), residual
+        out = self._group.empty_part((len(x), len(self.weight)), x)
+        return self._group.sum_later(self.part(x, out)), residual
 
-    def part(self, x: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, input_size]` to this rank's part of `[num_tokens, output_size]`."""
-        return apply_linear(x, self.weight, self.bias)
+    def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`[num_tokens, input_size]` to this rank's part of `[num_tokens, output_size]`.
+
+        Args:
+            out: Where it goes.
+        """
+        return apply_linear(x, self.weight, self.bias, out=out)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight, self.inputs, dim=1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
@@ -24,6 +24,9 @@ from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 MAX_BATCH_SIZE = 256
 _FIXED_BYTES = 512 << 20
 """Of kernels, library workspaces and the activations of one layer, whatever the model."""
+
+_COPIES_OF_STATES = 4
+"""Of a layer's states at once: as read, in fp32, after the step, and as stored."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardBatch], LogitsProcessorOutput]
 
@@ -50,9 +53,14 @@ def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> 
     return sorted({min(size, largest) for size in sizes})
 
 
-def estimate_graph_bytes(max_batch_size: int, vocab_size: int) -> int:
-    """Device memory of all graphs: their logits, in fp32 and as computed, and what they hold."""
-    return 2 * 4 * max_batch_size * vocab_size + _FIXED_BYTES
+def estimate_graph_bytes(max_batch_size: int, vocab_size: int, state_bytes: int = 0) -> int:
+    """Device memory of all graphs: their logits, in fp32 and as computed, and what they hold.
+
+    Args:
+        state_bytes: Of one layer's recurrent state of a request.
+    """
+    per_request = 2 * 4 * vocab_size + _COPIES_OF_STATES * state_bytes
+    return max_batch_size * per_request + _FIXED_BYTES
 
 
 class CudaGraphRunner:
@@ -83,8 +91,9 @@ class CudaGraphRunner:
         self._batch_sizes = list(batch_sizes)
         largest, device = self._batch_sizes[-1], req_to_token_pool.device
         with torch.inference_mode():
-            # Rows: input_ids, positions, req_pool_indices, seq_lens, out_cache_loc.
-            self._padding = torch.tensor([[0], [0], [0], [1], [0]], device=device)
+            # Rows: input_ids, positions, req_pool_indices, seq_lens, out_cache_loc, and slots of
+            # running states, where the model has such.
+            self._padding = torch.tensor([[0], [0], [0], [1], [0], [0]], device=device)
             self._inputs = self._padding.repeat(1, largest)
             self._logits = torch.empty((largest, vocab_size), dtype=torch.float32, device=device)
             self._batches = {size: self._static_batch(size) for size in self._batch_sizes}
@@ -98,6 +107,9 @@ class CudaGraphRunner:
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether there is a graph for this batch."""
         is_small = forward_batch.batch_size <= self._batch_sizes[-1]
+        states = forward_batch.states
+        if states is not None and states.first_slots is not None:
+            return False  # A graph reads the states that it overwrites.
         return forward_batch.forward_mode.is_decode() and is_small
 
     def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
@@ -112,16 +124,16 @@ class CudaGraphRunner:
         self._loaded_last.wait_for_layer(self._loaded_last.end_layer)
         if count < size:
             self._inputs[:, count:size] = self._padding
-        torch._foreach_copy_(
-            list(self._inputs[:, :count].unbind()),
-            [
-                forward_batch.input_ids,
-                forward_batch.positions,
-                forward_batch.req_pool_indices,
-                forward_batch.seq_lens,
-                forward_batch.out_cache_loc,
-            ],
-        )
+        values = [
+            forward_batch.input_ids,
+            forward_batch.positions,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.out_cache_loc,
+        ]
+        if forward_batch.states is not None:
+            values.append(forward_batch.states.slots)
+        torch._foreach_copy_(list(self._inputs[: len(values), :count].unbind()), values)
         batch = self._batches[size]
         batch.seq_lens_cpu = forward_batch.seq_lens_cpu + [1] * (size - count)
         self._attn_backend.init_forward_metadata_graph(batch)
@@ -146,6 +158,7 @@ class CudaGraphRunner:
             req_to_token_pool=self._req_to_token_pool,
             token_to_kv_pool=kv_pool(self._pools),
             pools=self._pools,
+            states=StateBatch(slots=inputs[5]) if PoolName.MAMBA in self._pools else None,
             logits_out=self._logits[:size],
             attn_backend=self._attn_backend,
         )

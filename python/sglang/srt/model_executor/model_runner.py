@@ -200,6 +200,9 @@ class ModelRunner:
         self.cp_group: TensorGroup = config.cp_group or SingleTensorGroup()
         if meeting is not None:
             initialize_model_parallel(meeting.size, config.attn_cp_size)
+            if self._device_kind.has_symmetric_memory and config.gpu_id is not None:
+                own = torch.device(config.device, config.gpu_id)
+                get_attention_tp_group().open_symmetric_memory(own)
             self.tp_group = config.tp_group or get_attention_tp_group()
             self.cp_group = config.cp_group or get_attention_cp_group()
         self._is_first_rank = meeting is None or meeting.rank == 0
@@ -260,7 +263,9 @@ class ModelRunner:
         if not self._captures_graphs or not self.attn_backend.can_be_captured:
             return 0
         largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
-        return estimate_graph_bytes(largest, self.model_config.vocab_size)
+        layers = [len(spec.layers) for spec in self.state_specs if spec.name is PoolName.MAMBA]
+        layer_bytes = self.state_bytes() // layers[0] if layers else 0
+        return estimate_graph_bytes(largest, self.model_config.vocab_size, layer_bytes)
 
     def init_memory_pool(
         self,
@@ -305,10 +310,6 @@ class ModelRunner:
         pools = self.req_to_token_pool, self.token_to_kv_pool
         for batch in warm_up_batches(*pools, longest_pass):
             self.forward(batch)
-        if self.state_bytes():
-            logger.info(
-                "Steps run without CUDA graphs: layers of linear attention are not captured"
-            )
         if self._captures_graphs:
             self._capture(graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests))
 
@@ -321,8 +322,7 @@ class ModelRunner:
 
     @property
     def _captures_graphs(self) -> bool:
-        wanted = self._device_kind.captures_graphs and not self.config.disable_cuda_graph
-        return wanted and not self.state_bytes()
+        return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
 
     def _capture(self, batch_sizes: list[int]) -> None:
         """Capture what the attention backends let be captured; decoding of `batch_sizes`."""
@@ -341,7 +341,9 @@ class ModelRunner:
             )
             self._graphs.append(decoding)
         refusal = uncaptured(backends, lambda backend: backend.captures_extend)
-        if refusal:
+        if self.state_bytes():
+            logger.info("Prefills run without CUDA graphs: linear attention is not captured there")
+        elif refusal:
             logger.info("Prefills run without CUDA graphs: attention %s is not captured", refusal)
         else:
             short_prefills = ExtendGraphRunner(
@@ -360,6 +362,15 @@ class ModelRunner:
         On CUDA this queues the work and returns. The logits of a captured step are overwritten by
         the next: whatever reads them must be queued before that.
         """
+        output = self._forward(forward_batch)
+        states = forward_batch.states
+        if states is not None and states.decoded is not None:
+            pool = self.pools[PoolName.MAMBA]
+            assert isinstance(pool, MambaPool)
+            pool.copy_from(*states.decoded)
+        return output
+
+    def _forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         for graphs in self._graphs:
             if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)

@@ -6,6 +6,7 @@ import torch
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.attention.base_attn_backend import DSA, MLA, AttentionKind, IndexQuery
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -118,7 +119,7 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[ToAdd, torch.Tensor]:
         """See `LlamaAttention.forward`."""
         q, q_input, latent, k_rope = self.projections.forward(x)
         q = q.view(len(x), self.num_heads, -1)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
@@ -34,7 +35,7 @@ class SelfAttention(Protocol):
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[ToAdd, torch.Tensor]:
         """See `LlamaAttention.forward`."""
 
 
@@ -115,7 +116,7 @@ class LlamaAttention(torch.nn.Module):
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[ToAdd, torch.Tensor]:
         """Attend, then project towards the residual: see `RowParallelLinear.forward`.
 
         Args:
@@ -166,12 +167,12 @@ class LlamaDecoderLayer(torch.nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | None,
+        x: ToAdd,
         residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[ToAdd, torch.Tensor]:
         """Run the layer. The next layer adds its output to the residual.
 
         Args:
@@ -216,7 +217,7 @@ class LlamaModel(torch.nn.Module):
     ) -> torch.Tensor:
         """Hidden states of `ForwardBatch.rows_for_logits`."""
         rotation = self.rotary_emb.forward(positions)
-        x: torch.Tensor | None = None
+        x: ToAdd = None
         residual = self.embed_tokens.forward(input_ids)
         *most, last = self.decoder_layers
         for layer in most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import secrets
 import shutil
 import socket
 import time
@@ -21,10 +22,18 @@ from sglang.srt.utils.owned_directory import OwnedDirectory, remove_orphans
 logger = logging.getLogger(__name__)
 
 _IPC_PREFIX: Final = "sglang-ipc-"
+_FIRST_FREE_PORT: Final = 20_000
+"""Below it are ports of well-known services, and those that Mooncake draws for itself."""
+_MOST_DRAWN: Final = 20
+_OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def get_free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free on `host` a moment ago. It is not reserved: bind soon."""
+    """A TCP port that was free on `host` a moment ago. It is not reserved: bind soon.
+
+    Where it can be, it is none that the kernel gives to outgoing connections: one of those could
+    take it before it is bound.
+    """
     return get_free_ports(1, host)[0]
 
 
@@ -32,9 +41,26 @@ def get_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` distinct free TCP ports of `host`; see `get_free_port`."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind((host, 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
+        return [_bind_somewhere(sock, host) for sock in sockets]
+
+
+def _bind_somewhere(sock: socket.socket, host: str) -> int:
+    ports = range(_FIRST_FREE_PORT, _first_outgoing_port())
+    drawn = secrets.SystemRandom().sample(ports, min(_MOST_DRAWN, len(ports)))
+    for port in drawn:
+        with contextlib.suppress(OSError):
+            sock.bind((host, port))
+            return port
+    sock.bind((host, 0))
+    return int(sock.getsockname()[1])
+
+
+def _first_outgoing_port() -> int:
+    """Of those that the kernel gives to outgoing connections; 0: not known."""
+    try:
+        return int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def base_url(host: str, port: int) -> str:

@@ -16,7 +16,7 @@ import pytest
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 SCRIPT = Path(__file__).resolve().parents[3] / "run_suite.py"
 MAIN = 'if __name__ == "__main__":\n    raise SystemExit(pytest.main([__file__, "-q"]))\n'
@@ -110,11 +110,76 @@ def test_counts_and_the_last_line(tmp_path: Path) -> None:
 
 
 def test_it_stops_at_the_first_failure_by_default(tmp_path: Path) -> None:
-    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
-    write(tmp_path, "test_2.py", "register_cpu_ci(1, 's')", "def test_z(): pass")
+    alone = "register_cpu_ci(1, 's', alone=True)"
+    write(tmp_path, "test_1.py", alone, "def test_z(): assert 0")
+    write(tmp_path, "test_2.py", alone, "def test_z(): pass")
     status, lines = run(tmp_path, "--suite", "s")
     assert (status, lines[-1]) == (1, "0 passed, 2 failed")
     assert any("not run" in line for line in lines)
+
+
+def test_none_starts_after_a_failure_beside_it(tmp_path: Path) -> None:
+    """The first two meet, the third is still to come when both have failed."""
+    meet = """
+        import time, pathlib
+        def test_z():
+            here = pathlib.Path(__file__)
+            here.with_suffix(".began").touch()
+            deadline = time.monotonic() + 60
+            while len(list(here.parent.glob("*.began"))) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert 0, "both have run at once"
+    """
+    for name, seconds in (("test_1.py", 3), ("test_2.py", 2), ("test_3.py", 1)):
+        write(tmp_path, name, f"register_cpu_ci({seconds}, 's')", meet)
+    status, lines = run(tmp_path, "--suite", "s", "--at-once", "2")
+    assert (status, lines[-1]) == (1, "0 passed, 3 failed")
+    assert sum("both have run at once" in line for line in lines if line.startswith("E ")) == 2
+    assert not (tmp_path / "test_3.began").exists()
+
+
+def test_a_file_that_is_alone_shares_the_machine_with_none(tmp_path: Path) -> None:
+    body = """
+        import os, time, pathlib
+        def test_z():
+            log = pathlib.Path(__file__).parent / "log"
+            for word in ("begin", "end"):
+                with log.open("a") as out:
+                    out.write(f"{pathlib.Path(__file__).stem} {word}\\n")
+                time.sleep(0.3)
+    """
+    names = [f"test_{number}" for number in range(4)]
+    for name in names:
+        write(tmp_path, f"{name}.py", f"register_cpu_ci(1, 's', alone={name in names[:2]})", body)
+    status, lines = run(tmp_path, "--suite", "s", "--at-once", "2")
+    assert (status, lines[-1]) == (0, "4 passed, 0 failed")
+    log = (tmp_path / "log").read_text().split("\n")
+    assert log[4:8] == [f"{name} {word}" for name in names[:2] for word in ("begin", "end")]
+
+
+def test_files_run_one_after_the_other(tmp_path: Path) -> None:
+    body = """
+        import pathlib
+        def test_z():
+            busy = pathlib.Path(__file__).parent / "busy"
+            busy.touch(exist_ok=False)
+            busy.unlink()
+    """
+    for number in range(3):
+        write(tmp_path, f"test_{number}.py", "register_cpu_ci(1, 's')", body)
+    status, lines = run(tmp_path, "--suite", "s")
+    assert (status, lines[-1]) == (0, "3 passed, 0 failed")
+    # The first summary comes before the second file's name: each is shown while it runs.
+    shown = [line for line in lines if line.startswith("--- ") or "passed in" in line]
+    assert [line.startswith("--- ") for line in shown] == [True, False] * 3
+
+
+def test_files_of_devices_and_of_the_night_are_alone(tmp_path: Path) -> None:
+    write(tmp_path, "test_a.py", "register_cuda_ci(1, 's')")
+    write(tmp_path, "test_b.py", "register_cpu_ci(1, 's', nightly=True)")
+    write(tmp_path, "test_c.py", "register_cpu_ci(1, 's')")
+    assert [file.is_alone for file in run_suite.collect(tmp_path)] == [True, True, False]
 
 
 def test_a_unit_suite_runs_in_a_process_a_core(tmp_path: Path) -> None:
@@ -128,7 +193,7 @@ def test_a_unit_suite_runs_in_a_process_a_core(tmp_path: Path) -> None:
         assert any(line.startswith("FAILED ") and name in line for line in lines)
     pids = [line for line in lines if line.startswith("pid ")]
     assert len(pids) == 6
-    assert len(set(pids)) == run_suite.UNIT_PROCESSES
+    assert len(set(pids)) == run_suite.PROCESSES
 
 
 def test_suites_run_in_the_given_order(tmp_path: Path) -> None:

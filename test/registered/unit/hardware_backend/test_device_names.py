@@ -18,9 +18,11 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 SOURCES: Final = Path(__file__).resolve().parents[4] / "python/sglang"
-RUNTIMES: Final = ("srt/hardware_backend/cpu/", "srt/hardware_backend/npu/")
+RUNTIMES: Final = tuple(
+    f"{path.parent.relative_to(SOURCES).as_posix()}/"
+    for path in sorted(SOURCES.glob("srt/hardware_backend/*/runtime.py"))
+)
 CUDA_ONLY: Final = (
-    "srt/hardware_backend/cuda/",
     "srt/model_executor/graph_capture.py",
     "srt/layers/triton_ops/",
     "srt/layers/attention/triton_ops/",
@@ -116,6 +118,7 @@ def test_only_runtimes_and_kernels_know_a_device_by_name() -> None:
 
 
 def test_the_exceptions_are_there() -> None:
+    assert {"srt/hardware_backend/cpu/", "srt/hardware_backend/cuda/"} <= set(RUNTIMES)
     for name in (*RUNTIMES, *CUDA_ONLY, *TESTS):
         assert (SOURCES / name).exists(), name
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM as HfLlama
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.attention_registry import (
     create_attention_backends,
@@ -132,7 +133,7 @@ class UniformAttention(LlamaAttention):
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[ToAdd, torch.Tensor]:
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         v = qkv[:, -self.attn.num_kv_heads :]
         assert forward_batch.pools is not None

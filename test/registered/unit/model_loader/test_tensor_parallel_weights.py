@@ -134,8 +134,9 @@ def test_the_first_rank_alone_adds_a_row_parallel_bias() -> None:
         if layer.bias is not None:
             layer.bias.fill_(5.0)
         halves.append(layer.forward(torch.ones(1, 3), torch.zeros(1, 4))[0])
-    assert halves[0] is not None and halves[1] is not None
-    assert (halves[0] + halves[1]).tolist() == [[11.0] * 4]
+    first, second = halves
+    assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+    assert (first + second).tolist() == [[11.0] * 4]
 
 
 def test_a_table_that_does_not_divide_ends_in_zeros() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_ranks import MemoryTensorGroup
+from sglang.test.model_oracle import prompt
 from sglang.test.rank_threads import on_rank_threads
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
@@ -28,20 +28,6 @@ CASES = [
 ]
 SIZES = [(2, 2), (4, 2), (4, 4)]
 """Ranks, and over how many of them prefills are split."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 160, (length,), generator=generator).tolist()
 
 
 def pools_of(driver: StepDriver, lengths: list[int]) -> list[torch.Tensor]:

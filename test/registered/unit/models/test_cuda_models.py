@@ -14,9 +14,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.model_oracle import prompt, reference
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
@@ -28,12 +31,6 @@ WIDER = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
 NEEDS_FLASHINFER = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
 )
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
-    return tokens
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch_native"])
@@ -76,6 +73,38 @@ def test_logits_of_experts_equal_transformers(tmp_path: Path, disable_cuda_graph
     check_logits(tmp_path, "qwen3_moe", {}, 64, disable_cuda_graph, "triton", torch.float32)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_decoding_of_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
+    """Logits, running states and snapshots are those of steps without graphs, padded or not."""
+    shape: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    save_tiny_checkpoint(tmp_path, family, **shape)
+    found = []
+    for disable in (True, False):
+        driver = StepDriver(
+            tmp_path, page_size=16, device="cuda", dtype=dtype, num_states=24,
+            disable_cuda_graph=disable,
+        )  # fmt: skip
+        assert len(driver.runner._graphs) == (not disable)
+        pool = driver.runner.pools[PoolName.MAMBA]
+        assert isinstance(pool, MambaPool)
+        driver.extend([(row, prompt(20 + row, row)) for row in range(3)])
+        logits = []
+        for step in range(6):
+            snapshots = {0: (20, 0), 2: (21, 0)} if step == 3 else None
+            output = driver.decode([(row, 5 + step) for row in range(3)], snapshots)
+            logits.append(output.next_token_logits.cpu().clone())
+        slots = driver.runner.req_to_token_pool.state_slots(torch.arange(3, device="cuda"))
+        assert slots is not None
+        kept = [*slots.tolist(), 20, 21]
+        states = [pool.temporal[:, kept].float().cpu(), pool.conv[:, kept].float().cpu()]
+        found.append([torch.stack(logits), *states])
+        assert states[0][:, 3].abs().max() > 0
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    for graphed, eager in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(graphed, eager, rtol=tolerance, atol=tolerance)
+
+
 def check_logits(
     directory: Path,
     family: str,
@@ -94,8 +123,7 @@ def check_logits(
         attention_backend=backend,
     )
     long, short = prompt(90, 1), prompt(21, 2)
-    with torch.inference_mode():
-        want_long, want_short = (hf(torch.tensor([p])).logits[0].float() for p in (long, short))
+    want_long, want_short = reference(hf, long), reference(hf, short)
 
     def check(got: torch.Tensor, *want: torch.Tensor) -> None:
         wanted = torch.stack(want)

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from sglang.srt.configs.config_file import SUPPORTED_ARCHITECTURES
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.model_oracle import (
+    assert_close,
+    assert_logits_of_batches,
+    logits_of_three_steps,
+    prompt,
+    reference,
+)
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -52,22 +58,6 @@ CASES = [
 ]
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 160, (length,), generator=generator).tolist()
-
-
-@torch.inference_mode()
-def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
-    logits: torch.Tensor = model(torch.tensor([tokens])).logits
-    return logits[0].float()
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 def test_logits_equal_transformers(
@@ -75,30 +65,13 @@ def test_logits_equal_transformers(
 ) -> None:
     hf = save_tiny_checkpoint(tmp_path, family, **overrides)
     driver = StepDriver(tmp_path, page_size=page_size)
-    long, short = prompt(90, 1), prompt(21, 2)
-    want_long, want_short = reference(hf, long), reference(hf, short)
-
-    # A whole prefill beside the first chunk of another, then that one's second chunk.
-    first = driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits
-    assert_close(first, torch.stack([want_short[16], want_long[36]]))
-    second = driver.extend([(1, long[37:86])]).next_token_logits
-    assert_close(second, want_long[85:86])
-    # Decoding together: contexts of unlike length, in pages that alternate.
-    for step in range(4):
-        got = driver.decode([(1, long[86 + step]), (0, short[17 + step])]).next_token_logits
-        assert_close(got, torch.stack([want_long[86 + step], want_short[17 + step]]))
+    assert_logits_of_batches(hf, driver)
 
 
 def test_bf16_follows_transformers_rounding(tmp_path: Path) -> None:
     hf = save_tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
     driver = StepDriver(tmp_path, page_size=16)
-    tokens = prompt(80, 3)
-    want = reference(hf, tokens)
-    got = driver.extend([(0, tokens[:40])]).next_token_logits
-    chunked = driver.extend([(0, tokens[40:79])]).next_token_logits
-    decoded = driver.decode([(0, tokens[79])]).next_token_logits
-    logits = torch.cat([got, chunked, decoded])
-    want = want[[39, 78, 79]]
+    logits, want = logits_of_three_steps(hf, driver, prompt(80, 3), 40)
     assert (logits - want).abs().max() < 0.03 * want.abs().max()
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.model_oracle import (
+    assert_close,
+    assert_greedy_words,
+    assert_logits_of_batches,
+    logits_of_three_steps,
+    prompt,
+    reference,
+)
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
@@ -40,31 +46,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they gain at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 160, (length,), generator=generator).tolist()
-
-
-@torch.inference_mode()
-def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
-    logits: torch.Tensor = model(torch.tensor([tokens])).logits
-    return logits[0].float()
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 def test_logits_equal_transformers(
@@ -72,17 +53,7 @@ def test_logits_equal_transformers(
 ) -> None:
     hf = save_tiny_checkpoint(tmp_path, family, **overrides)
     driver = StepDriver(tmp_path, page_size=page_size)
-    long, short = prompt(206, 1), prompt(21, 2)
-    want_long, want_short = reference(hf, long), reference(hf, short)
-
-    # A whole prefill beside the first chunk of another, then that one's second chunk.
-    first = driver.extend([(0, short[:17]), (1, long[:77])]).next_token_logits
-    assert_close(first, torch.stack([want_short[16], want_long[76]]))
-    second = driver.extend([(1, long[77:202])]).next_token_logits
-    assert_close(second, want_long[201:202])
-    for step in range(4):
-        got = driver.decode([(1, long[202 + step]), (0, short[17 + step])]).next_token_logits
-        assert_close(got, torch.stack([want_long[202 + step], want_short[17 + step]]))
+    assert_logits_of_batches(hf, driver, cut=77, length=202)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 63, 64, 65, 100])
@@ -101,14 +72,7 @@ def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int)
 def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, page_size=16)
-    tokens = prompt(70, 4)
-    generate: Any = hf.generate
-    words = generate(torch.tensor([tokens]), max_new_tokens=256, do_sample=False)
-    want = words[0, len(tokens) :].tolist()
-    got = [int(driver.extend([(0, tokens)]).next_token_logits.argmax())]
-    while len(got) < 256:
-        got.append(int(driver.decode([(0, got[-1])]).next_token_logits.argmax()))
-    assert got == want
+    assert_greedy_words(hf, driver, prompt(70, 4))
 
 
 @pytest.mark.parametrize("at", [1, 2, 63, 64, 65, 130, 149, 150])
@@ -163,14 +127,10 @@ def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path) -> None:
 
 def test_states_of_bf16_follow_those_of_fp32(tmp_path: Path) -> None:
     hf = save_tiny_checkpoint(tmp_path, "qwen3_5", dtype=torch.bfloat16)
-    tokens = prompt(120, 10)
-    want = reference(hf, tokens)
     for ssm_dtype in ("float32", "bfloat16"):
         driver = StepDriver(tmp_path, ssm_dtype=ssm_dtype)
-        parts = [driver.extend([(0, tokens[:70])]), driver.extend([(0, tokens[70:119])])]
-        parts.append(driver.decode([(0, tokens[119])]))
-        logits = torch.cat([part.next_token_logits for part in parts])
-        error = (logits - want[[69, 118, 119]]).abs().max()
+        logits, want = logits_of_three_steps(hf, driver, prompt(120, 10), 70)
+        error = (logits - want).abs().max()
         assert error < 0.06 * want.abs().max(), ssm_dtype
         pool = driver.runner.pools[PoolName.MAMBA]
         assert str(pool.dtype) == f"torch.{ssm_dtype}"

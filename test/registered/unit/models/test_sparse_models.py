@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
@@ -17,6 +16,12 @@ from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_ranks import PlaceInGroup
+from sglang.test.model_oracle import (
+    assert_greedy_words,
+    assert_logits_of_batches,
+    logits_of_three_steps,
+    prompt,
+)
 from sglang.test.scheduler_rig import SchedulerRig
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
@@ -35,23 +40,6 @@ CASES = [
 EXPERT = "model.layers.1.mlp.experts"
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
-    return tokens
-
-
-@torch.inference_mode()
-def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
-    logits: torch.Tensor = model(torch.tensor([tokens])).logits
-    return logits[0].float()
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("overrides", CASES)
 def test_logits_equal_transformers(
@@ -59,46 +47,19 @@ def test_logits_equal_transformers(
 ) -> None:
     hf = save_tiny_checkpoint(tmp_path, FAMILY, **overrides)
     driver = StepDriver(tmp_path, page_size=page_size)
-    long, short = prompt(90, 1), prompt(21, 2)
-    want_long, want_short = reference(hf, long), reference(hf, short)
-    first = driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits
-    assert_close(first, torch.stack([want_short[16], want_long[36]]))
-    second = driver.extend([(1, long[37:86])]).next_token_logits
-    assert_close(second, want_long[85:86])
-    for step in range(4):
-        got = driver.decode([(1, long[86 + step]), (0, short[17 + step])]).next_token_logits
-        assert_close(got, torch.stack([want_long[86 + step], want_short[17 + step]]))
+    assert_logits_of_batches(hf, driver)
 
 
-@torch.inference_mode()
 def test_256_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
     hf = save_tiny_checkpoint(tmp_path, FAMILY, eos_token_id=None)
     driver = StepDriver(tmp_path, page_size=16)
-    tokens = prompt(20, 3)
-    generated = hf.generate(  # type: ignore[operator]
-        torch.tensor([tokens]),
-        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
-        max_new_tokens=256,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    want = generated[0, len(tokens) :].tolist()
-    assert len(want) == 256
-    got = [int(driver.extend([(0, tokens)]).next_token_logits[0].argmax())]
-    while len(got) < 256:
-        got.append(int(driver.decode([(0, got[-1])]).next_token_logits[0].argmax()))
-    assert got == want
+    assert_greedy_words(hf, driver, prompt(20, 3))
 
 
 def test_bf16_follows_transformers_rounding(tmp_path: Path) -> None:
     hf = save_tiny_checkpoint(tmp_path, FAMILY, dtype=torch.bfloat16)
     driver = StepDriver(tmp_path, page_size=16)
-    tokens = prompt(80, 3)
-    want = reference(hf, tokens)[[39, 78, 79]]
-    got = driver.extend([(0, tokens[:40])]).next_token_logits
-    chunked = driver.extend([(0, tokens[40:79])]).next_token_logits
-    decoded = driver.decode([(0, tokens[79])]).next_token_logits
-    logits = torch.cat([got, chunked, decoded])
+    logits, want = logits_of_three_steps(hf, driver, prompt(80, 3), 40)
     # Rounding may choose another expert where two are nearly equal.
     assert (logits - want).abs().max() < 0.1 * want.abs().max()
     assert torch.equal(logits.argmax(dim=-1), want.argmax(dim=-1))

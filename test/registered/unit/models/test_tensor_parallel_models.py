@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_ranks import MemoryTensorGroup
+from sglang.test.model_oracle import prompt, reference
 from sglang.test.rank_threads import on_rank_threads
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
@@ -35,27 +34,6 @@ CASES = [
     pytest.param("qwen3_5", {**LINEAR, "linear_num_value_heads": 4}, id="qwen3_5-equal-heads"),
     pytest.param("qwen3_5_moe", LINEAR, id="qwen3_5_moe"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 160, (length,), generator=generator).tolist()
-
-
-@torch.inference_mode()
-def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
-    logits: torch.Tensor = model(torch.tensor([tokens])).logits
-    return logits[0].float()
 
 
 @pytest.mark.parametrize("size", [2, 4])

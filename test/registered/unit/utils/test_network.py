@@ -7,9 +7,11 @@ import socket
 import stat
 import struct
 import threading
+from pathlib import Path
 
 import pytest
 
+from sglang.srt.utils import network
 from sglang.srt.utils.network import (
     IpcNames,
     address_for_peers,
@@ -31,6 +33,30 @@ def test_free_ports_are_distinct_and_free() -> None:
     assert len(set(ports)) == 20
     for port in ports:
         check_port_available("127.0.0.1", port)
+
+
+def test_no_outgoing_connection_takes_a_free_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outgoing = tmp_path / "range"
+    monkeypatch.setattr(network, "_OUTGOING_PORTS", outgoing)
+    outgoing.write_text("20050\t60999\n")
+    assert all(20_000 <= port < 20_050 for port in get_free_ports(5))
+    outgoing.write_text("1024\t65535\n")
+    assert len(set(get_free_ports(5))) == 5, "the kernel's choice, where all may be outgoing"
+    outgoing.unlink()
+    assert len(set(get_free_ports(5))) == 5, "where the range is not known"
+
+
+def test_a_port_in_use_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outgoing = tmp_path / "range"
+    monkeypatch.setattr(network, "_OUTGOING_PORTS", outgoing)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", get_free_port()))
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(network, "_FIRST_FREE_PORT", taken)
+        outgoing.write_text(f"{taken + 1} 60999")
+        assert get_free_port() != taken
 
 
 def test_a_taken_port_is_refused_with_the_remedy() -> None:

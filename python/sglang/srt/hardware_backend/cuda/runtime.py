@@ -70,6 +70,9 @@ class CudaRuntime(AcceleratorRuntime):
     def unregister_host_memory(self, address: int) -> None:
         self._api.cudart().cudaHostUnregister(address)
 
+    def can_read(self, index: int) -> bool:
+        return bool(self._api.can_device_access_peer(self._target, index))
+
     def allocations_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Segments of torch's allocator: each is what one call of the driver gave, and holds many
         tensors. Memory of any other origin is taken for an allocation of its own."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
@@ -218,7 +219,7 @@ class GatedDeltaNet(torch.nn.Module):
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[ToAdd, torch.Tensor]:
         """Move the states on, then project towards the residual: see `RowParallelLinear.forward`.
 
         Args:
@@ -246,13 +247,9 @@ class GatedDeltaNet(torch.nn.Module):
         out, after = self._rule.decode(
             self._inputs(qkv, projected), temporal.index_select(0, first).float()
         )
-        after = after.to(temporal.dtype)
+        # Rows of padding all write to the padding slot, in any order.
         conv.index_copy_(0, slots, conv_after)
-        temporal.index_copy_(0, slots, after)
-        if states.track_slots is not None:
-            # The others are copied to the padding slot, in any order.
-            conv.index_copy_(0, states.track_slots, conv_after)
-            temporal.index_copy_(0, states.track_slots, after)
+        temporal.index_copy_(0, slots, after.to(temporal.dtype))
         return out
 
     def _extend(

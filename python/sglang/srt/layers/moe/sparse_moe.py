@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.moe.experts import RoutedExperts
@@ -109,7 +110,7 @@ class SparseMoeBlock(torch.nn.Module):
                 gate_name = f"{shared.name}_gate"
                 self.shared_expert_gate = SharedExpertGate(hidden_size, placement.at(gate_name))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """Run router and experts.
 
         Args:
@@ -121,12 +122,13 @@ class SparseMoeBlock(torch.nn.Module):
         """
         out = self.experts.forward(x, *self.gate.forward(x))
         if self.shared_expert is None:
-            return self._group.all_reduce(out), residual
+            return self._group.sum_later(out), residual
         if self.shared_expert_gate is not None:
             out.addcmul_(self.shared_expert_gate.forward(x), self.shared_expert.part(x))
-            return self._group.all_reduce(out), residual
+            return self._group.sum_later(out), residual
         if self._group.size > 1:
             # One sum over the ranks for routed and shared experts.
-            return self._group.all_reduce(out.add_(self.shared_expert.part(x))), residual
+            return self._group.sum_later(out.add_(self.shared_expert.part(x))), residual
         shared, residual = self.shared_expert.forward(x, residual)
+        assert not isinstance(shared, PendingSum), "one rank has all"
         return (out if shared is None else out.add_(shared)), residual

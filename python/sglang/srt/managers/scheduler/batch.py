@@ -140,7 +140,7 @@ def make_prefill_batch(
             out_cache_loc=out_slots[0] if len(works) == 1 else torch.cat(out_slots),
             req_to_token_pool=pools.req_to_token_pool,
             token_to_kv_pool=pools.token_to_kv_pool,
-            states=_states_of(works, pools, rows_on_device),
+            states=_states_of(works, pools, rows_on_device, is_decode=is_decode),
             extend_prefix_lens_cpu=prefix_lens,
             extend_seq_lens_cpu=extend_lens,
             return_logprob=return_logprob,
@@ -156,17 +156,26 @@ def make_prefill_batch(
 
 
 def _states_of(
-    works: Sequence[PrefillWork], pools: BatchPools, rows: torch.Tensor
+    works: Sequence[PrefillWork], pools: BatchPools, rows: torch.Tensor, *, is_decode: bool
 ) -> StateBatch | None:
-    """The recurrent states of a prefill; `rows` is int64 `[bs]` on the device."""
+    """The recurrent states of a prefill; `rows` is int64 `[bs]` on the device.
+
+    Args:
+        is_decode: It runs as a decode step.
+    """
     states = StateBatch.running(pools.req_to_token_pool, rows)
     if states is None:
         return None
     if any(work.first_state for work in works):
         first = pools.int64([work.first_state for work in works])
         states.first_slots = first.where(first > 0, states.slots)
-    if any(work.track_slot for work in works):
-        states.track_slots = pools.int64([work.track_slot for work in works])
+    tracks = [work.track_slot for work in works]
+    if is_decode and any(tracks):
+        tracked = [place for place, slot in enumerate(tracks) if slot]
+        targets = pools.int64([tracks[place] for place in tracked])
+        states.decoded = states.slots[pools.int64(tracked)], targets
+    elif any(tracks):
+        states.track_slots = pools.int64(tracks)
         states.track_lens_cpu = [work.track_len for work in works]
     return states
 
@@ -246,8 +255,10 @@ class DecodeBatch:
         """
         states = self._states
         if states is not None and snapshots is not None:
-            tracks = snapshots.in_decoding(self.reqs, self._seq_lens_cpu)
-            states = dataclasses.replace(states, track_slots=tracks)
+            left = snapshots.in_decoding(self.reqs, self._seq_lens_cpu)
+            if left is not None:
+                rows, slots = left
+                states = dataclasses.replace(states, decoded=(states.slots[rows], slots))
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.DECODE,

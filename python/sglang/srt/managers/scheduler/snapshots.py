@@ -87,24 +87,32 @@ class Snapshots:
             return 0, 0
         return int(slots.mamba_track_slot), end - begin
 
-    def in_decoding(self, reqs: Sequence[Req], seq_lens: Sequence[int]) -> torch.Tensor | None:
-        """The slots that take snapshots of a decode step, which is going to be launched.
+    def in_decoding(
+        self, reqs: Sequence[Req], seq_lens: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Which requests leave a snapshot of a decode step, which is going to be launched.
 
         Args:
             reqs: Row by row.
             seq_lens: Their context lengths, the token of this step included.
 
         Returns:
-            int64 `[bs]` on the device, 0 for no snapshot; None: no request leaves one.
+            Their rows in the batch, int64 `[n]`, and the slots that take the snapshots, likewise,
+            on the device; None: no request leaves one.
         """
         if self._alignment is None or not self._interval:
             return None
-        slots = [
-            0 if length % self._interval else self._track(req, length)
-            for req, length in zip(reqs, seq_lens, strict=True)
-        ]
+        taken = {
+            row: slot
+            for row, (req, length) in enumerate(zip(reqs, seq_lens, strict=True))
+            if not length % self._interval and (slot := self._track(req, length))
+        }
+        if not taken:
+            return None
         assert self._pool is not None
-        return on_device(slots, self._pool.device, torch.int64) if any(slots) else None
+        device = self._pool.device
+        rows = on_device(list(taken), device, torch.int64)
+        return rows, on_device(list(taken.values()), device, torch.int64)
 
     def on_decoded(self, req: Req) -> None:
         """A decode step of `req` has ended, its token counted: the snapshot that it left, if any,

@@ -7,12 +7,18 @@ gathered and scattered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
-from sglang.srt.mem_cache.host.host_copy import PageView, page_view
+from sglang.srt.mem_cache.host.host_copy import (
+    PagePair,
+    PageView,
+    gather_views,
+    page_view,
+    scatter_views,
+)
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
@@ -24,16 +30,39 @@ _REMEDY: Final = (
 
 
 class _Part(NamedTuple):
-    """One buffer of the pool's spec, and where its bytes are in a page of the group."""
+    """The group's share of one buffer of the pool's spec."""
 
     begin: int
     end: int
+    """Where its bytes are in a page of the group."""
     outer: tuple[int, ...]
     """Layers and tokens of a page, in the order of the pool's layout."""
     length: int
-    """Of the group along the dimension that is split."""
+    """Of the share along the dimension that is split by heads."""
     strips: tuple[tuple[PageView, int], ...]
-    """Of the pool `[page, *outer, some of length, bytes]`, and where each begins in `length`."""
+    """Runs of the pool `[page, *outer, part of length, bytes]`, and where each is in `length`."""
+
+
+def _cut(
+    items: torch.Tensor, lengths: Sequence[int], index: int, num_groups: int, begin: int
+) -> _Part:
+    """Of each run of `lengths` the `index`-th of `num_groups` equal pieces.
+
+    Args:
+        items: See `PartedPoolHost.page_items`.
+        lengths: See `StateBuffer.head_parts`.
+        index: From 0.
+        num_groups: Divides each of `lengths`.
+        begin: Of the share in a page of the group, in bytes.
+    """
+    strips, run, at = [], 0, 0
+    for length in lengths:
+        own = length // num_groups
+        first = run + index * own
+        strips.append((page_view(items[..., first : first + own, :]), at))
+        run, at = run + length, at + own
+    size = items[0, ..., :at, :].numel()
+    return _Part(begin, begin + size, tuple(items.shape[1:-2]), at, tuple(strips))
 
 
 class HeadGroupPool:
@@ -52,36 +81,25 @@ class HeadGroupPool:
     """
 
     def __init__(self, pool: AnyHostPool, index: int, num_groups: int) -> None:
-        name = pool.device_pool.spec.name
+        spec = pool.device_pool.spec
         if not isinstance(pool, PartedPoolHost):
-            raise ValueError(f"pool {name}: {type(pool).__name__} has no heads to cut; {_REMEDY}")
+            raise ValueError(
+                f"pool {spec.name}: {type(pool).__name__} has no heads to cut; {_REMEDY}"
+            )
+        for buffer in spec.buffers:
+            if not buffer.head_parts or any(length % num_groups for length in buffer.head_parts):
+                raise ValueError(
+                    f"pool {spec.name}: its buffer {buffer.name} {list(buffer.shape)} cannot be "
+                    f"cut into {num_groups} groups of heads; {_REMEDY}"
+                )
         self._pool: PartedPoolHost[Any] = pool
         self._parts: list[_Part] = []
         self.page_bytes = 0
         """Bytes of the group in one page, without the L3 trailer."""
-        for items, buffer in zip(pool.page_items(), pool.device_pool.spec.buffers, strict=True):
-            lengths = buffer.head_parts
-            if not lengths or any(length % num_groups for length in lengths):
-                raise ValueError(
-                    f"pool {name}: its buffer {buffer.name} {list(buffer.shape)} cannot be cut "
-                    f"into {num_groups} groups of heads; {_REMEDY}"
-                )
-            self._add(items, lengths, index, num_groups)
-
-    def _add(
-        self, items: torch.Tensor, lengths: tuple[int, ...], index: int, num_groups: int
-    ) -> None:
-        """A part whose parts of `lengths` along the dimension before the last are cut evenly."""
-        strips, first, at = [], 0, 0
-        for length in lengths:
-            own = length // num_groups
-            begin = first + index * own
-            strips.append((page_view(items[..., begin : begin + own, :]), at))
-            first, at = first + length, at + own
-        outer = tuple(items.shape[1:-2])
-        begin = self.page_bytes
-        self.page_bytes += items[0, ..., :at, :].numel()
-        self._parts.append(_Part(begin, self.page_bytes, outer, at, tuple(strips)))
+        for items, buffer in zip(pool.page_items(), spec.buffers, strict=True):
+            part = _cut(items, buffer.head_parts, index, num_groups, self.page_bytes)
+            self._parts.append(part)
+            self.page_bytes = part.end
 
     @property
     def page_size(self) -> int:
@@ -103,17 +121,13 @@ class HeadGroupPool:
 
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the group's part of pages into the rows of `out`, uint8 `[pages, page_bytes]`."""
-        pages = whole_pages(indices, self.page_size, self._pool.page_num).tolist()
-        for own, rows in self._pairs(out):
-            for row, page in zip(rows, pages, strict=True):
-                row[...] = own[page]
+        numbers = whole_pages(indices, self.page_size, self._pool.page_num)
+        gather_views(self._pairs(out), numbers)
 
     def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
         """The inverse of `gather_pages`; other heads of the pages stay as they are."""
-        slots = whole_pages(indices, self.page_size, self._pool.page_num).tolist()
-        for own, rows in self._pairs(pages):
-            for row, page in zip(rows, slots, strict=True):
-                own[page] = row
+        numbers = whole_pages(indices, self.page_size, self._pool.page_num)
+        scatter_views(self._pairs(pages), numbers)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> NoReturn:
         """Refused with ValueError: the bytes are in too many pieces to be moved in place."""
@@ -123,8 +137,8 @@ class HeadGroupPool:
         """As `get_page_buffer_meta`."""
         self.get_page_buffer_meta(indices)
 
-    def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[PageView, PageView]]:
-        """Pieces of the pool's pages, and where they are in flat pages (uint8, rows)."""
+    def _pairs(self, flat: torch.Tensor) -> Iterator[PagePair]:
+        """The strips, and where they are in flat pages (uint8 `[n, page_bytes]`, rows)."""
         for part in self._parts:
             rows = flat[:, part.begin : part.end]
             region = page_view(rows.view(len(flat), *part.outer, part.length, -1))

@@ -8,7 +8,7 @@ runs beside the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 
 PageView: TypeAlias = npt.NDArray[np.uint8]
 PagePair: TypeAlias = tuple[PageView, PageView]
-"""The same pages' bytes on the host and on the device; the rest of the shape is equal."""
+"""The same pages' bytes in two places, as on the host and on the device; the rest of the shape is
+equal."""
 PageIndex: TypeAlias = slice | npt.NDArray[np.int64]
 
 
@@ -29,6 +30,25 @@ def page_view(pages: torch.Tensor) -> PageView:
     """The memory of a CPU tensor `[pages, ..., elements]` as bytes; its rows are contiguous."""
     view: PageView = pages.view(torch.uint8).numpy()
     return view
+
+
+def gather_views(pairs: Iterable[PagePair], pages: npt.NDArray[np.int64]) -> None:
+    """Copy `pages` of the first view of each pair to the rows of the second, in order.
+
+    Page by page: an index would copy them all twice.
+    """
+    numbers = pages.tolist()
+    for pool, rows in pairs:
+        for row, page in zip(rows, numbers, strict=True):
+            row[...] = pool[page]
+
+
+def scatter_views(pairs: Iterable[PagePair], pages: npt.NDArray[np.int64]) -> None:
+    """The inverse of `gather_views`."""
+    numbers = pages.tolist()
+    for pool, rows in pairs:
+        for row, page in zip(rows, numbers, strict=True):
+            pool[page] = row
 
 
 class CpuPageCopier(PageCopier):

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.host.host_copy import PageView, page_view
+from sglang.srt.mem_cache.host.host_copy import PagePair, gather_views, page_view, scatter_views
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.page_copier import (
@@ -90,21 +90,16 @@ class PartedPoolHost(HostKVCache[PoolT]):
         return self._copier[1]
 
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
-        pages = whole_pages(indices, self.page_size, self.page_num).tolist()
-        for pool_view, rows in self._flat_pairs(out):
-            # Page by page: an index would copy them all twice.
-            for row, page in zip(rows, pages, strict=True):
-                row[...] = pool_view[page]
+        numbers = whole_pages(indices, self.page_size, self.page_num)
+        gather_views(self._flat_pairs(out), numbers)
 
     def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
-        slots = whole_pages(indices, self.page_size, self.page_num).tolist()
-        for pool_view, rows in self._flat_pairs(pages):
-            for row, page in zip(rows, slots, strict=True):
-                pool_view[page] = row
+        numbers = whole_pages(indices, self.page_size, self.page_num)
+        scatter_views(self._flat_pairs(pages), numbers)
 
-    def _flat_pairs(self, flat: torch.Tensor) -> list[tuple[PageView, PageView]]:
+    def _flat_pairs(self, flat: torch.Tensor) -> list[PagePair]:
         """The pool's parts, and where they are in flat pages (uint8 `[n, page_bytes]`, rows)."""
-        pairs: list[tuple[PageView, PageView]] = []
+        pairs: list[PagePair] = []
         begin = 0
         for part in self._parts:
             end = begin + part.nbytes // self.page_num
@@ -118,9 +113,9 @@ class PartedPoolHost(HostKVCache[PoolT]):
         return pairs
 
     def page_items(self) -> list[torch.Tensor]:
-        """For each part a view of its bytes: uint8 `[page, *outer, length, bytes]`, where `length`
-        is the first dimension of an item and `outer` are layers and tokens in the order of the
-        layout."""
+        """For each buffer of the spec a view of its bytes: uint8 `[page, *outer, length, bytes]`,
+        where `length` is the first dimension of an item and `outer` are layers and tokens in the
+        order of the layout. Each buffer must be one part here."""
         found = []
         for part, buffer in zip(self._parts, self.device_pool.spec.buffers, strict=True):
             raw, length = part.view(-1).view(torch.uint8), buffer.shape[0]

@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.constants import GB
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
 from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
+from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 
 _MOST_NAME_BYTES: Final = 256
@@ -46,6 +47,7 @@ _HOST_POOLS: dict[type, HostPoolClass] = {
     MLATokenToKVPool: MLATokenToKVPoolHost,
     NSAIndexerPool: NSAIndexerPoolHost,
     MambaPool: MambaPoolHost,
+    PagedDevicePool: PagedPoolHost,
 }
 """By class of the device pool; a subclass is mirrored as the nearest of its bases that is here."""
 

@@ -136,6 +136,7 @@ def test_the_same_output_as_transformers(make: Callable[[], Made], num_tokens: i
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(7))
     residual = torch.ones(num_tokens, HIDDEN)
     out, rest = block.forward(x.clone(), residual)
+    assert isinstance(out, torch.Tensor)
     torch.testing.assert_close(out + rest, reference(x[None])[0] + 1.0, rtol=1e-5, atol=1e-5)
 
 
@@ -146,6 +147,7 @@ def test_bf16_follows_transformers_rounding(make: Callable[[], Made]) -> None:
     x = torch.randn(33, HIDDEN, generator=torch.Generator().manual_seed(7)).bfloat16()
     out, rest = block.forward(x.clone(), torch.zeros_like(x))
     want = reference(x[None])[0].float()
+    assert isinstance(out, torch.Tensor)
     assert ((out + rest).float() - want).abs().max() < 0.02 * want.abs().max()
 
 

@@ -13,7 +13,7 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, ShutdownReq, ToScheduler
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange
+from sglang.test.memory_ranks import MemoryExchange, PassedOnGroup
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
@@ -23,30 +23,22 @@ IDLE_MS: Final = 1000
 """How long rank 0 waits for messages when there is nothing to do."""
 
 
-class CountingGroup(RankGroup):
+class CountingGroup(PassedOnGroup):
     """The bytes of each collective that a rank takes part in."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group = group
+        super().__init__(group)
         self.broadcasts: list[int] = []
         self.reductions: list[int] = []
 
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
     def broadcast(self, payload: bytes | None) -> bytes:
-        said = self._group.broadcast(payload)
+        said = super().broadcast(payload)
         self.broadcasts.append(len(said))
         return said
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
         self.reductions.append(values.nbytes)
-        return self._group.reduce_min(values)
+        return super().reduce_min(values)
 
 
 class Script:

@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.ballot import Progress, to_vector
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryRankGroup
+from sglang.test.memory_ranks import MemoryRankGroup, PassedOnGroup
 from sglang.test.random_ranks import RandomRanks, RankRig
 from sglang.test.random_setup import impatient
 
@@ -34,26 +34,12 @@ def quick() -> Iterator[None]:
         yield
 
 
-class OwnProgress(RankGroup):
+class OwnProgress(PassedOnGroup):
     """A rank that acts on what it has seen itself, and agrees with the others on nothing but to
     compare the books."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    def broadcast(self, payload: bytes | None) -> bytes:
-        return self._group.broadcast(payload)
-
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
-        agreed = self._group.reduce_min(values)
+        agreed = super().reduce_min(values)
         is_ballot = len(values) == len(to_vector(Progress()))
         return torch.cat([agreed[:2], values[2:]]) if is_ballot else agreed
 

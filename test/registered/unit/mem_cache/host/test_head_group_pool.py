@@ -137,9 +137,10 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     unknown = MambaPoolHost.make(MambaPool(odd, 2, "cpu"), page_num=2, layout="layer_first")
     with pytest.raises(ValueError, match=r"its buffer conv \[5, 3\] .*; leave tp_lcm_size out"):
         HeadGroupPool(unknown, 0, 2)
-    rows = MLATokenToKVPoolHost.make(make_mla_pool(), page_num=2, layout="layer_first")
-    with pytest.raises(ValueError, match="pool kv: its buffer latent"):
-        HeadGroupPool(rows, 0, 2)
+    for layout in ("layer_first", "page_first_kv_split"):
+        rows = MLATokenToKVPoolHost.make(make_mla_pool(), page_num=2, layout=layout)
+        with pytest.raises(ValueError, match="pool kv: its buffer latent"):
+            HeadGroupPool(rows, 0, 2)
     marks = MarksPool(page_marks(0), 16, PAGE)
     with pytest.raises(ValueError, match="MarksPoolHost has no heads to cut"):
         HeadGroupPool(MarksPoolHost.make(marks, page_num=2, layout="layer_first"), 0, 2)

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.state_spec import StateBuffer, StateSpec
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
+from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
     build_mamba_hybrid_stack,
@@ -33,7 +35,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
     NSAIndexerPoolHost,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import PAGE, make_device_pool
+from sglang.test.host_pools import PAGE, copy_to_device, copy_to_host, make_device_pool, page_slots
 from sglang.test.marks_pool import MarksPool, MarksPoolHost, page_marks, prefix_marks
 from sglang.test.mla_pools import make_indexer_pool, make_mla_pool
 
@@ -161,6 +163,38 @@ def test_a_sparse_model_has_latent_rows_and_indexer_keys_in_the_same_pages() -> 
 
 def test_a_latent_model_without_an_indexer_has_one_pool() -> None:
     assert page_nums(build(ModelPools.of([make_mla_pool()]))) == {"kv": 32}
+
+
+class Scores(PagedDevicePool):
+    """A kind of state of which nothing below the device knows: two buffers that differ."""
+
+    @classmethod
+    def make(cls) -> Scores:
+        buffers = StateBuffer("score", (3,), torch.float32), StateBuffer("count", (1,), torch.int16)
+        spec = StateSpec(
+            name=INDEXER, layers=(0, 2), buffers=buffers, indices_from_pool=PoolName.KV
+        )
+        pool = cls(spec, make_device_pool().size, PAGE, "cpu")
+        for layer in (layer for part in pool.parts for layer in part):
+            layer.copy_(torch.randint(0, 100, layer.shape))
+        return pool
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_a_new_kind_of_token_slots_needs_no_host_pool_of_its_own(layout: str) -> None:
+    pool = Scores.make()
+    host = build(ModelPools.of([make_device_pool(), pool]), layout=layout).get_pool("indexer")
+    assert type(host) is PagedPoolHost
+    slots = copy_to_host(pool, host, [1, 2, 5])
+    flat = torch.empty(3, host.page_bytes, dtype=torch.uint8)
+    host.gather_pages(slots, flat)
+    elsewhere = host.alloc(len(slots))
+    assert elsewhere is not None
+    host.scatter_pages(elsewhere, flat)
+    copy_to_device(host, pool, elsewhere, [7, 3, 4])
+    for layer in (layer for part in pool.parts for layer in part):
+        assert torch.equal(layer[page_slots([7, 3, 4])], layer[page_slots([1, 2, 5])])
+        assert layer[page_slots([1, 2, 5])].any()
 
 
 # -- what is refused -----------------------------------------------------------------------------

@@ -34,6 +34,19 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def start_args(model: Path, **fields: Any) -> ServerArgs:
+    """Of a start on the CPU with the built-in tokenizer."""
+    args: dict[str, Any] = {"max_total_tokens": 256, "page_size": 16} | fields
+    return ServerArgs(
+        model_path=str(model), tokenizer_path=str(BUILTIN_MODEL_DIR), device="cpu", **args
+    ).resolve()
+
+
+def cached_args(model: Path, **fields: Any) -> ServerArgs:
+    """The same with a host tier."""
+    return start_args(model, enable_hierarchical_cache=True, **fields)
+
+
 def test_states_are_sized_and_said(hybrid: Path) -> None:
     config = ModelConfig.from_path(str(hybrid))
     runner = ModelRunner(ModelRunnerConfig(model_config=config, page_size=16, show_progress=False))
@@ -57,15 +70,7 @@ def test_states_are_sized_and_said(hybrid: Path) -> None:
 
 
 def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
-    args = ServerArgs(
-        model_path=str(hybrid),
-        tokenizer_path=str(BUILTIN_MODEL_DIR),
-        max_total_tokens=256,
-        page_size=16,
-        device="cpu",
-        enable_hierarchical_cache=True,
-    ).resolve()
-    built = build_scheduler(args)
+    built = build_scheduler(cached_args(hybrid))
     tree = built.scheduler.state.tree
     assert tree.mamba_snapshot_alignment == 64, "a page of 16, a chunk of 64"
     assert isinstance(tree, HiMambaRadixCache)
@@ -78,27 +83,14 @@ def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
 def test_snapshots_end_with_a_page_and_with_a_chunk_of_the_kernel(
     hybrid: Path, page_size: int, alignment: int
 ) -> None:
-    args = ServerArgs(
-        model_path=str(hybrid),
-        tokenizer_path=str(BUILTIN_MODEL_DIR),
-        max_total_tokens=384,
-        page_size=page_size,
-        mamba_track_interval=384,
-        device="cpu",
-    ).resolve()
-    built = build_scheduler(args)
+    fields = {"page_size": page_size, "max_total_tokens": 384, "mamba_track_interval": 384}
+    built = build_scheduler(start_args(hybrid, **fields))
     assert built.scheduler.state.tree.mamba_snapshot_alignment == alignment
     built.scheduler.close()
 
 
 def test_snapshots_while_decoding_are_where_snapshots_can_be(hybrid: Path) -> None:
-    args = ServerArgs(
-        model_path=str(hybrid),
-        tokenizer_path=str(BUILTIN_MODEL_DIR),
-        max_total_tokens=256,
-        device="cpu",
-        mamba_track_interval=100,
-    ).resolve()
+    args = start_args(hybrid, mamba_track_interval=100)
     with pytest.raises(ValueError, match="--mamba-track-interval 100 must be a multiple of 64"):
         build_scheduler(args)
 
@@ -136,26 +128,14 @@ def test_a_stack_that_cannot_be_built_ends_the_start(
     save_tiny_checkpoint(tmp_path / family, family)
     folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3"))
     with folder, pytest.raises(ValueError, match=message.format(second=second)):
-        build_scheduler(start_args(tmp_path / family, **fields))
+        build_scheduler(cached_args(tmp_path / family, **fields))
 
 
 def test_a_layout_that_states_do_not_have_ends_the_start_with_the_name_of_their_pool(
     hybrid: Path,
 ) -> None:
     with pytest.raises(ValueError, match=r"kv_split is not for host pool mamba; use .*page_first"):
-        build_scheduler(start_args(hybrid, hicache_mem_layout="page_first_kv_split"))
-
-
-def start_args(model: Path, **fields: Any) -> ServerArgs:
-    return ServerArgs(
-        model_path=str(model),
-        tokenizer_path=str(BUILTIN_MODEL_DIR),
-        max_total_tokens=256,
-        page_size=16,
-        device="cpu",
-        enable_hierarchical_cache=True,
-        **fields,
-    ).resolve()
+        build_scheduler(cached_args(hybrid, hicache_mem_layout="page_first_kv_split"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""Models with more state than KV on a GPU: steps against the limits, and what an L2 hit saves.
+
+    python benchmark/gpu_hybrid.py [steps] [server] [--families qwen3_next deepseek_v32]
+        [--json FILE]
+
+Random weights. Shapes are those of Qwen3-Next-80B-A3B with 12 of 48 layers, and of DeepSeek-V3.2
+with 6 of 61 layers (1 dense) and 64 of 256 experts. `steps`: a prefill of 8,192 tokens, and decode
+steps in graphs and without, through ModelRunner; the limit of a decode step of one is reading its
+active weights once, at the speed of a large copy in the same run (target: within 1.5 of it).
+`server`: TTFT of 8,192 tokens over HTTP, cold and from L2 (target: a fifth).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from gpu_server import Emit, ask
+from transformers import DeepseekV32Config, Qwen3NextConfig
+
+from sglang.benchmark.device_limits import measure_limits
+from sglang.benchmark.report import emit, provenance
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.test.engine_server import EngineServer
+from sglang.test.qwen3_8b import DUMMY_FLAGS
+from sglang.test.tiny_models import StepDriver
+
+LENGTH: Final = 8192
+STEPS: Final = 32
+VOCABULARY: Final = 129_280
+SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
+    "qwen3_next": (
+        Qwen3NextConfig,
+        "Qwen3NextForCausalLM",
+        {
+            "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 12,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "deepseek_v32": (
+        DeepseekV32Config,
+        "DeepseekV32ForCausalLM",
+        {
+            "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 6,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "head_dim": 64, "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128,
+            "index_topk": 2048, "n_routed_experts": 64, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8,
+            "topk_group": 4, "first_k_dense_replace": 1,
+        },
+    ),
+}  # fmt: skip
+EXPECTED: Final = {
+    ("qwen3_next", "graph ms"): 3.0,
+    ("qwen3_next", "L2 ratio"): 0.2,
+    ("deepseek_v32", "L2 ratio"): 0.15,
+}
+
+
+@contextmanager
+def model_of(family: str) -> Iterator[str]:
+    """A temporary directory with only the configuration."""
+    config_class, architecture, shape = SHAPES[family]
+    with tempfile.TemporaryDirectory() as directory:
+        config = config_class(vocab_size=VOCABULARY, max_position_embeddings=40960, **shape)
+        config.architectures = [architecture]
+        config.dtype = "bfloat16"
+        config.save_pretrained(directory)
+        yield directory
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+    return ids
+
+
+def active_bytes(driver: StepDriver, shape: dict[str, Any]) -> float:
+    """Of the weights that a step of one token reads."""
+    experts = shape.get("num_experts") or shape["n_routed_experts"]
+    share = shape["num_experts_per_tok"] / experts
+    total = 0.0
+    for name, slot in driver.runner.model.weight_slots():
+        if "embed_tokens" not in name:
+            total += slot.dest.nbytes * (share if ".mlp.experts." in name else 1.0)
+    return total
+
+
+def measure_steps(family: str, model: str, out: Emit) -> None:
+    shape = SHAPES[family][2]
+    for disable_graphs in (False, True):
+        driver = StepDriver(
+            model,
+            page_size=64,
+            pool_tokens=2 * LENGTH + 1024,
+            max_requests=8,
+            device="cuda",
+            load_format="dummy",
+            disable_cuda_graph=disable_graphs,
+            cuda_graph_max_bs=2,
+        )
+        wait = device_runtime("cuda").synchronize
+        seconds = []
+        for row in range(2):
+            wait()
+            begun = time.perf_counter()
+            driver.extend([(row, prompt(row, LENGTH))])
+            wait()
+            seconds.append(time.perf_counter() - begun)
+        for nth in range(STEPS + 4):
+            if nth == 4:
+                wait()
+                begun = time.perf_counter()
+            driver.decode([(0, 7)])
+        wait()
+        step_ms = (time.perf_counter() - begun) / STEPS * 1e3
+        limits = measure_limits("cuda", torch.bfloat16)
+        # A copy reads and writes: half of its bytes would be a lower limit than reading reaches.
+        least_ms = active_bytes(driver, shape) / limits.copy_bytes_per_s * 1e3
+        out(
+            {
+                "what": f"steps of {family}", "graphs": len(driver.runner._graphs),
+                "prefill_8192_s": round(seconds[1], 4), "decode_ms": round(step_ms, 3),
+                "active_gb": round(active_bytes(driver, shape) / 1e9, 3),
+                "decode_limit_ms": round(least_ms, 3),
+                "times_the_limit": round(step_ms / least_ms, 2), "target": 1.5,
+                "expected_ms": EXPECTED.get((family, "graph ms")),
+            }
+        )  # fmt: skip
+        del driver
+        torch.cuda.empty_cache()
+
+
+def measure_server(family: str, model: str, out: Emit) -> None:
+    flags = ["--max-total-tokens", "18432", "--enable-hierarchical-cache", "--page-size", "64",
+             "--hicache-ratio", "4", "--max-running-requests", "8"]  # fmt: skip
+    if family == "qwen3_next":
+        flags += ["--max-mamba-cache-size", "32"]
+    medians: dict[str, float] = {}
+    with EngineServer("--device", "cuda", *DUMMY_FLAGS, *flags, model=model) as server:
+        out(
+            {
+                "what": f"tiers of {family}",
+                "tiers": server.request("GET", "/server_info").body["tiers"],
+            }
+        )
+        asyncio.run(ask(server.url, [prompt(seed, 2048) for seed in (1, 2, 1)], 4))
+        prompts = [prompt(100 + i, LENGTH) for i in range(4)]
+        for source in ("cold", "L2", "L2 again"):
+            results = asyncio.run(ask(server.url, prompts, 2))
+            assert all(result.success for result in results), results
+            medians[source] = statistics.median(result.ttft for result in results)
+            out(
+                {
+                    "what": f"TTFT of {LENGTH} tokens, {family}, {source}",
+                    "ms": round(medians[source] * 1e3, 1),
+                    "all_ms": [round(result.ttft * 1e3, 1) for result in results],
+                    "cached": results[-1].cached_details,
+                    "of_cold": round(medians[source] / medians["cold"], 3), "target": 0.2,
+                    "expected": EXPECTED.get((family, "L2 ratio")),
+                }
+            )  # fmt: skip
+            time.sleep(0.5)  # The copies to L2 land meanwhile.
+        (decoded,) = asyncio.run(ask(server.url, [prompt(7, 1024)], 129))
+        out({"what": f"decode of one over HTTP, {family}", "ms": (decoded.tpot or 0.0) * 1e3})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["steps", "server"])
+    parser.add_argument("--families", nargs="+", default=list(SHAPES))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    def out(record: dict[str, Any]) -> None:
+        emit(record, args.json)
+
+    out({**provenance(), "shapes": {name: SHAPES[name][2] for name in args.families}})
+    for family in args.families:
+        with model_of(family) as model:
+            if "server" in args.parts:
+                measure_server(family, model, out)
+            if "steps" in args.parts:
+                measure_steps(family, model, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Sums of tensors over the GPUs of one machine, which read each other's memory.
+
+A decode step sums some kilobytes twice a layer. NCCL's kernels take longer for each of them than
+one kernel in which every rank reads all parts and adds them ("one shot"). Memory, barriers and that
+kernel are torch's: docs.pytorch.org, "PyTorch Symmetric Memory". Where a norm follows, it reads the
+parts itself (`layers/triton_ops/summed_norm.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symm_mem
+
+from sglang.srt.constants import MIB
+from sglang.srt.distributed.tensor_group import PeerParts
+from sglang.srt.environ import envs
+
+ALL_REDUCE_BYTES: Final = MIB
+"""Most of a tensor that `all_reduce` sums; measured by `benchmark/gpu_ranks.py`."""
+DEFERRED_BYTES: Final = {2: 64 * MIB}
+"""Most of a tensor that a norm sums, by the number of ranks. Two ranks read the same bytes as by
+any other way; more read each byte more often than NCCL's rings do."""
+_DEFERRED_BYTES_OF_MORE: Final = 2 * MIB
+_ALIGNMENT: Final = 16
+"""Bytes that a thread reads at once. The kernels take others, slowly."""
+_DTYPES: Final = (torch.bfloat16, torch.float32)
+
+
+class TorchSymmMemCommunicator:
+    """This rank's memory for parts of sums. The thread that runs the model uses it, in captures of
+    CUDA graphs too; all ranks make the same calls in the same order.
+
+    There are three places. `all_reduce` has one, and leaves it when no rank reads it any more. The
+    other two are for sums that norms finish, in turn: such a kernel waits for the parts of all
+    ranks, but not for the end of their reading. A rank that begins with the next sum but one has
+    seen all others begin with the next, and so end this one. So the first such sum of a pass has to
+    come after an `all_reduce` of any size, which is that of the embedding.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Exchange memory with the other ranks; all of them do so at the same time.
+
+        Args:
+            group: Of the devices.
+            device: This rank's, with its index.
+
+        Raises:
+            RuntimeError: The devices cannot read each other's memory; torch's words.
+        """
+        self._name = group.group_name
+        size = dist.get_world_size(group)
+        self._most = DEFERRED_BYTES.get(size, _DEFERRED_BYTES_OF_MORE)
+        total = ALL_REDUCE_BYTES + 2 * self._most
+        self._memory = symm_mem.empty(total, dtype=torch.uint8, device=device)
+        multicast = envs.TORCH_SYMM_MEM_DISABLE_MULTICAST
+        with multicast.override(multicast.get()):
+            handle = symm_mem.rendezvous(self._memory, group)
+        pointers = [handle.buffer_ptrs, handle.signal_pad_ptrs]
+        memories, pads = torch.tensor(pointers, dtype=torch.int64, device=device)
+        self._places = [
+            PeerParts(memories, pads, handle.signal_pad_size, handle.rank, size, begin)
+            for begin in (ALL_REDUCE_BYTES, ALL_REDUCE_BYTES + self._most)
+        ]
+        self._next = 0
+
+    def should_allreduce(self, x: torch.Tensor) -> bool:
+        """Whether `all_reduce` takes `x`."""
+        return self._takes(x.shape, x.dtype, ALL_REDUCE_BYTES)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks: a new tensor, with the same bits on all of them.
+
+        Args:
+            x: One that `should_allreduce` takes; or a part of `empty_part`.
+        """
+        part = x
+        if x.untyped_storage().data_ptr() != self._memory.data_ptr():
+            part = self._view(0, x.shape, x.dtype).copy_(x)
+        summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
+        return summed
+
+    def should_defer(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether `empty_part` and `defer` take tensors of this kind."""
+        return self._takes(shape, dtype, self._most)
+
+    def empty_part(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The memory of the next sum that a norm finishes: `defer` need not copy what is there."""
+        return self._view(self._places[self._next].offset, shape, dtype)
+
+    def defer(self, x: torch.Tensor) -> tuple[torch.Tensor, PeerParts]:
+        """This rank's part of a sum, where all can read it, and where they find those of others."""
+        place = self._places[self._next]
+        part = self._view(place.offset, x.shape, x.dtype)
+        if x.data_ptr() != part.data_ptr():
+            part.copy_(x)
+        self._next = 1 - self._next
+        return part, place
+
+    def _takes(self, shape: Sequence[int], dtype: torch.dtype, most: int) -> bool:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return dtype in _DTYPES and 0 < size <= most and size % _ALIGNMENT == 0
+
+    def _view(self, begin: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self._memory[begin : begin + size].view(dtype).view(*shape)

@@ -1,0 +1,186 @@
+"""Two GPUs: sums over ranks, the logits of one rank, and the same words from every tier."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from sglang.serve_pd import count_gpus
+from sglang.srt.distributed.parallel_state import (
+    get_attention_cp_group,
+    get_attention_tp_group,
+    get_world_group,
+)
+from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.model_executor.graph_capture import GraphCapture
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.engine_server import EngineServer
+from sglang.test.rank_processes import run_ranks
+from sglang.test.scheduler_rig import prompt
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+
+register_cuda_ci(est_time=150, suite="base-b-test-2-gpu-large")
+
+HAS_TWO: Final = detect_device() == "cuda" and count_gpus() > 1
+pytestmark = pytest.mark.skipif(not HAS_TWO, reason="needs two GPUs")
+
+HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8}
+FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "qwen3": HEADS,
+    "qwen3_moe": HEADS,
+    "deepseek_v32": {**HEADS, "num_key_value_heads": 8},
+    "qwen3_next": {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
+CASES: Final = [
+    (family, cp) for family in FAMILIES for cp in (1, 2) if (family, cp) != ("qwen3_next", 2)
+]
+SHAPES: Final = (1, 64), (3, 4096), (64, 4096), (700, 1000), (9000, 4096)
+"""Of the tensors that are summed: some by symmetric memory, some by NCCL."""
+PAGE: Final = 16
+WHOLE: Final = 192
+"""Tokens of the whole pages of 200."""
+
+
+def collect(
+    made: list[torch.Tensor],
+    run: Callable[[torch.Tensor], list[torch.Tensor]],
+    mine: torch.Tensor,
+) -> None:
+    made += run(mine)
+
+
+def sums() -> dict[str, Any]:
+    """One rank's part: how far the results are from the right ones, and the sums of their numbers.
+
+    Each sum is made eagerly and in a graph, some thousand times, so that kernels of both ranks meet
+    in all ways; what the last one made counts.
+    """
+    group = get_attention_tp_group()
+    found: dict[str, Any] = {"has_symmetric_memory": group._symm_mem is not None}
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width in SHAPES:
+            generator = torch.Generator().manual_seed(rows)
+            parts = torch.randn(group.size, rows, width, generator=generator).to(dtype)
+            mine = parts[group.rank].cuda()
+            right = parts.float().sum(0)
+            residual = torch.randn(rows, width, generator=generator).to(dtype)
+            placement = TensorPlacement(dtype=dtype, device="cuda")
+            norm = RMSNorm(width, 1e-6, placement=placement)
+            norm.weight.fill_(1.0)
+            start = residual.cuda()
+            after = (right + residual.float()).to(dtype).float()
+            normed = torch.nn.functional.rms_norm(after, (width,), None, 1e-6)
+
+            def sum_alone(mine: torch.Tensor) -> list[torch.Tensor]:
+                return [group.all_reduce(mine.clone())]
+
+            def sum_in_norms(
+                mine: torch.Tensor, residual: torch.Tensor = start, norm: RMSNorm = norm
+            ) -> list[torch.Tensor]:
+                made = [group.all_reduce(mine.clone())]
+                for _ in range(5):  # Odd: the next pass begins in the other place.
+                    place = group.empty_part(mine.shape, mine)
+                    made += norm.add_(group.sum_later(place.copy_(mine)), residual.clone())
+                return made
+
+            for run, wanted in (
+                (sum_alone, [right]),
+                (sum_in_norms, [right, *[normed, after] * 5]),
+            ):
+                with torch.inference_mode():
+                    results = run(mine)
+                    made: list[torch.Tensor] = []
+                    graph = GraphCapture().capture(partial(collect, made, run, mine))
+                    for _ in range(300):
+                        graph.replay()
+                    graphed = made[-len(wanted) :]
+                device_runtime("cuda").synchronize()
+                name = f"{dtype} {rows} x {width} {run.__name__}"
+                for way, tensors in (("eager", results), ("graph", graphed)):
+                    apart = [
+                        (one.float().cpu() - two).abs().max().item()
+                        for one, two in zip(tensors, wanted, strict=True)
+                    ]
+                    found[f"{name} {way} apart"] = max(apart) < 50 * torch.finfo(dtype).eps
+                    found[f"{name} {way}"] = [one.double().sum().item() for one in tensors]
+    return found
+
+
+def test_sums() -> None:
+    first, second = run_ranks(2, sums, device="cuda")
+    assert first == second, "the same bits on all ranks"
+    assert first["has_symmetric_memory"]
+    assert all(is_right for name, is_right in first.items() if name.endswith("apart"))
+
+
+def logits(path: str, device: str, dtype: str) -> torch.Tensor:
+    """Of two chunks of a prompt, of decode steps, and of a short prompt beside them."""
+    config: dict[str, Any] = {"device": device}
+    if device == "cuda":
+        config["gpu_id"] = get_world_group().rank
+        config |= {"tp_group": get_attention_tp_group(), "cp_group": get_attention_cp_group()}
+    driver = StepDriver(path, page_size=PAGE, dtype=dtype, **config)
+    long, short = prompt(1, 90), prompt(2, 21)
+    steps: list[Callable[[], LogitsProcessorOutput]] = [
+        partial(driver.extend, [(0, short[:17]), (1, long[:37])]),
+        partial(driver.extend, [(1, long[37:86])]),
+        *(partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)),
+    ]
+    # At once: the logits of a captured step are overwritten by the next.
+    return torch.cat([step().next_token_logits.cpu().clone() for step in steps])
+
+
+@pytest.mark.parametrize(("family", "cp"), CASES)
+def test_logits_equal_those_of_one_cpu(tmp_path: Path, family: str, cp: int) -> None:
+    save_tiny_checkpoint(tmp_path, family, **FAMILIES[family])
+    right = logits(str(tmp_path), "cpu", "float32")
+    work = str(tmp_path), "cuda", "float32"
+    first, second = run_ranks(2, logits, *work, attn_cp_size=cp, device="cuda")
+    torch.testing.assert_close(first, right, rtol=1e-3, atol=1e-3)
+    assert torch.equal(first, second), "the same bits on all ranks"
+
+
+def words(server: EngineServer, seed: int) -> tuple[list[int], tuple[int, int, int]]:
+    answer = server.generate(prompt(seed, 200), max_new_tokens=24)
+    found = answer.cached
+    return answer.output_ids, (found["device"], found["host"], found.get("storage", 0))
+
+
+@pytest.mark.parametrize("sizes", [("1", "1"), ("2", "1"), ("2", "2")], ids="x".join)
+def test_the_same_words_from_every_tier(tmp_path: Path, sizes: tuple[str, str]) -> None:
+    ranks, cp = sizes
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    with EngineServer(
+        "--device", "cuda", "--tp-size", ranks, "--attn-cp-size", cp, "--dtype", "float32",
+        "--page-size", str(PAGE), "--max-total-tokens", "1024", "--chunked-prefill-size", "64",
+        "--enable-hierarchical-cache", "--hicache-ratio", "4",
+        "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete",
+        "--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE}),
+        env=env,
+    ) as server:  # fmt: skip
+        cold, found = words(server, 1)
+        assert found == (0, 0, 0)
+        assert cold == EXPECTED.setdefault("words", cold), "as with one rank"
+        assert words(server, 1) == (cold, (WHOLE, 0, 0))
+        for seed in range(100, 105):
+            words(server, seed)
+        assert words(server, 1) == (cold, (0, WHOLE, 0))
+        server.flush()
+        assert words(server, 1) == (cold, (0, 0, WHOLE))
+
+
+EXPECTED: Final[dict[str, list[int]]] = {}
+"""What one rank said, which is asked first."""
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,48 @@
+"""A Mooncake Store for the tests of a file, a client of it, and how its tiny pages move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome
+from sglang.srt.mem_cache.storage.mooncake_store import page_batches
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.test.mooncake_bench import Bench, connect
+from sglang.test.mooncake_cluster import MooncakeCluster
+
+
+@pytest.fixture
+def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move pages in place; the tiny pages of these tests would all be staged."""
+    monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", 0)
+
+
+@pytest.fixture(params=["staged", "in place"])
+def moves(request: pytest.FixtureRequest) -> None:
+    """How pages move, in both ways."""
+    if request.param == "in place":
+        request.getfixturevalue("moving_in_place")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    with MooncakeCluster(segment_size="256mb") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
+    store = connect(cluster)
+    yield store
+    store.close()
+    store.close()
+
+
+@pytest.fixture
+def bench(shared: MooncakeStore) -> Bench:
+    shared.clear()
+    made = Bench(shared)
+    assert made.put() == [CacheOutcome.LANDED] * 3
+    return made
