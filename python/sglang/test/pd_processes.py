@@ -30,6 +30,7 @@ from sglang.srt.managers.messages.io_struct import FinishReason, ToScheduler
 from sglang.test.pd_rig import LOOPBACK, CheckableHalfRig, MooncakeMover, one_rank
 
 _TIMEOUT_S: Final = 60.0
+_UNASKED: Final = "sglang:num_prefill_bootstrap_queue_reqs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Facts:
     """Where a scheduler is."""
 
     num_waiting: int
+    num_unasked: int
+    """Of a prefill server: those that no decode server has asked for."""
     num_holders: int
     num_reads: int
     """In flight, where they can be held."""
@@ -213,6 +216,7 @@ class _Server:
         state = self.rig.scheduler.state
         return Facts(
             num_waiting=len(state.queues.waiting) + len(self._messages),
+            num_unasked=int(state.metrics.registry.get_sample_value(_UNASKED) or 0),
             num_holders=state.queues.num_holders,
             num_reads=sum(not one.is_settled for one in self._mover.begun),
             num_lingering=len(state.queues.lingering),

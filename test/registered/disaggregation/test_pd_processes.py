@@ -45,7 +45,9 @@ numbers = itertools.count(1)
 
 
 def start(mode: str) -> HalfProcess:
-    return HalfProcess(mode, ENV, **ARGS)
+    """A decode process has slots for all that a test sends."""
+    more = {"pool_tokens": 2048} if mode == DECODE else {}
+    return HalfProcess(mode, ENV, **{**ARGS, **more})
 
 
 @pytest.fixture
@@ -98,11 +100,11 @@ def assert_serves(prefill: HalfProcess, decode: HalfProcess) -> None:
 
 def scatter(prefill: HalfProcess, decode: HalfProcess) -> dict[str, TokenizedGenerateReqInput]:
     """One request in each state of a room, by its name: `decoding`, `reading`, `waiting` to be
-    computed, and `unknown` to prefill. Prefill makes no further step."""
+    computed once another ends, and `unknown` to prefill. Prefill makes no further step."""
     made = {
         "decoding": make("decoding", wanted=LONG),
         "reading": make("reading"),
-        "waiting": make("waiting"),
+        "waiting": make("waiting", length=ARGS["pool_tokens"] - 32),
         "unknown": make("unknown"),
     }
     both = (prefill, decode)
@@ -113,11 +115,12 @@ def scatter(prefill: HalfProcess, decode: HalfProcess) -> dict[str, TokenizedGen
     for process in both:
         process.send(made["reading"])
     decode.until(lambda facts: facts.num_reads == 1)
-    prefill.set(pause=True)
     for process in both:
         process.send(made["waiting"])
+    prefill.until(lambda facts: facts.num_waiting == 1 and not facts.num_unasked)
+    prefill.set(pause=True)
     decode.send(made["unknown"])
-    decode.until(lambda facts: facts.num_holders >= 3)
+    decode.until(lambda facts: facts.num_holders >= 4)
     return made
 
 
