@@ -80,6 +80,8 @@ def make_half_server(
     engine: Engine,
     find_rank: FindRank | None = None,
     group: RankGroup | None = None,
+    *,
+    prepares_staging: bool = False,
 ) -> HalfServer:
     """Register the pools with the Transfer Engine, and listen. A collective.
 
@@ -89,6 +91,7 @@ def make_half_server(
         pools: Of the model.
         find_rank: How a decode server finds prefill servers; None: by their bootstrap servers.
         group: The ranks of this server; None: this one alone.
+        prepares_staging: Make the staging buffers of a decode server now; see `Staging.prepare`.
 
     Raises:
         ValueError: The host is not this machine's, or a bound in the environment is not positive;
@@ -107,13 +110,16 @@ def make_half_server(
     engine.batch_register(list(ranges), list(ranges.values()))
     if mode == PREFILL:
         return _prefill(host, geometry, engine, ranks, place)
+    staging = Staging(engine, pools[0].device, ranges)
+    if prepares_staging:
+        staging.prepare()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
     means = Means(
         place=place,
         geometry=geometry,
         mover=engine,
-        staging=Staging(engine, pools[0].device, ranges),
+        staging=staging,
         find_rank=find_rank or _find_rank,
         patience=_patience(),
         context=context,

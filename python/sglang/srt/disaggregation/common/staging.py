@@ -110,7 +110,7 @@ class StagingBuffer:
 
 class Staging:
     """The buffers of a rank. Made in the scheduler's thread; others take and give back buffers,
-    which are made when they are first needed.
+    which are made when they are first needed, or by `prepare`.
 
     Args:
         registry: The transport.
@@ -130,6 +130,13 @@ class Staging:
         self._free: list[StagingBuffer] = []
         self._num_made = 0
         self._changed = threading.Condition()
+
+    def prepare(self) -> None:
+        """Make all buffers now, while nothing is transferred: a server that registered one between
+        transfers of other threads was ended by SIGSEGV."""
+        with self._changed:
+            while self._num_made < NUM_BUFFERS:
+                self._free.append(self._make())
 
     def take(self, timeout: float) -> StagingBuffer | None:
         """A buffer; None: all were in use for `timeout` seconds."""

@@ -387,6 +387,7 @@ def _make_half_server(
         runner.weight_source.identity(),
         engine,
         group=group,
+        prepares_staging=True,
     )
 
 
