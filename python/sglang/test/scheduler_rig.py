@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ from sglang.test.tiny_models import save_tiny_checkpoint
 
 MAX_STEPS = 5000
 MAX_SECONDS = 60.0
+_WRITING: Final = threading.Lock()
+"""A checkpoint, which rigs of ranks in threads share."""
 RIG_DEVICE = detect_device()
 """A GPU if there is one. Without CUDA graphs, because each rig would capture them again."""
 
@@ -168,8 +171,9 @@ class SchedulerRig:
         self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
     ) -> ModelWorker:
         """Create the model with its pools. Arguments as in the constructor."""
-        if not (model_path / "config.json").exists():
-            save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
+        with _WRITING:
+            if not (model_path / "config.json").exists():
+                save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
         runner = ModelRunner(
             ModelRunnerConfig(
                 model_config=ModelConfig.from_path(

@@ -132,8 +132,8 @@ class Staging:
         self._changed = threading.Condition()
 
     def prepare(self) -> None:
-        """Make all buffers now, while nothing is transferred: a server that registered one between
-        transfers of other threads was ended by SIGSEGV."""
+        """Make all buffers now, while nothing is transferred. Once a server was ended by SIGSEGV
+        when it made its first; whether registering beside transfers was the cause is not known."""
         with self._changed:
             while self._num_made < NUM_BUFFERS:
                 self._free.append(self._make())
@@ -172,7 +172,7 @@ class Staging:
             self._registered.update(new)
         self._num_made += 1
         logger.info(
-            "prefill ranks have other heads than this one: staging buffer %d of at most %d, %d MiB",
+            "staging buffer %d of at most %d for pages of other heads: %d MiB",
             self._num_made,
             NUM_BUFFERS,
             STAGING_BYTES // MIB,
