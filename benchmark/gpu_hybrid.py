@@ -1,12 +1,15 @@
 """Models with more state than KV on a GPU: steps against the limits, and what an L2 hit saves.
 
-    python benchmark/gpu_hybrid.py [steps] [server] [--families qwen3_next deepseek_v32]
-        [--json FILE]
+    python benchmark/gpu_hybrid.py [steps] [server] [experts]
+        [--families qwen3_next deepseek_v32] [--json FILE]
 
 Random weights. Shapes are those of Qwen3-Next-80B-A3B with 12 of 48 layers, and of DeepSeek-V3.2
 with 6 of 61 layers (1 dense) and 64 of 256 experts. `steps`: a prefill of 8,192 tokens, and decode
 steps in graphs and without, through ModelRunner; the limit of a decode step of one is reading its
-active weights once, at the speed of a large copy in the same run (target: within 1.5 of it).
+active weights once, at the speed of a large copy in the same run (target: within 1.5 of it). With
+graphs also the same step again and again (`replayed`), its kernels by time, and prefills of 64
+tokens behind 8,192.
+`experts`: a layer's experts of 1 to 64 tokens, in kernels for few tokens and in grouped products.
 `server`: TTFT of 8,192 tokens over HTTP, cold and from L2 (target: a fifth).
 """
 
@@ -17,10 +20,12 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,12 +35,16 @@ from transformers import DeepseekV32Config, Qwen3NextConfig
 from sglang.benchmark.device_limits import measure_limits
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
+from sglang.srt.model_executor.graph_capture import GraphCapture
 from sglang.test.engine_server import EngineServer
 from sglang.test.qwen3_8b import DUMMY_FLAGS
 from sglang.test.tiny_models import StepDriver
 
 LENGTH: Final = 8192
 STEPS: Final = 32
+SHORT: Final = 64
 VOCABULARY: Final = 129_280
 SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
     "qwen3_next": (
@@ -65,7 +74,7 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
     ),
 }  # fmt: skip
 EXPECTED: Final = {
-    ("qwen3_next", "graph ms"): 3.0,
+    ("qwen3_next", "graph ms"): 0.8,
     ("qwen3_next", "L2 ratio"): 0.2,
     ("deepseek_v32", "L2 ratio"): 0.15,
 }
@@ -97,6 +106,104 @@ def active_bytes(driver: StepDriver, shape: dict[str, Any]) -> float:
         if "embed_tokens" not in name:
             total += slot.dest.nbytes * (share if ".mlp.experts." in name else 1.0)
     return total
+
+
+def device_ms(run: Callable[[], object], times: int) -> float:
+    """Milliseconds of the device for each of `times` runs, queued one behind the other."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    run()
+    begun.record()  # type: ignore[no-untyped-call]
+    for _ in range(times):
+        run()
+    ended.record()  # type: ignore[no-untyped-call]
+    ended.synchronize()  # type: ignore[no-untyped-call]
+    return float(begun.elapsed_time(ended)) / times
+
+
+def kernels_of(run: Callable[[], object], runs: int = 4) -> list[dict[str, Any]]:
+    """The kernels of a run, most time first: microseconds and launches of one run."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(runs):
+            run()
+        torch.cuda.synchronize()
+    total: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_time_total > 0 and "graph" not in event.name.lower():
+            total[event.name[:70]] += event.device_time_total
+            count[event.name[:70]] += 1
+    return [
+        {"kernel": name, "us": round(us / runs, 1), "launches": count[name] / runs}
+        for name, us in total.most_common(24)
+    ]
+
+
+def measure_replays(family: str, driver: StepDriver, least_ms: float, out: Emit) -> None:
+    """One decode step again and again, and a short prefill: the device's time, not the driver's."""
+    forward = driver.runner.forward
+    batches: list[ForwardBatch] = []
+
+    def keep(batch: ForwardBatch) -> object:
+        batches.append(batch)
+        return forward(batch)
+
+    with mock.patch.object(driver.runner, "forward", keep):
+        driver.decode([(0, 7)])
+        driver.extend([(1, prompt(5, SHORT))])
+    step, short = batches
+    step_ms = device_ms(lambda: forward(step), 64)
+    begun = time.perf_counter()
+    forward(short)
+    launched_ms = (time.perf_counter() - begun) * 1e3
+    out(
+        {
+            "what": f"replays of {family}", "decode_ms": round(step_ms, 4),
+            "times_the_limit": round(step_ms / least_ms, 2), "target": 1.5,
+            "expected_ms": EXPECTED.get((family, "graph ms")),
+            "prefill_64_ms": round(device_ms(lambda: forward(short), 8), 3),
+            "prefill_64_launch_ms": round(launched_ms, 3),
+        }
+    )  # fmt: skip
+    out(
+        {
+            "what": f"kernels of a decode step, {family}",
+            "kernels": kernels_of(lambda: forward(step)),
+        }
+    )
+    out({"what": f"kernels of 64 tokens, {family}", "kernels": kernels_of(lambda: forward(short))})
+
+
+def measure_experts(family: str, model: str, out: Emit) -> None:
+    """One layer's experts, in a graph."""
+    driver = StepDriver(
+        model, page_size=64, pool_tokens=1024, max_requests=2, device="cuda", load_format="dummy",
+        disable_cuda_graph=True,
+    )  # fmt: skip
+    blocks = [m for m in driver.runner.model.modules() if isinstance(m, SparseMoeBlock)]
+    hidden = SHAPES[family][2]["hidden_size"]
+    for count in (1, 2, 4, 8, 16, 32, 64):
+        x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
+        found: dict[str, float] = {}
+        for name in ("few", "grouped"):
+            # All layers, so that no cache holds the weights.
+            kept = [block._few for block in blocks]
+
+            def run() -> None:
+                for block in blocks:
+                    block.forward(x, torch.zeros_like(x))
+
+            for block in blocks:
+                block._few = block._few if name == "few" else None
+            with torch.inference_mode(), mock.patch("sglang.srt.layers.moe.experts.FEW", 64):
+                graph = GraphCapture().capture(run)
+            found[name] = device_ms(graph.replay, 20) / len(blocks) * 1e3
+            for block, few in zip(blocks, kept, strict=True):
+                block._few = few
+        out({"what": f"experts of {count} tokens, {family}", "layer_us": {
+            name: round(us, 1) for name, us in found.items()}})  # fmt: skip
+    del driver
+    torch.cuda.empty_cache()
 
 
 def measure_steps(family: str, model: str, out: Emit) -> None:
@@ -140,6 +247,8 @@ def measure_steps(family: str, model: str, out: Emit) -> None:
                 "expected_ms": EXPECTED.get((family, "graph ms")),
             }
         )  # fmt: skip
+        if not disable_graphs:
+            measure_replays(family, driver, least_ms, out)
         del driver
         torch.cuda.empty_cache()
 
@@ -193,6 +302,8 @@ def main() -> None:
         with model_of(family) as model:
             if "server" in args.parts:
                 measure_server(family, model, out)
+            if "experts" in args.parts:
+                measure_experts(family, model, out)
             if "steps" in args.parts:
                 measure_steps(family, model, out)
 

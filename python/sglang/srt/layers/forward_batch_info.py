@@ -19,7 +19,7 @@ from sglang.srt.hardware_backend.device_runtime import Event, on_device
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.context_parallel import ContextShare
-    from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
+    from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan, ShortPlan
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -61,6 +61,8 @@ class StateBatch:
     taken; 0: none. What follows it is computed from it."""
     extend_plan: ExtendPlan | None = None
     """Extend only: what the layers of linear attention share; see `extend_plan_of`."""
+    short_plan: ShortPlan | None = None
+    """Likewise; see `short_plan_of`."""
 
     @property
     def read_slots(self) -> torch.Tensor:

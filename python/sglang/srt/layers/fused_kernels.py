@@ -20,13 +20,91 @@ GemvConfig: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayout:
+    """Where a delta-net layer's projections lie side by side, in columns.
+
+    What belongs to value head `n` of key head `h`, its `repeats`-th part, begins at `q` and `k`
+    plus `h * qk_step`, at `v` and `z` (the gate) plus `h * v_step + n * value_dim`, and at `b` and
+    `a` plus `h * ba_step + n`.
+    """
+
+    q: int
+    k: int
+    v: int
+    z: int
+    b: int
+    a: int
+    qk_step: int
+    v_step: int
+    ba_step: int
+    key_heads: int
+    repeats: int
+    """Value heads of a key head."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Inputs that the convolution sees at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaStates:
+    """The states of one delta-net layer, and a step's slots in them: int64 on the device."""
+
+    temporal: torch.Tensor
+    """`[slots, num_heads, key_dim, value_dim]`."""
+    conv: torch.Tensor
+    """`[slots, channels, kernel - 1]`."""
+    slots: torch.Tensor
+    """`[bs]`: written."""
+    read_slots: torch.Tensor
+    """`[bs]`: what the requests continue from."""
+    bounds: torch.Tensor | None = None
+    """`[bs + 1]`: where each request's tokens begin and end; None: each has one."""
+    track_slots: torch.Tensor | None = None
+    """`[bs]`: where snapshots are left, after `track_lens` tokens; None: there are none."""
+    track_lens: torch.Tensor | None = None
+    """`[bs]`; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoice:
+    """How a token's experts are chosen, all of them being one group; see `RouterOptions`."""
+
+    top_k: int
+    is_softmax: bool
+    renormalize: bool
+    factor: float
+    """Multiplies the weights of the chosen."""
+    correction_bias: torch.Tensor | None
+    """fp32 `[num_experts]`."""
+    has_shared: bool
+    """Whether there is an expert that every token uses."""
+    shared_gate: torch.Tensor | None
+    """`[1, hidden_size]`: the sigmoid of this projection is its weight; None: 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """A layer's experts: gate and up, and down."""
+
+    gate_up: torch.Tensor
+    """`[num_experts, 2 * features, hidden_size]`."""
+    down: torch.Tensor
+    """`[num_experts, hidden_size, features]`."""
+    shared: tuple[torch.Tensor, torch.Tensor] | None
+    """The same of the shared expert, which has as many features, without the first dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FusedKernels:
     """Functions on tensors of the device. Their contracts are where they are made."""
 
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-    add_parts_rms_norm_: Callable[[PeerParts, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+    add_rms_norm_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], None]
+    add_parts_rms_norm_: Callable[
+        [PeerParts, torch.Tensor, torch.Tensor, float, bool], torch.Tensor
+    ]
     plan_gemv: Callable[[int, int], GemvConfig | None]
     gemv: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, GemvConfig], None
@@ -43,6 +121,34 @@ class FusedKernels:
         ],
         None,
     ]
+    prepare_gated_qkv_: Callable[
+        [
+            torch.Tensor,
+            tuple[torch.Tensor, torch.Tensor],
+            float,
+            tuple[torch.Tensor, torch.Tensor],
+            torch.Tensor,
+            torch.Tensor,
+            torch.Tensor,
+        ],
+        torch.Tensor,
+    ]
+    scale_by_gates_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+    attend_linearly: Callable[
+        [
+            torch.Tensor,
+            DeltaLayout,
+            tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+            tuple[torch.Tensor, float],
+            DeltaStates,
+        ],
+        torch.Tensor,
+    ]
+    choose_experts: Callable[
+        [torch.Tensor, ExpertChoice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+    ]
+    run_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights], torch.Tensor]
+    """For tokens so few that reading the weights of their experts is what takes time."""
     rows_added_in_product: int
     """From so many rows on a product adds the residual itself."""
     has_grouped_mm: bool

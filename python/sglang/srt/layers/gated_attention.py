@@ -7,6 +7,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.fused_kernels import FusedKernels, fused_kernels
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
@@ -40,6 +41,7 @@ class GatedAttention(torch.nn.Module):
         self.attn = RadixAttention(
             heads.size, self.head_dim, self.head_dim**-0.5, kv_heads.size, layer_id
         )
+        self._kernels = fused_kernels(placement.device)
 
     def forward(
         self,
@@ -57,6 +59,11 @@ class GatedAttention(torch.nn.Module):
         """
         attn = self.attn
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
+        if self._kernels is not None:
+            attended = self._attend_fused(self._kernels, qkv, rotation, forward_batch, rows)
+            if rows is not None:
+                residual = residual.index_select(0, rows)
+            return self.o_proj.forward(attended, residual)
         sizes = [2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads]
         queries, k, v = torch.split(qkv, sizes, dim=1)
         q, gate = queries[:, ::2], queries[:, 1::2]
@@ -66,3 +73,26 @@ class GatedAttention(torch.nn.Module):
         if rows is not None:
             residual, gate = residual.index_select(0, rows), gate.index_select(0, rows)
         return self.o_proj.forward(attended * gate.flatten(1).sigmoid(), residual)
+
+    def _attend_fused(
+        self,
+        kernels: FusedKernels,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """From the projections `[num_tokens, ..., head_dim]` to what is projected next."""
+        attn = self.attn
+        q = kernels.prepare_gated_qkv_(
+            qkv,
+            (self.q_norm.weight, self.k_norm.weight),
+            self.q_norm.eps,
+            (rotation.cos, rotation.signed_sin),
+            forward_batch.out_cache_loc,
+            *forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id),
+        )
+        k, v = qkv[:, 2 * attn.num_heads :].chunk(2, dim=1)
+        attended = attn.forward(q, k, v, forward_batch, save_kv_cache=False, rows=rows)
+        kernels.scale_by_gates_(attended, qkv, rows)
+        return attended

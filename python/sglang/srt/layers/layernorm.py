@@ -14,6 +14,9 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 class RMSNorm(WeightedLayer):
     """Normalises in fp32, rounds to the input's dtype, then scales, as transformers does."""
 
+    is_centered = False
+    """Whether it scales by 1 + weight instead, before it rounds."""
+
     def __init__(self, size: int, eps: float, *, placement: TensorPlacement) -> None:
         super().__init__(placement)
         self.eps = eps
@@ -23,7 +26,10 @@ class RMSNorm(WeightedLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
         if self._kernels is not None:
-            return self._kernels.rms_norm(x, self.weight, self.eps)
+            return self._kernels.rms_norm(x, self.weight, self.eps, self.is_centered)
+        return self._by_torch(x)
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)
 
     def add_(self, x: ToAdd, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,11 +46,13 @@ class RMSNorm(WeightedLayer):
             return self.forward(residual), residual
         if isinstance(x, PendingSum):
             if self._kernels is not None:
-                normed = self._kernels.add_parts_rms_norm_(x.peers, residual, self.weight, self.eps)
+                normed = self._kernels.add_parts_rms_norm_(
+                    x.peers, residual, self.weight, self.eps, self.is_centered
+                )
                 return normed, residual
             x = x.sum()
         if self._kernels is not None:
-            self._kernels.add_rms_norm_(x, residual, self.weight, self.eps)
+            self._kernels.add_rms_norm_(x, residual, self.weight, self.eps, self.is_centered)
             return x, residual
         residual = x.add_(residual)
         return self.forward(residual), residual
@@ -56,17 +64,11 @@ class RMSNorm(WeightedLayer):
 class ZeroCenteredRMSNorm(RMSNorm):
     """Normalises and scales in fp32, by 1 + weight, then rounds."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension of `x`."""
+    is_centered = True
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.weight.float() + 1.0
         return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
-
-    def add_(self, x: ToAdd, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RMSNorm.add_`."""
-        if isinstance(x, PendingSum):
-            x = x.sum()
-        residual = residual if x is None else x.add_(residual)
-        return self.forward(residual), residual
 
 
 class QKNorm(WeightedLayer):

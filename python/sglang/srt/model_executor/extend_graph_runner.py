@@ -16,7 +16,8 @@ from typing import Final
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
+from sglang.srt.layers.linear_attention.extend_plan import SHORT, ShortPlan
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
@@ -27,6 +28,7 @@ from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 TOKEN_COUNTS: Final = (16, 32, 64, 128, 256)
 """From some 300 tokens on the GPU takes longer than the CPU."""
+assert TOKEN_COUNTS[-1] <= SHORT, "layers of linear attention plan longer prefills on the CPU"
 MAX_REQUESTS: Final = 8
 
 
@@ -63,8 +65,13 @@ class ExtendGraphRunner:
         with torch.inference_mode():
             # Rows: input_ids, positions, out_cache_loc.
             self._tokens = torch.zeros((3, TOKEN_COUNTS[-1]), dtype=torch.int64, device=device)
-            # Rows: req_pool_indices, seq_lens, last_rows.
-            self._no_request = torch.tensor([[0], [1], [0]], device=device)
+            # Rows: req_pool_indices, seq_lens, last_rows; of states: written, read, snapshots.
+            self._no_request = torch.tensor([[0], [1], [0], [0], [0], [0]], device=device)
+            self._short_plan = (
+                ShortPlan.of([], None, device, self._max_requests)
+                if PoolName.MAMBA in pools
+                else None
+            )
             self._requests = self._no_request.repeat(1, self._max_requests)
             self._logits = torch.empty(
                 (self._max_requests, vocab_size), dtype=torch.float32, device=device
@@ -98,17 +105,19 @@ class ExtendGraphRunner:
             self._tokens[:, count:size] = 0
         if requests < self._max_requests:
             self._requests[:, requests:] = self._no_request
-        torch._foreach_copy_(
-            [*self._tokens[:, :count].unbind(), *self._requests[:, :requests].unbind()],
-            [
-                forward_batch.input_ids,
-                forward_batch.positions,
-                forward_batch.out_cache_loc,
-                forward_batch.req_pool_indices,
-                forward_batch.seq_lens,
-                forward_batch.last_rows(),
-            ],
-        )
+        values = [
+            forward_batch.input_ids,
+            forward_batch.positions,
+            forward_batch.out_cache_loc,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.last_rows(),
+        ]
+        places = [*self._tokens[:, :count].unbind(), *self._requests[:, :requests].unbind()]
+        if self._short_plan is not None:
+            values += self._states_of(forward_batch)
+            places = [*places[: len(values) - 2], *self._short_plan]
+        torch._foreach_copy_(places[: len(values)], values)
         self._attn_backend.init_forward_metadata_extend_graph(
             forward_batch, size, self._max_requests
         )
@@ -119,6 +128,17 @@ class ExtendGraphRunner:
             pool.wait_for_layer(layer)
             piece.replay()
         return LogitsProcessorOutput(next_token_logits=self._logits[:requests])
+
+    def _states_of(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
+        """What kernels read of a step's states, in the order of the static tensors."""
+        states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
+        assert states is not None and num_new is not None, "whoever made the batch gave it states"
+        plan = ShortPlan.of(
+            num_new, states.track_lens_cpu, forward_batch.input_ids.device, self._max_requests
+        )
+        # Where none is left, no slot for one is read.
+        targets = states.slots if states.track_slots is None else states.track_slots
+        return [states.slots, states.read_slots, targets, *plan]
 
     def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
         """Graphs of a forward, cut before the attention of each layer."""
@@ -134,7 +154,7 @@ class ExtendGraphRunner:
     def _static_batch(self, size: int) -> ForwardBatch:
         """One request of `size` tokens, all of them in the padding page."""
         ids, positions, loc = self._tokens[:, :size]
-        rows, seq_lens, last_rows = self._requests
+        rows, seq_lens, last_rows, slots, first_slots, track_slots = self._requests
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             input_ids=ids,
@@ -151,5 +171,13 @@ class ExtendGraphRunner:
             extend_seq_lens_cpu=[size],
             logits_out=self._logits,
             last_rows_in=last_rows,
+            states=None
+            if self._short_plan is None
+            else StateBatch(
+                slots=slots,
+                first_slots=first_slots,
+                track_slots=track_slots,
+                short_plan=self._short_plan,
+            ),
             attn_backend=self._attn_backend,
         )

@@ -341,9 +341,7 @@ class ModelRunner:
             )
             self._graphs.append(decoding)
         refusal = uncaptured(backends, lambda backend: backend.captures_extend)
-        if self.state_bytes():
-            logger.info("Prefills run without CUDA graphs: linear attention is not captured there")
-        elif refusal:
+        if refusal:
             logger.info("Prefills run without CUDA graphs: attention %s is not captured", refusal)
         else:
             short_prefills = ExtendGraphRunner(

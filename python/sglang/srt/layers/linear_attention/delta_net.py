@@ -10,10 +10,21 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
+from sglang.srt.layers.fused_kernels import (
+    DeltaLayout,
+    DeltaStates,
+    FusedKernels,
+    fused_kernels,
+)
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
 from sglang.srt.layers.linear_attention.delta_rules import delta_rule
-from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan, extend_plan_of
+from sglang.srt.layers.linear_attention.extend_plan import (
+    SHORT,
+    ExtendPlan,
+    extend_plan_of,
+    short_plan_of,
+)
 from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
 from sglang.srt.layers.linear_attention.gated_norm import GatedRMSNorm
 from sglang.srt.layers.placement import Share, TensorPlacement
@@ -151,6 +162,28 @@ class DeltaNetProjections(torch.nn.Module):
             options.hidden_size, list(parts.items()), bias=False, placement=placement
         )
 
+    def layout(self) -> DeltaLayout:
+        """Where `merged` puts what."""
+        options = self.options
+        keys, repeats = options.num_key_heads, options.num_heads // options.num_key_heads
+        key_dim, values = options.key_dim, repeats * options.value_dim
+        if options.is_grouped:
+            group, all_groups = 2 * key_dim + 2 * values, self.sizes[0]
+            starts = 0, key_dim, 2 * key_dim, 2 * key_dim + values, all_groups, all_groups + repeats
+            steps = group, group, 2 * repeats
+        else:
+            channels, heads = options.num_channels, options.num_heads
+            after = channels + heads * options.value_dim
+            starts = 0, keys * key_dim, 2 * keys * key_dim, channels, after, after + heads
+            steps = key_dim, values, repeats
+        q, k, v, z, b, a = starts
+        return DeltaLayout(
+            q=q, k=k, v=v, z=z, b=b, a=a,
+            qk_step=steps[0], v_step=steps[1], ba_step=steps[2],
+            key_heads=keys, repeats=repeats, key_dim=key_dim, value_dim=options.value_dim,
+            kernel=options.kernel,
+        )  # fmt: skip
+
     def forward(self, x: torch.Tensor) -> _Projected:
         """Project `[num_tokens, hidden_size]`."""
         shape = (len(x), self.options.num_heads, self.options.value_dim)
@@ -202,7 +235,9 @@ class GatedDeltaNet(torch.nn.Module):
         self.options = options = options.on_rank(heads)
         self.layer_id = layer_id
         self._rule = delta_rule(placement.device, placement.dtype)
+        self._kernels = fused_kernels(placement.device)
         self.in_proj = DeltaNetProjections(options, heads, placement)
+        self._layout = self.in_proj.layout()
         self.gates = DeltaNetGates(options, heads, placement)
         self.norm = GatedRMSNorm(options.value_dim, options.eps, placement=placement.at("norm"))
         self.out_proj = RowParallelLinear(
@@ -227,6 +262,14 @@ class GatedDeltaNet(torch.nn.Module):
             rotation: Not used: positions are in the states.
             rows: int64 `[bs]`: tokens whose output is wanted; None: all.
         """
+        forward_batch.begin_layer(self.layer_id)
+        is_few = forward_batch.forward_mode.is_decode() or len(x) <= SHORT
+        if self._kernels is not None and is_few:
+            attended = self._attend_fused(self._kernels, x, forward_batch)
+            if rows is not None:
+                attended = attended.index_select(0, rows)
+                residual = residual.index_select(0, rows)
+            return self.out_proj.forward(attended, residual)
         projected = self.in_proj.forward(x)
         plan = extend_plan_of(forward_batch, self.options.kernel)
         attended = (
@@ -239,6 +282,29 @@ class GatedDeltaNet(torch.nn.Module):
             attended, gate = attended.index_select(0, rows), gate.index_select(0, rows)
             residual = residual.index_select(0, rows)
         return self.out_proj.forward(self.norm.forward(attended, gate).flatten(1), residual)
+
+    def _attend_fused(
+        self, kernels: FusedKernels, x: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """All between the layer's input and its output projection."""
+        temporal, conv, states = self._states_of(forward_batch)
+        is_extend = forward_batch.forward_mode.is_extend()
+        bounds, track_lens = short_plan_of(forward_batch) if is_extend else (None, None)
+        return kernels.attend_linearly(
+            self.in_proj.merged.forward(x),
+            self._layout,
+            (self.gates.conv.squeeze(1), self.gates.a_log, self.gates.dt_bias),
+            (self.norm.weight, self.norm.eps),
+            DeltaStates(
+                temporal=temporal,
+                conv=conv,
+                slots=states.slots,
+                read_slots=states.read_slots,
+                bounds=bounds,
+                track_slots=states.track_slots,
+                track_lens=track_lens if states.track_slots is not None else None,
+            ),
+        )
 
     def _decode(self, projected: _Projected, forward_batch: ForwardBatch) -> torch.Tensor:
         temporal, conv, states = self._states_of(forward_batch)

@@ -20,7 +20,38 @@ if TYPE_CHECKING:
 CHUNK: Final = 64
 """Tokens that the delta rule takes at once."""
 
+SHORT: Final = 256
+"""Tokens of a prefill up to which a device with fused kernels computes one after the other."""
+
 _Ids = npt.NDArray[np.int64]
+
+
+class ShortPlan(NamedTuple):
+    """A prefill whose tokens are computed one after the other. int64 on the device."""
+
+    bounds: torch.Tensor
+    """`[bs + 1]`: where each request's tokens begin and end."""
+    track_lens: torch.Tensor
+    """`[bs]`: after how many of them the snapshot is taken; 0: none."""
+
+    @classmethod
+    def of(
+        cls,
+        num_new: Sequence[int],
+        track_lens: Sequence[int] | None,
+        device: torch.device | str,
+        num_requests: int | None = None,
+    ) -> ShortPlan:
+        """The plan of a batch.
+
+        Args:
+            num_requests: Of the plan, those behind the batch's without tokens; None: the batch's.
+        """
+        count = len(num_new) if num_requests is None else num_requests
+        padding = [0] * (count - len(num_new))
+        bounds = np.asarray([0, *itertools.accumulate([*num_new, *padding])], dtype=np.int64)
+        track = np.asarray([*(track_lens or [0] * len(num_new)), *padding], dtype=np.int64)
+        return cls(*_upload([bounds, track], device))
 
 
 class ExtendPass(NamedTuple):
@@ -157,6 +188,16 @@ def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass
         np.asarray(bounds, dtype=np.int64),
     ]
     return ExtendPass(*_upload(columns, device))
+
+
+def short_plan_of(forward_batch: ForwardBatch) -> ShortPlan:
+    """The plan of a prefill of at most `SHORT` tokens, made for the first layer that asks."""
+    states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
+    assert states is not None and num_new is not None, "whoever made the batch gave it states"
+    if states.short_plan is None:
+        device = forward_batch.input_ids.device
+        states.short_plan = ShortPlan.of(num_new, states.track_lens_cpu, device)
+    return states.short_plan
 
 
 def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | None:

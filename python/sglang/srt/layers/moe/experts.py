@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from sglang.srt.layers.activation import silu_and_mul
@@ -9,6 +11,11 @@ from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+
+FEW: Final = 64
+_USES_OF_AN_EXPERT: Final = 2
+"""Tokens that kernels for few take, and how often these use an expert on average: from there on
+grouped products read the weights fewer times."""
 
 
 class RoutedExperts(WeightedLayer):
@@ -47,6 +54,11 @@ class RoutedExperts(WeightedLayer):
             and hidden_size % 8 == 0
             and self.features.size % 8 == 0
         )
+
+    def takes_few(self, num_tokens: int, top_k: int) -> bool:
+        """Whether so many tokens are better computed by a kernel that reads each one's experts."""
+        is_rare = num_tokens * top_k <= _USES_OF_AN_EXPERT * self.num_experts
+        return num_tokens <= FEW and is_rare
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, summed in fp32.

@@ -7,6 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
+from sglang.srt.layers.fused_kernels import (
+    ExpertChoice,
+    ExpertWeights,
+    fused_kernels,
+)
 from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.moe.experts import RoutedExperts
@@ -57,8 +62,11 @@ class Router(WeightedLayer):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[num_tokens, hidden_size]` to weights and ids: see `select_experts`."""
-        logits = apply_linear(x.to(self.weight.dtype), self.weight).float()
-        return select_experts(logits, self.options, self.correction_bias)
+        return select_experts(self.logits(x).float(), self.options, self.correction_bias)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` to `[num_tokens, num_experts]` of the weight's dtype."""
+        return apply_linear(x.to(self.weight.dtype), self.weight)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
@@ -109,6 +117,30 @@ class SparseMoeBlock(torch.nn.Module):
             if shared.has_gate:
                 gate_name = f"{shared.name}_gate"
                 self.shared_expert_gate = SharedExpertGate(hidden_size, placement.at(gate_name))
+        self._kernels = fused_kernels(placement.device)
+        self._few = self._plan_few() if self._kernels is not None else None
+
+    def _plan_few(self) -> tuple[ExpertChoice, ExpertWeights] | None:
+        """What kernels for few tokens take; None: they cannot do it."""
+        router, experts = self.gate.options, self.experts
+        shared, gate = self.shared_expert, self.shared_expert_gate
+        if router.is_grouped or experts.down.shape[1] % 2:
+            return None
+        both: tuple[torch.Tensor, torch.Tensor] | None = None
+        if shared is not None:
+            both = shared.gate_up_proj.weight, shared.down_proj.weight
+            if both[1].shape[1] != experts.features.size:
+                return None
+        choice = ExpertChoice(
+            top_k=router.top_k,
+            is_softmax=router.scoring == "softmax",
+            renormalize=router.renormalize,
+            factor=router.routed_scaling_factor,
+            correction_bias=self.gate.correction_bias,
+            has_shared=shared is not None,
+            shared_gate=None if gate is None else gate.weight,
+        )
+        return choice, ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """Run router and experts.
@@ -120,6 +152,13 @@ class SparseMoeBlock(torch.nn.Module):
         Returns:
             What is still to be added to the residual, and the residual.
         """
+        few = self._few
+        if few is not None and self.experts.takes_few(len(x), few[0].top_k):
+            assert self._kernels is not None, "there is a plan for its kernels"
+            choice, weights = few
+            chosen = self._kernels.choose_experts(self.gate.logits(x), choice, x)
+            out = self._kernels.run_experts(x, *chosen, weights)
+            return self._group.sum_later(out), residual
         out = self.experts.forward(x, *self.gate.forward(x))
         if self.shared_expert is None:
             return self._group.sum_later(out), residual

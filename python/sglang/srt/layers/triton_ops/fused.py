@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from sglang.srt.layers.fused_kernels import FusedKernels
-from sglang.srt.layers.triton_ops import activation, gemv, norm, qkv, summed_norm
+from sglang.srt.layers.triton_ops import (
+    activation,
+    delta_net,
+    experts,
+    gated_qkv,
+    gemv,
+    norm,
+    qkv,
+    summed_norm,
+)
 
 _ROWS_ADDED_IN_PRODUCT: Final = 512
 """A product of so many rows has time to read what it is added to, and a norm that reads and writes
@@ -19,6 +28,11 @@ KERNELS: Final = FusedKernels(
     plan_gemv=gemv.plan,
     gemv=gemv.gemv,
     normalise_rotate_store_=qkv.normalise_rotate_store_,
+    prepare_gated_qkv_=gated_qkv.prepare_gated_qkv_,
+    scale_by_gates_=gated_qkv.scale_by_gates_,
+    attend_linearly=delta_net.attend_linearly,
+    choose_experts=experts.choose_experts,
+    run_experts=experts.run_experts,
     rows_added_in_product=_ROWS_ADDED_IN_PRODUCT,
     has_grouped_mm=True,
     runs_fla=True,

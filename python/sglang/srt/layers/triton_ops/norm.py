@@ -17,6 +17,7 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    CENTERED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -29,26 +30,39 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row * SIZE + cols, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    # Rounded before the weight is applied: the order that checkpoints were trained with.
-    normed = (wide * scale).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + cols, (normed * weight).to(dtype), mask=inside)
+    if CENTERED:
+        normed = wide * scale * (1.0 + weight)
+    else:
+        # Rounded before the weight is applied: the order that checkpoints were trained with.
+        normed = (wide * scale).to(dtype).to(tl.float32) * weight
+    tl.store(out_ptr + row * SIZE + cols, normed.to(dtype), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise contiguous `[num_tokens, size]` into a new tensor."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, is_centered: bool = False
+) -> torch.Tensor:
+    """Normalise contiguous `[num_tokens, size]` into a new tensor.
+
+    Args:
+        is_centered: The factor is 1 + weight, and nothing is rounded before it is applied.
+    """
     assert x.is_contiguous()
     out = torch.empty_like(x)
-    _launch(x, None, weight, out, eps)
+    _launch(x, None, weight, out, eps, is_centered)
     return out
 
 
 def add_rms_norm_(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    is_centered: bool = False,
 ) -> None:
     """`residual += x`, then `x = norm(residual)`: both contiguous `[num_tokens, size]`."""
     assert x.is_contiguous() and residual.is_contiguous()
-    _launch(x, residual, weight, x, eps)
+    _launch(x, residual, weight, x, eps, is_centered)
 
 
 def _launch(
@@ -57,6 +71,7 @@ def _launch(
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
+    is_centered: bool,
 ) -> None:
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
@@ -69,5 +84,6 @@ def _launch(
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,
+        CENTERED=is_centered,
         num_warps=min(16, max(1, block // 512)),
     )

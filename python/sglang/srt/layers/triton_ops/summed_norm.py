@@ -35,6 +35,7 @@ def _summed_norm_kernel(
     RANKS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     flags = program * RANKS
@@ -65,13 +66,16 @@ def _summed_norm_kernel(
         tl.store(residual_ptr + places, rounded, mask=inside)
         wide = rounded.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-        # Rounded before the weight is applied: the order that checkpoints were trained with.
-        normed = (wide * scale).to(dtype).to(tl.float32)
-        tl.store(out_ptr + places, (normed * weight).to(dtype), mask=inside)
+        if CENTERED:
+            normed = wide * scale * (1.0 + weight)
+        else:
+            # Rounded before the weight is applied: the order that checkpoints were trained with.
+            normed = (wide * scale).to(dtype).to(tl.float32) * weight
+        tl.store(out_ptr + places, normed.to(dtype), mask=inside)
 
 
 def add_parts_rms_norm_(
-    peers: PeerParts, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    peers: PeerParts, residual: torch.Tensor, weight: torch.Tensor, eps: float, is_centered: bool
 ) -> torch.Tensor:
     """`residual += sum of all ranks' parts`, and its norm, a new tensor.
 
@@ -79,6 +83,7 @@ def add_parts_rms_norm_(
         peers: Where the parts are, each like `residual`.
         residual: Contiguous `[num_tokens, size]`, overwritten; the same on all ranks.
         weight: `[size]`.
+        is_centered: See `rms_norm`.
     """
     assert residual.is_contiguous()
     rows, size = residual.shape
@@ -98,6 +103,7 @@ def add_parts_rms_norm_(
         RANKS=peers.size,
         SIZE=size,
         BLOCK=block,
+        CENTERED=is_centered,
         num_warps=min(16, max(1, block // 512)),
     )
     return out

@@ -1,0 +1,370 @@
+"""Linear attention of few tokens in two kernels: convolution, gates and rule; norm and conv states.
+
+For decoding and short prefills, where launches take longer than the work. The rule is computed
+token by token, as `gated_delta_rule.py` defines it, all of it in fp32 in registers; the inputs of
+the convolution are read where the projection has left them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.fused_kernels import DeltaLayout, DeltaStates
+
+_VALUES_AT_ONCE = 16
+"""Of a head, in one program: few, so that one request fills the device."""
+_NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _convolved(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    token: tl.tensor,
+    begin: tl.tensor,
+    stride: tl.tensor,
+    cols: tl.tensor,
+    channels: tl.tensor,
+    inside: tl.tensor,
+    KERNEL: tl.constexpr,
+    ONE: tl.constexpr,
+) -> tl.tensor:
+    """SiLU of the convolution at `token`, rounded as it is where it is stored, in fp32.
+
+    Inputs before `begin` are in the state, whose columns end there.
+    """
+    x = tl.load(x_ptr + token * stride + cols, mask=inside, other=0.0)
+    taps = weight_ptr + channels * KERNEL
+    acc = x.to(tl.float32) * tl.load(taps + KERNEL - 1, mask=inside, other=0.0)
+    for nth in tl.static_range(KERNEL - 1):
+        at = token - (KERNEL - 1) + nth
+        old = conv_ptr + channels * (KERNEL - 1) + (at - begin + KERNEL - 1)
+        if ONE:
+            seen = tl.load(old, mask=inside, other=0.0).to(tl.float32)
+        else:
+            # A comparison of vectors: the interpreter has no masks of single truths.
+            is_old = channels * 0 + at < begin
+            seen = tl.load(old, mask=inside & is_old, other=0.0).to(tl.float32)
+            new = tl.load(x_ptr + at * stride + cols, mask=inside & ~is_old, other=0.0)
+            seen += new.to(tl.float32)
+        acc += seen * tl.load(taps + nth, mask=inside, other=0.0)
+    return (acc / (1.0 + tl.exp(-acc))).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _rule_kernel(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    temporal_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    a_log_ptr: tl.tensor,
+    dt_bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    write_ptr: tl.tensor,
+    track_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    stride: tl.tensor,
+    scale: tl.tensor,
+    Q0: tl.constexpr,
+    K0: tl.constexpr,
+    V0: tl.constexpr,
+    B0: tl.constexpr,
+    A0: tl.constexpr,
+    QK_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    BA_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ONE: tl.constexpr,
+    TRACK: tl.constexpr,
+) -> None:
+    """Some values of a head of one request, over all its tokens."""
+    request = tl.program_id(2)
+    head = tl.program_id(1)
+    key_head, nth = head // REPEATS, head % REPEATS
+    if ONE:
+        begin = request.to(tl.int64)
+        end = begin + 1
+    else:
+        begin = tl.load(bounds_ptr + request)
+        end = tl.load(bounds_ptr + request + 1)
+        if begin >= end:
+            return
+    heads = KEY_HEADS * REPEATS
+    channels = 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM
+    keys = tl.arange(0, BLOCK_K)
+    is_key = keys < KEY_DIM
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value = values < VALUE_DIM
+    first = tl.load(read_ptr + request)
+    conv = conv_ptr + first * channels * (KERNEL - 1)
+    place = keys[:, None] * VALUE_DIM + values[None, :]
+    inside = is_key[:, None] & is_value[None, :]
+    size = KEY_DIM * VALUE_DIM
+    state = tl.load(temporal_ptr + (first * heads + head) * size + place, mask=inside, other=0.0)
+    state = state.to(tl.float32)
+    kept = temporal_ptr.dtype.element_ty
+    rate = tl.exp(tl.load(a_log_ptr + head))
+    bias = tl.load(dt_bias_ptr + head)
+    track_len = begin * 0
+    if TRACK:
+        track_len = tl.load(track_lens_ptr + request)
+    for token in range(begin, end):
+        q = _convolved(
+            x_ptr, conv, weight_ptr, token, begin, stride, Q0 + key_head * QK_STEP + keys,
+            key_head * KEY_DIM + keys, is_key, KERNEL, ONE,
+        )  # fmt: skip
+        k = _convolved(
+            x_ptr, conv, weight_ptr, token, begin, stride, K0 + key_head * QK_STEP + keys,
+            (KEY_HEADS + key_head) * KEY_DIM + keys, is_key, KERNEL, ONE,
+        )  # fmt: skip
+        v = _convolved(
+            x_ptr, conv, weight_ptr, token, begin, stride,
+            V0 + key_head * V_STEP + nth * VALUE_DIM + values,
+            2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values, is_value, KERNEL, ONE,
+        )  # fmt: skip
+        row = x_ptr + token * stride + key_head * BA_STEP + nth
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(row + B0).to(tl.float32)))
+        step = tl.load(row + A0).to(tl.float32) + bias
+        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+        q *= tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * scale
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
+        state *= tl.exp(-rate * step)
+        known = tl.sum(state * k[:, None], axis=0)
+        state += k[:, None] * ((v - known) * beta)[None, :]
+        out = tl.sum(state * q[:, None], axis=0)
+        tl.store(out_ptr + (token * heads + head) * VALUE_DIM + values, out, mask=is_value)
+        if TRACK:  # noqa: SIM102 - known when this is compiled
+            if token - begin + 1 == track_len:
+                snapshot = tl.load(track_ptr + request)
+                rounded = state.to(kept)
+                tl.store(temporal_ptr + (snapshot * heads + head) * size + place, rounded, inside)
+                # What follows a snapshot is computed from what is kept of it.
+                state = rounded.to(tl.float32)
+    slot = tl.load(write_ptr + request)
+    tl.store(temporal_ptr + (slot * heads + head) * size + place, state.to(kept), mask=inside)
+
+
+@triton.jit
+def _inputs_before(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    at: tl.tensor,
+    begin: tl.tensor,
+    stride: tl.tensor,
+    cols: tl.tensor,
+    channels: tl.tensor,
+    inside: tl.tensor,
+    KERNEL: tl.constexpr,
+) -> tl.tensor:
+    """Inputs at `at`, `[channels, KERNEL - 1]`: of the state before `begin`."""
+    is_old = (at < begin)[None, :] & inside
+    old = channels[:, None] * (KERNEL - 1) + (at - begin + KERNEL - 1)[None, :]
+    kept = conv_ptr.dtype.element_ty
+    got = tl.load(conv_ptr + old, mask=is_old, other=0.0)
+    new = x_ptr + at[None, :] * stride + cols[:, None]
+    seen = tl.load(new, mask=(at >= begin)[None, :] & inside, other=0.0).to(kept)
+    return tl.where(is_old, got, seen)
+
+
+@triton.jit
+def _move_conv(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    first: tl.tensor,
+    slot: tl.tensor,
+    snapshot: tl.tensor,
+    track_len: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    stride: tl.tensor,
+    cols: tl.tensor,
+    channels: tl.tensor,
+    is_channel: tl.tensor,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PAST: tl.constexpr,
+    TRACK: tl.constexpr,
+) -> None:
+    """Write the conv state of some channels after a request's tokens, and that of its snapshot."""
+    past = tl.arange(0, PAST)
+    inside = is_channel[:, None] & (past < KERNEL - 1)[None, :]
+    size = CHANNELS * (KERNEL - 1)
+    before = conv_ptr + first * size
+    to = channels[:, None] * (KERNEL - 1) + past[None, :]
+    at = end - (KERNEL - 1) + past
+    final = _inputs_before(x_ptr, before, at, begin, stride, cols, channels, inside, KERNEL)
+    if TRACK:
+        at = begin + track_len - (KERNEL - 1) + past
+        inside_too = inside & (past * 0 + track_len > 0)[None, :]
+        kept = _inputs_before(x_ptr, before, at, begin, stride, cols, channels, inside_too, KERNEL)
+        tl.store(conv_ptr + snapshot * size + to, kept, mask=inside_too)
+    # All of the state has been read before any of it is overwritten.
+    tl.debug_barrier()
+    tl.store(conv_ptr + slot * size + to, final, mask=inside)
+
+
+@triton.jit
+def _finish_kernel(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    attended_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    write_ptr: tl.tensor,
+    track_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    tokens: tl.tensor,
+    requests: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    Q0: tl.constexpr,
+    K0: tl.constexpr,
+    V0: tl.constexpr,
+    Z0: tl.constexpr,
+    QK_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ONE: tl.constexpr,
+    TRACK: tl.constexpr,
+) -> None:
+    """One head of a token, normalised and gated; behind the tokens, its conv state of a request.
+
+    The conv states are here because all programs of the kernel before read them.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    key_head, nth = head // REPEATS, head % REPEATS
+    heads = KEY_HEADS * REPEATS
+    values = tl.arange(0, BLOCK_V)
+    is_value = values < VALUE_DIM
+    own = nth * VALUE_DIM + values
+    if row < tokens:
+        known = tokens.to(tl.int64)
+        if not ONE:
+            known = tl.load(bounds_ptr + requests)
+        at = (row * heads + head) * VALUE_DIM + values
+        # Of no request, nothing was computed: padding must not spread what memory has held.
+        x = tl.load(attended_ptr + at, mask=is_value, other=0.0)
+        x = tl.where(row < known, x, 0.0)
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / VALUE_DIM + eps)
+        weight = tl.load(norm_ptr + values, mask=is_value, other=0.0).to(tl.float32)
+        gate = tl.load(
+            x_ptr + row * stride + Z0 + key_head * V_STEP + own, mask=is_value, other=0.0
+        )
+        wide = gate.to(tl.float32)
+        normed = x * scale * weight * (wide / (1.0 + tl.exp(-wide)))
+        tl.store(out_ptr + at, normed.to(gate.dtype), mask=is_value)
+        return
+    request = row - tokens
+    if ONE:
+        begin = request
+        end = begin + 1
+    else:
+        begin = tl.load(bounds_ptr + request)
+        end = tl.load(bounds_ptr + request + 1)
+        if begin >= end:
+            return
+    first = tl.load(read_ptr + request)
+    slot = tl.load(write_ptr + request)
+    snapshot = slot * 0
+    track_len = slot * 0
+    if TRACK:
+        snapshot = tl.load(track_ptr + request)
+        track_len = tl.load(track_lens_ptr + request)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + KEY_HEADS * REPEATS * VALUE_DIM
+    _move_conv(
+        x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
+        V0 + key_head * V_STEP + own, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values,
+        is_value, CHANNELS, KERNEL, PAST, TRACK,
+    )  # fmt: skip
+    if nth == 0:
+        keys = tl.arange(0, BLOCK_K)
+        is_key = keys < KEY_DIM
+        _move_conv(
+            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
+            Q0 + key_head * QK_STEP + keys, key_head * KEY_DIM + keys,
+            is_key, CHANNELS, KERNEL, PAST, TRACK,
+        )  # fmt: skip
+        _move_conv(
+            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
+            K0 + key_head * QK_STEP + keys, (KEY_HEADS + key_head) * KEY_DIM + keys,
+            is_key, CHANNELS, KERNEL, PAST, TRACK,
+        )  # fmt: skip
+
+
+def attend_linearly(
+    x: torch.Tensor,
+    layout: DeltaLayout,
+    gates: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm: tuple[torch.Tensor, float],
+    states: DeltaStates,
+) -> torch.Tensor:
+    """Move the states of all requests on, and give what the output projection takes.
+
+    Args:
+        x: `[num_tokens, layout.width]` with dense rows: all projections of the layer's input.
+        gates: fp32: the convolution's weight `[channels, kernel]`, log of the decay's rate and
+            bias of the time step, `[num_heads]` each.
+        norm: Weight `[value_dim]` and epsilon of the gated norm.
+        states: Read and overwritten.
+
+    Returns:
+        `[num_tokens, num_heads * value_dim]` of the dtype of `x`; zeros behind the tokens of all
+        requests.
+    """
+    num_tokens = len(x)
+    conv_weight, a_log, dt_bias = gates
+    weight, eps = norm
+    is_one, tracks = states.bounds is None, states.track_slots is not None
+    requests = len(states.slots)
+    heads, value_dim = layout.key_heads * layout.repeats, layout.value_dim
+    assert x.stride(1) == 1 and conv_weight.is_contiguous()
+    assert states.temporal.is_contiguous() and states.conv.is_contiguous()
+    assert not is_one or requests == num_tokens
+    attended = torch.empty((num_tokens, heads, value_dim), dtype=torch.float32, device=x.device)
+    out = torch.empty((num_tokens, heads * value_dim), dtype=x.dtype, device=x.device)
+    # Any tensor stands for what is not read.
+    slots = states.slots
+    bounds = slots if states.bounds is None else states.bounds
+    track_slots = slots if states.track_slots is None else states.track_slots
+    track_lens = slots if states.track_lens is None else states.track_lens
+    indices = states.read_slots, slots, track_slots, bounds, track_lens
+    block_v = min(_VALUES_AT_ONCE, triton.next_power_of_2(value_dim))
+    block_k = triton.next_power_of_2(layout.key_dim)
+    shape = {
+        "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
+        "V_STEP": layout.v_step, "KEY_HEADS": layout.key_heads, "REPEATS": layout.repeats,
+        "KEY_DIM": layout.key_dim, "VALUE_DIM": value_dim, "KERNEL": layout.kernel,
+        "BLOCK_K": block_k, "ONE": is_one, "TRACK": tracks,
+    }  # fmt: skip
+    _rule_kernel[(triton.cdiv(value_dim, block_v), heads, requests)](
+        x, states.conv, states.temporal, conv_weight, a_log, dt_bias, attended, *indices,
+        x.stride(0), layout.key_dim**-0.5, B0=layout.b, A0=layout.a, BA_STEP=layout.ba_step,
+        BLOCK_V=block_v, num_warps=1, **shape,
+    )  # fmt: skip
+    _finish_kernel[(heads, num_tokens + requests)](
+        x, states.conv, attended, weight, out, *indices, num_tokens, requests, x.stride(0), eps,
+        Z0=layout.z, PAST=triton.next_power_of_2(layout.kernel - 1),
+        BLOCK_V=triton.next_power_of_2(value_dim), num_warps=1, **shape,
+    )  # fmt: skip
+    return out

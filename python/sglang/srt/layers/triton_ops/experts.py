@@ -1,0 +1,296 @@
+"""Experts of few tokens: the choice, and two products that read the chosen weights alone.
+
+Bound by reading weights, so no matrix unit is used. What a token takes of its shared expert is one
+more place behind its chosen ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
+
+_ROWS_AT_ONCE = 2
+"""Output features of a program of the second product: they share the inner activations."""
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    factor: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GATE: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK_E)
+    inside = experts < EXPERTS
+    logits = logits_ptr + token * EXPERTS
+    score = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        peak = tl.max(score, axis=0)
+        mass = tl.sum(tl.exp(score - peak), axis=0)
+        score = tl.exp(score - peak) / mass
+    else:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    if BIAS:
+        score += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+    # One number orders by score, then by id: floats as integers of the same order, above ids that
+    # count down. No score is the least of all integers, so that no expert is chosen twice.
+    bits = score.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    least = tl.full([BLOCK_E], -1, tl.int64) << 63
+    key = tl.where(inside, (order << 32) | (BLOCK_E - 1 - experts).to(tl.int64), least)
+    places = tl.arange(0, BLOCK_P)
+    ids = tl.zeros([BLOCK_P], tl.int32)
+    for place in range(TOP_K):
+        best = tl.max(key, axis=0)
+        expert = (BLOCK_E - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        ids = tl.where(places == place, expert, ids)
+        key = tl.where(experts == expert, least, key)
+    chosen = places < TOP_K
+    weights = tl.load(logits + ids, mask=chosen, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        weights = tl.exp(weights - peak) / mass
+    else:
+        weights = 1.0 / (1.0 + tl.exp(-weights))
+    weights = tl.where(chosen, weights, 0.0)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    weights *= factor
+    if PLACES > TOP_K:
+        shared = 1.0
+        if GATE:
+            acc = tl.zeros([BLOCK_H], tl.float32)
+            for begin in range(0, HIDDEN, BLOCK_H):
+                cols = begin + tl.arange(0, BLOCK_H)
+                x = tl.load(x_ptr + token * HIDDEN + cols, mask=cols < HIDDEN, other=0.0)
+                gate = tl.load(gate_ptr + cols, mask=cols < HIDDEN, other=0.0)
+                acc += x.to(tl.float32) * gate.to(tl.float32)
+            shared = 1.0 / (1.0 + tl.exp(-tl.sum(acc, axis=0)))
+        weights = tl.where(places == TOP_K, shared, weights)
+    tl.store(weights_ptr + token * PLACES + places, weights, mask=places < PLACES)
+    tl.store(ids_ptr + token * TOP_K + places, ids, mask=chosen)
+
+
+def choose_experts(
+    logits: torch.Tensor, choice: ExpertChoice, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, best first, as `select_experts` chooses them.
+
+    Args:
+        logits: Contiguous `[num_tokens, num_experts]`, any float dtype.
+        x: Contiguous `[num_tokens, hidden_size]`, for the gate of the shared expert.
+
+    Returns:
+        fp32 `[num_tokens, places]`: the weights of the chosen experts, and behind them that of
+        the shared one, where there is one; and int32 `[num_tokens, top_k]`: ids.
+    """
+    num_tokens, num_experts = logits.shape
+    places = choice.top_k + choice.has_shared
+    assert logits.is_contiguous() and x.is_contiguous()
+    weights = torch.empty((num_tokens, places), dtype=torch.float32, device=x.device)
+    ids = torch.empty((num_tokens, choice.top_k), dtype=torch.int32, device=x.device)
+    _choose_kernel[(num_tokens,)](
+        logits,
+        logits if choice.correction_bias is None else choice.correction_bias,
+        x,
+        x if choice.shared_gate is None else choice.shared_gate,
+        weights,
+        ids,
+        choice.factor,
+        EXPERTS=num_experts,
+        TOP_K=choice.top_k,
+        PLACES=places,
+        HIDDEN=x.shape[1],
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_P=triton.next_power_of_2(places),
+        BLOCK_H=min(1024, triton.next_power_of_2(x.shape[1])),
+        SOFTMAX=choice.is_softmax,
+        BIAS=choice.correction_bias is not None,
+        RENORMALIZE=choice.renormalize,
+        GATE=choice.shared_gate is not None,
+        num_warps=1,
+    )
+    return weights, ids
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    inner_ptr: tl.tensor,
+    tokens: tl.tensor,
+    HIDDEN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    ONE: tl.constexpr,
+) -> None:
+    """One feature of an expert, for all tokens that use it: the program of the first computes."""
+    feature = tl.program_id(0)
+    token = tl.program_id(1) // PLACES
+    place = tl.program_id(1) % PLACES
+    # Uses of the expert are numbered as the ids are; those of the shared one by token.
+    numbers = tl.arange(0, BLOCK_I)
+    used = numbers < tokens
+    current = token
+    per_token = 1
+    weight_ptr = shared_ptr
+    if place < TOP_K:
+        current = token * TOP_K + place
+        per_token = TOP_K
+        expert = tl.load(ids_ptr + current)
+        weight_ptr = gate_up_ptr + expert.to(tl.int64) * 2 * FEATURES * HIDDEN
+        if not ONE:
+            is_choice = numbers < tokens * TOP_K
+            used = is_choice & (tl.load(ids_ptr + numbers, mask=is_choice, other=-1) == expert)
+    if not ONE:  # noqa: SIM102 - known when this is compiled
+        if tl.min(tl.where(used, numbers, BLOCK_I), axis=0) < current:
+            return
+    weight_ptr += feature.to(tl.int64) * HIDDEN
+    cols = tl.arange(0, BLOCK_H)
+    while current < BLOCK_I:
+        user = current // per_token
+        row = x_ptr + user.to(tl.int64) * HIDDEN
+        gate_sum = tl.zeros([BLOCK_H], tl.float32)
+        up_sum = tl.zeros([BLOCK_H], tl.float32)
+        for begin in range(0, HIDDEN, BLOCK_H):
+            at = begin + cols
+            gate = tl.load(weight_ptr + at, mask=at < HIDDEN, other=0.0)
+            up = tl.load(weight_ptr + FEATURES * HIDDEN + at, mask=at < HIDDEN, other=0.0)
+            x = tl.load(row + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+            gate_sum += gate.to(tl.float32) * x
+            up_sum += up.to(tl.float32) * x
+        wide = tl.sum(gate_sum, axis=0)
+        inner = wide / (1.0 + tl.exp(-wide)) * tl.sum(up_sum, axis=0)
+        nth = tl.where(place < TOP_K, current % per_token, TOP_K)
+        to = inner_ptr + (user * PLACES + nth).to(tl.int64) * FEATURES + feature
+        tl.store(to, inner.to(inner_ptr.dtype.element_ty))
+        if ONE:
+            current += BLOCK_I
+        else:
+            current = tl.min(tl.where(used & (numbers > current), numbers, BLOCK_I), axis=0)
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr: tl.tensor,
+    down_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    HIDDEN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Some features of a token: the weighted sum over its experts."""
+    token = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    places = tl.arange(0, BLOCK_P)
+    chosen = places < TOP_K
+    ids = tl.load(ids_ptr + token * TOP_K + places, mask=chosen, other=0).to(tl.int64)
+    weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
+    inner = inner_ptr + token * PLACES * FEATURES
+    cols = tl.arange(0, BLOCK_F)
+    for row in tl.static_range(ROWS):
+        feature = first + row
+        total = tl.zeros([BLOCK_P, BLOCK_F], tl.float32)
+        shared = tl.zeros([BLOCK_F], tl.float32)
+        for begin in range(0, FEATURES, BLOCK_F):
+            at = begin + cols
+            inside = chosen[:, None] & (at < FEATURES)[None, :]
+            place = (ids * HIDDEN + feature)[:, None] * FEATURES + at[None, :]
+            weight = tl.load(down_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
+            total += weight * x.to(tl.float32)
+            if PLACES > TOP_K:
+                place = tl.cast(feature, tl.int64) * FEATURES + at
+                weight = tl.load(shared_ptr + place, mask=at < FEATURES, other=0.0).to(tl.float32)
+                x = tl.load(inner + TOP_K * FEATURES + at, mask=at < FEATURES, other=0.0)
+                shared += weight * x.to(tl.float32)
+        summed = tl.sum(tl.sum(total, axis=1) * weights, axis=0)
+        if PLACES > TOP_K:
+            summed += tl.sum(shared, axis=0) * tl.load(weights_ptr + token * PLACES + TOP_K)
+        tl.store(out_ptr + token * HIDDEN + feature, summed.to(out_ptr.dtype.element_ty))
+
+
+def run_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, the shared one among them, summed in fp32.
+
+    Args:
+        x: Contiguous `[num_tokens, hidden_size]`.
+        weights: As `choose_experts` gives them; `ids` likewise.
+
+    Returns:
+        `[num_tokens, hidden_size]` of the dtype of `x`.
+    """
+    num_tokens, hidden = x.shape
+    top_k, places = ids.shape[1], weights.shape[1]
+    features = experts.down.shape[-1]
+    assert x.is_contiguous() and weights.is_contiguous() and ids.is_contiguous()
+    assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
+    assert hidden % _ROWS_AT_ONCE == 0
+    shared = experts.shared or (experts.gate_up, experts.down)
+    assert (places > top_k) == (experts.shared is not None)
+    inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    _gate_up_kernel[(features, num_tokens * places)](
+        x,
+        experts.gate_up,
+        shared[0],
+        ids,
+        inner,
+        num_tokens,
+        HIDDEN=hidden,
+        FEATURES=features,
+        TOP_K=top_k,
+        PLACES=places,
+        BLOCK_H=min(2048, triton.next_power_of_2(hidden)),
+        BLOCK_I=triton.next_power_of_2(num_tokens * max(top_k, 1)),
+        ONE=num_tokens == 1,
+        num_warps=4,
+    )
+    _down_kernel[(hidden // _ROWS_AT_ONCE, num_tokens)](
+        inner,
+        experts.down,
+        shared[1],
+        weights,
+        ids,
+        out,
+        HIDDEN=hidden,
+        FEATURES=features,
+        TOP_K=top_k,
+        PLACES=places,
+        BLOCK_P=triton.next_power_of_2(top_k),
+        BLOCK_F=min(512, triton.next_power_of_2(features)),
+        ROWS=_ROWS_AT_ONCE,
+        num_warps=4,
+    )
+    return out

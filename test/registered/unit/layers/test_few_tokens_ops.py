@@ -1,0 +1,316 @@
+"""Kernels of hybrids for few tokens: layers with them give what the same layers give in torch."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.hardware_backend.device_runtime import detect_device
+
+if detect_device() == "cuda":
+    os.environ["TRITON_INTERPRET"] = "0"
+
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
+from sglang.srt.layers.fused_kernels import ExpertChoice
+from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
+from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
+from sglang.srt.layers.moe.sparse_moe import (
+    SharedExpertOptions,
+    SparseMoeBlock,
+    SparseMoeOptions,
+)
+from sglang.srt.layers.moe.topk import RouterOptions, select_experts
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.triton_device import triton_device
+
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
+
+DEVICE = triton_device()
+# The interpreter's bf16 is no real one.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+from sglang.srt.layers.triton_ops.fused import KERNELS  # noqa: E402
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def fill(module: torch.nn.Module, seed: int) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.2)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# Linear attention.
+
+
+def delta_net(dtype: torch.dtype, **changes: Any) -> GatedDeltaNet:
+    shape: dict[str, Any] = {
+        "hidden_size": 32, "num_key_heads": 1, "num_heads": 2, "key_dim": 16, "value_dim": 24,
+        "kernel": 4, "eps": 1e-6, "is_grouped": True,
+    }  # fmt: skip
+    options = DeltaNetOptions(**shape | changes)
+    layer = GatedDeltaNet(options, TensorPlacement(dtype=dtype, device=DEVICE), 0)
+    fill(layer, 1)
+    return layer
+
+
+def pool_of(layer: GatedDeltaNet, ssm_dtype: torch.dtype, dtype: torch.dtype) -> MambaPool:
+    pool = MambaPool(layer.options.state_spec((0,), ssm_dtype, dtype, RankShare()), 12, DEVICE)
+    pool.temporal.copy_(randn(*pool.temporal.shape, seed=2))
+    pool.conv.copy_(randn(*pool.conv.shape, seed=3))
+    return pool
+
+
+def on_device(values: list[int] | None) -> torch.Tensor | None:
+    return None if values is None else torch.tensor(values, device=DEVICE)
+
+
+def run_both(
+    layer: GatedDeltaNet,
+    ssm_dtype: torch.dtype,
+    new: list[int] | None,
+    slots: list[int],
+    first: list[int] | None = None,
+    track: dict[str, list[int]] | None = None,
+) -> list[tuple[torch.Tensor, MambaPool]]:
+    """Outputs and states in torch and by the kernels; `new` None: a decode step."""
+    dtype = layer.in_proj.merged.weight.dtype
+    count = len(slots) if new is None else sum(new)
+    x = randn(count, layer.options.hidden_size, seed=count, dtype=dtype)
+    rows = None
+    if new is not None:
+        rows = torch.tensor(new, device=DEVICE).cumsum(0) - 1
+    found = []
+    for kernels in (None, KERNELS):
+        pool = pool_of(layer, ssm_dtype, dtype)
+        own = copy.copy(layer)
+        own._kernels = kernels
+        found_slots = on_device(slots)
+        assert found_slots is not None
+        states = StateBatch(slots=found_slots, first_slots=on_device(first))
+        if track is not None:
+            states.track_slots = on_device(track["slots"])
+            states.track_lens_cpu = track["lens"]
+        nothing: Any = None
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if new is None else ForwardMode.EXTEND,
+            input_ids=torch.zeros(count, dtype=torch.int64, device=DEVICE),
+            positions=nothing, req_pool_indices=nothing, seq_lens=nothing,
+            seq_lens_cpu=[1] * len(slots), out_cache_loc=nothing, req_to_token_pool=nothing,
+            token_to_kv_pool=nothing, states=states, extend_seq_lens_cpu=new,
+            pools={PoolName.MAMBA: pool},
+        )  # fmt: skip
+        out, _ = own.forward(x, torch.zeros_like(x), nothing, batch, None)
+        assert isinstance(out, torch.Tensor)
+        last, _ = own.forward(x, torch.zeros_like(x), nothing, batch, rows)
+        assert rows is None or last.shape == (len(rows), x.shape[1])
+        found.append((out, pool))
+    return found
+
+
+def assert_same(found: list[tuple[torch.Tensor, MambaPool]], bound: float) -> None:
+    (want, want_pool), (got, pool) = found
+    assert relative_error(got, want) < bound
+    assert relative_error(pool.temporal, want_pool.temporal) < bound
+    assert relative_error(pool.conv, want_pool.conv) < bound
+    untouched = (want_pool.conv == pool.conv).flatten(2).all(dim=-1)[0]
+    assert untouched.sum() >= 6, "others' slots are as they were"
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_grouped": False}, {"kernel": 2}])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_decoding_moves_the_states_on(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    layer = delta_net(dtype, **changes)
+    bound = 1e-5 if dtype is torch.float32 else 5e-3
+    assert_same(run_both(layer, torch.float32, None, [3, 7, 1]), bound)
+    assert_same(run_both(layer, HALF, None, [3, 7, 1], first=[4, 7, 9]), 5e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_grouped": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("tracks", [False, True])
+def test_short_prefills_leave_states_and_snapshots(
+    dtype: torch.dtype, changes: dict[str, Any], tracks: bool
+) -> None:
+    """Shorter and longer than the convolution sees, snapshots in the middle and at the end."""
+    layer = delta_net(dtype, **changes)
+    track = {"slots": [10, 0, 11, 12], "lens": [5, 0, 2, 1]} if tracks else None
+    found = run_both(layer, torch.float32, [9, 1, 2, 3], [3, 7, 1, 2], [4, 7, 9, 2], track)
+    assert_same(found, 1e-5 if dtype is torch.float32 else 5e-3)
+
+
+def test_what_follows_a_snapshot_is_computed_from_what_is_kept() -> None:
+    layer = delta_net(HALF)
+    whole = run_both(layer, HALF, [7], [3], track={"slots": [10], "lens": [4]})[1][1]
+    x = randn(7, 32, seed=7, dtype=HALF)
+    del x
+    assert not torch.equal(whole.temporal[0, 10], whole.temporal[0, 3])
+    want = run_both(layer, HALF, [7], [3], track={"slots": [10], "lens": [4]})[0][1]
+    assert relative_error(whole.temporal[0, 10], want.temporal[0, 10]) < 2e-3
+
+
+# Experts.
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_choice_is_that_of_torch(scoring: Any, renormalize: bool, with_bias: bool) -> None:
+    """Equal scores as well: the lower id comes first."""
+    options = RouterOptions(
+        num_experts=24, top_k=5, scoring=scoring, renormalize=renormalize, routed_scaling_factor=2.5
+    )
+    logits = (randn(9, 24, seed=4) * 2).round()
+    bias = randn(24, seed=5).round() if with_bias else None
+    want, want_ids = select_experts(logits, options, bias)
+    x, gate = randn(9, 48, seed=6), randn(1, 48, seed=7)
+    choice = ExpertChoice(
+        top_k=5, is_softmax=scoring == "softmax", renormalize=renormalize, factor=2.5,
+        correction_bias=bias, has_shared=True, shared_gate=gate,
+    )  # fmt: skip
+    weights, ids = KERNELS.choose_experts(logits, choice, x)
+    if not with_bias:
+        # Sums of scores and biases are rounded differently, which decides between equal ones.
+        assert torch.equal(ids.long(), want_ids)
+        torch.testing.assert_close(weights[:, :5], want, rtol=1e-5, atol=1e-6)
+    else:
+        near = (weights[:, :5].sort().values - want.sort().values).abs().max()
+        assert near < 1e-5
+    torch.testing.assert_close(weights[:, 5:], F.linear(x, gate).sigmoid(), rtol=1e-5, atol=1e-6)
+
+
+def block_of(dtype: torch.dtype, shared: SharedExpertOptions | None) -> SparseMoeBlock:
+    options = SparseMoeOptions(
+        hidden_size=24, intermediate_size=10, router=RouterOptions(num_experts=16, top_k=3),
+        shared=shared,
+    )  # fmt: skip
+    block = SparseMoeBlock(options, TensorPlacement(dtype=dtype, device=DEVICE))
+    fill(block, 8)
+    return block
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize(
+    "shared",
+    [None, SharedExpertOptions(intermediate_size=10),
+     SharedExpertOptions(intermediate_size=10, has_gate=True)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_block_gives_what_it_gives_in_torch(
+    dtype: torch.dtype, shared: SharedExpertOptions | None, num_tokens: int
+) -> None:
+    block = block_of(dtype, shared)
+    x = randn(num_tokens, 24, seed=num_tokens, dtype=dtype)
+    found = []
+    for few in (False, True):
+        block._kernels = KERNELS if few else None
+        block._few = block._plan_few() if few else None
+        assert (block._few is not None) == few
+        out, _ = block.forward(x.clone(), torch.zeros_like(x))
+        assert isinstance(out, torch.Tensor)
+        found.append(out)
+    assert relative_error(found[1], found[0]) < (1e-5 if dtype is torch.float32 else 5e-3)
+
+
+def test_one_expert_of_many_tokens_is_read_by_all() -> None:
+    block = block_of(HALF, None)
+    x = randn(1, 24, seed=1, dtype=HALF).expand(6, -1).contiguous()
+    block._kernels, block._few = KERNELS, None
+    block._few = block._plan_few()
+    assert block._few is not None
+    choice, experts = block._few
+    chosen = KERNELS.choose_experts(block.gate.logits(x), choice, x)
+    out = KERNELS.run_experts(x, *chosen, experts)
+    assert torch.equal(out, out[:1].expand(6, -1))
+    assert out.abs().min() > 0
+
+
+def test_grouped_choices_and_uneven_shared_experts_are_left_to_others() -> None:
+    options = SparseMoeOptions(
+        hidden_size=64, intermediate_size=32,
+        router=RouterOptions(num_experts=8, top_k=2, num_groups=4, topk_groups=2),
+    )  # fmt: skip
+    placement = TensorPlacement(dtype=HALF, device=DEVICE)
+    assert SparseMoeBlock(options, placement)._plan_few() is None
+    shared = SharedExpertOptions(intermediate_size=48)
+    assert block_of(HALF, shared)._plan_few() is None
+    assert not block_of(HALF, None).experts.takes_few(16, 3)
+    assert block_of(HALF, None).experts.takes_few(10, 3)
+
+
+# Norms and gated attention.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_zero_centred_norm(dtype: torch.dtype) -> None:
+    norm = ZeroCenteredRMSNorm(96, 1e-5, placement=TensorPlacement(dtype=dtype, device=DEVICE))
+    fill(norm, 9)
+    x, residual = randn(5, 96, seed=1, dtype=dtype), randn(5, 96, seed=2, dtype=dtype)
+    found = []
+    for kernels in (None, KERNELS):
+        norm._kernels = kernels
+        found.append((norm.forward(x), *norm.add_(x.clone(), residual.clone())))
+    bound = 1e-6 if dtype is torch.float32 else 2e-3
+    assert all(relative_error(a, b) < bound for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (24, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_gated_attention_before_and_behind(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    heads, kv_heads, tokens = 4, 2, 5
+    qkv = randn(tokens, 2 * heads + 2 * kv_heads, head_dim, seed=1, dtype=dtype)
+    placement = TensorPlacement(dtype=dtype, device=DEVICE)
+    norms = [ZeroCenteredRMSNorm(head_dim, 1e-6, placement=placement) for _ in range(2)]
+    for nth, norm in enumerate(norms):
+        fill(norm, nth)
+        norm._kernels = None
+    angles = [randn(tokens, 1, rotary_dim, seed=3 + i, dtype=dtype) for i in range(2)]
+    queries, k, v = torch.split(qkv.clone(), [2 * heads, kv_heads, kv_heads], dim=1)
+    rotation = Rotation(angles[0], angles[1])
+    want_q = apply_rotary(norms[0].forward(queries[:, ::2]), rotation)
+    want_k = apply_rotary(norms[1].forward(k), rotation)
+    loc = torch.tensor([3, 9, 4, 0, 11], device=DEVICE)
+    pools = [randn(12, kv_heads, head_dim, seed=5 + i, dtype=dtype) for i in range(2)]
+    before = qkv.clone()
+    weights = norms[0].weight, norms[1].weight
+    q = KERNELS.prepare_gated_qkv_(qkv, weights, 1e-6, (angles[0], angles[1]), loc, *pools)
+    bound = 1e-6 if dtype is torch.float32 else 2e-3
+    assert relative_error(q, want_q) < bound
+    assert relative_error(qkv[:, 2 * heads : -kv_heads], want_k) < bound
+    changed = slice(2 * heads, 2 * heads + kv_heads)
+    assert torch.equal(pools[0][loc], qkv[:, changed]) and torch.equal(pools[1][loc], v)
+    qkv[:, changed] = before[:, changed]
+    assert torch.equal(qkv, before)
+
+    rows = torch.tensor([4, 1], device=DEVICE)
+    x = randn(tokens, heads * head_dim, seed=7, dtype=dtype)
+    gate = queries[:, 1::2].flatten(1).float().sigmoid()
+    for chosen in (None, rows):
+        got = x.clone() if chosen is None else x[rows].clone()
+        want = got * (gate if chosen is None else gate[rows])
+        KERNELS.scale_by_gates_(got, qkv, chosen)
+        assert relative_error(got, want) < bound
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
