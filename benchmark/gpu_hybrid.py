@@ -189,7 +189,7 @@ def measure_experts(family: str, model: str, out: Emit) -> None:
             # All layers, so that no cache holds the weights.
             kept = [block._few for block in blocks]
 
-            def run() -> None:
+            def run(x: torch.Tensor = x) -> None:
                 for block in blocks:
                     block.forward(x, torch.zeros_like(x))
 

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-from sglang.srt.hardware_backend.device_runtime import detect_device
-
-if detect_device() == "cuda":
-    os.environ["TRITON_INTERPRET"] = "0"
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.fused_kernels import ExpertChoice
@@ -31,10 +23,9 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
-from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.triton_device import triton_device
 
-register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 DEVICE = triton_device()
