@@ -112,6 +112,7 @@ def run_both(
         out, _ = own.forward(x, torch.zeros_like(x), nothing, batch, None)
         assert isinstance(out, torch.Tensor)
         last, _ = own.forward(x, torch.zeros_like(x), nothing, batch, rows)
+        assert isinstance(last, torch.Tensor)
         assert rows is None or last.shape == (len(rows), x.shape[1])
         found.append((out, pool))
     return found

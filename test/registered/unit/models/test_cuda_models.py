@@ -13,6 +13,8 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.linear_attention import delta_net
+from sglang.srt.layers.linear_attention.extend_plan import SHORT
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -71,6 +73,50 @@ def test_logits_by_flashinfer_equal_transformers(
 def test_logits_of_experts_equal_transformers(tmp_path: Path, disable_cuda_graph: bool) -> None:
     """In fp32: rounding to 2 bytes may choose another expert."""
     check_logits(tmp_path, "qwen3_moe", {}, 64, disable_cuda_graph, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("disable_cuda_graph", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_logits_of_hybrids_equal_transformers(
+    tmp_path: Path, family: str, disable_cuda_graph: bool
+) -> None:
+    """Short prefills, from nothing and from a state, and decoding: by kernels for few tokens."""
+    check_logits(tmp_path, family, {}, 16, disable_cuda_graph, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_short_prefills_of_recurrent_states(tmp_path: Path, dtype: str) -> None:
+    """Logits, running states and snapshots are those of the chunks that long prefills take."""
+    shape: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    save_tiny_checkpoint(tmp_path, "qwen3_next", **shape)
+    found = []
+    for disable in (True, False):
+        driver = StepDriver(
+            tmp_path, page_size=16, device="cuda", dtype=dtype, num_states=24,
+            disable_cuda_graph=disable,
+        )  # fmt: skip
+        pool = driver.runner.pools[PoolName.MAMBA]
+        assert isinstance(pool, MambaPool)
+        logits = []
+        # Without graphs, as long prefills: in chunks, by the kernels of those.
+        with mock.patch.object(delta_net, "SHORT", 0 if disable else SHORT):
+            for new, snapshots in (
+                ([40, 3, 1], {0: (20, 32), 2: (21, 1)}),
+                ([1, 64, 2], None),
+                ([17, 90, 100], {1: (22, 64)}),
+            ):
+                work = [(row, prompt(count, row + count)) for row, count in enumerate(new)]
+                output = driver.extend(work, snapshots)
+                logits.append(output.next_token_logits.cpu().clone())
+        slots = driver.runner.req_to_token_pool.state_slots(torch.arange(3, device="cuda"))
+        assert slots is not None
+        kept = [*slots.tolist(), 20, 21, 22]
+        states = [pool.temporal[:, kept].float().cpu(), pool.conv[:, kept].float().cpu()]
+        found.append([torch.stack(logits), *states])
+        assert states[0][:, 3:].abs().amax(dim=(0, 2, 3, 4)).min() > 0
+        assert pool.temporal.isfinite().all() and pool.conv.isfinite().all()
+    for graphed, eager in zip(found[1], found[0], strict=True):
+        assert (graphed - eager).norm() < (1e-4 if dtype == "float32" else 3e-2) * eager.norm()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])

@@ -259,7 +259,7 @@ def _finish_kernel(
     is_value = values < VALUE_DIM
     own = nth * VALUE_DIM + values
     if row < tokens:
-        known = tokens.to(tl.int64)
+        known = row * 0 + tokens
         if not ONE:
             known = tl.load(bounds_ptr + requests)
         at = (row * heads + head) * VALUE_DIM + values
