@@ -12,9 +12,12 @@ from sglang.srt.layers.forward_batch_info import (
     StateBatch,
     compute_extend_positions,
 )
+from sglang.srt.layers.linear_attention.extend_plan import CHUNK, SHORT
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
+IN_CHUNKS = SHORT + CHUNK
+"""Of models with recurrent states: just too long for the kernels that short prefills take."""
 PREFIX_TOKENS = 4096
 UNEVEN_TOKENS = 96
 """Past the end of a whole pass: prefixes of any length take other kernels than those of some."""
@@ -32,7 +35,13 @@ def warm_up_batches(
         longest_pass: New tokens that one pass may have.
     """
     context = req_to_token_pool.max_context_len
-    for prefix, new in warm_up_lengths(context, longest_pass):
+    row = torch.zeros(1, dtype=torch.int64, device=req_to_token_pool.device)
+    has_states = StateBatch.running(req_to_token_pool, row) is not None
+    for prefix, new in warm_up_lengths(context, longest_pass, has_states):
+        states = StateBatch.running(req_to_token_pool, row)
+        if states is not None and new > SHORT:
+            # As behind a hit: with a snapshot, and tokens that follow it.
+            states.track_slots, states.track_lens_cpu = row, [(new - 1) // CHUNK * CHUNK]
         zeros = torch.zeros(new, dtype=torch.int64, device=req_to_token_pool.device)
         yield ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
@@ -45,17 +54,21 @@ def warm_up_batches(
             out_cache_loc=zeros,
             req_to_token_pool=req_to_token_pool,
             token_to_kv_pool=token_to_kv_pool,
-            states=StateBatch.running(req_to_token_pool, zeros[:1]),
+            states=states,
             extend_prefix_lens_cpu=[prefix],
             extend_seq_lens_cpu=[new],
         )
 
 
-def warm_up_lengths(context: int, longest_pass: int) -> list[tuple[int, int]]:
+def warm_up_lengths(
+    context: int, longest_pass: int, has_states: bool = False
+) -> list[tuple[int, int]]:
     """Prefix and new tokens of each step, as far as `context` tokens have room for them."""
     short = min(PREFIX_TOKENS, max(0, context - max(NEW_TOKENS)))
     new_long = min(longest_pass, context)
     prefixes = (0, min(longest_pass + UNEVEN_TOKENS, context - new_long))
     lengths = {(prefix, new) for prefix in (0, short) for new in NEW_TOKENS}
     lengths |= {(prefix, new_long) for prefix in prefixes}
-    return sorted((prefix, new) for prefix, new in lengths if new and prefix + new <= context)
+    if has_states:
+        lengths |= {(prefix, IN_CHUNKS) for prefix in (0, min(short, context - IN_CHUNKS))}
+    return sorted((prefix, new) for prefix, new in lengths if new and 0 <= prefix <= context - new)

@@ -33,6 +33,15 @@ def test_no_step_is_longer_than_the_context() -> None:
     assert (3808, 8192) in warm_up_lengths(12_000, 8192)
 
 
+def test_models_with_states_also_compute_in_chunks() -> None:
+    plain, hybrid = (set(warm_up_lengths(40_960, 8192, has)) for has in (False, True))
+    assert hybrid - plain == {(0, 320), (4096, 320)}
+    for context in (300, 320, 400, 4500):
+        assert all(
+            0 <= prefix <= context - new for prefix, new in warm_up_lengths(context, 0, True)
+        )
+
+
 def test_without_a_long_pass_only_short_ones_are_run() -> None:
     assert max(new for _, new in warm_up_lengths(40_960, 0)) == 64
 

@@ -25,7 +25,7 @@ from sglang.srt.layers.linear_attention.extend_plan import (
     extend_plan_of,
     short_plan_of,
 )
-from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
 from sglang.srt.layers.linear_attention.gated_norm import GatedRMSNorm
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation
@@ -310,7 +310,7 @@ class GatedDeltaNet(torch.nn.Module):
         temporal, conv, states = self._states_of(forward_batch)
         slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
         qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, first), weight)
-        out, after = self._rule.decode(
+        out, after = TorchDeltaRule().decode(
             self._inputs(qkv, projected), temporal.index_select(0, first).float()
         )
         # Rows of padding all write to the padding slot, in any order.

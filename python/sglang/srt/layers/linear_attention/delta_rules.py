@@ -1,4 +1,4 @@
-"""Which implementation of the gated delta rule a device has."""
+"""Which implementation of the gated delta rule a device has for prefills in chunks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs,
 
 class DeltaRule(Protocol):
     """See `TorchDeltaRule`."""
-
-    def decode(
-        self, inputs: DeltaRuleInputs, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def extend(
         self,

@@ -1,7 +1,7 @@
 """The gated delta rule by the kernels of flash-linear-attention, where that package is installed.
 
-Its functions `chunk_gated_delta_rule` and `fused_recurrent_gated_delta_rule` are Triton kernels for
-what `gated_delta_rule.py` defines; they take and give states in fp32.
+Its function `chunk_gated_delta_rule` launches Triton kernels for what `gated_delta_rule.py`
+defines; it takes and gives states in fp32.
 """
 
 from __future__ import annotations
@@ -22,26 +22,12 @@ class FlaDeltaRule:
     """A `DeltaRule`; see there."""
 
     chunks: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    step: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def load(cls) -> FlaDeltaRule:
-        """The package's functions. Raises ImportError where it is not installed."""
+        """The package's function. Raises ImportError where it is not installed."""
         ops: Any = importlib.import_module("fla.ops.gated_delta_rule")
-        return cls(ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule)
-
-    def decode(
-        self, inputs: DeltaRuleInputs, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TorchDeltaRule.decode`."""
-        each_request = {name: x.unsqueeze(1) for name, x in _arguments(inputs).items()}
-        out, after = self.step(
-            **each_request,
-            initial_state=state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )
-        return out.squeeze(1).float(), after
+        return cls(ops.chunk_gated_delta_rule)
 
     def extend(
         self,

@@ -124,7 +124,7 @@ class SparseMoeBlock(torch.nn.Module):
         """What kernels for few tokens take; None: they cannot do it."""
         router, experts = self.gate.options, self.experts
         shared, gate = self.shared_expert, self.shared_expert_gate
-        if router.is_grouped or experts.down.shape[1] % 2:
+        if router.is_grouped:
             return None
         both: tuple[torch.Tensor, torch.Tensor] | None = None
         if shared is not None:

@@ -13,8 +13,11 @@ import triton.language as tl
 
 from sglang.srt.layers.fused_kernels import DeltaLayout, DeltaStates
 
-_VALUES_AT_ONCE = 16
-"""Of a head, in one program: few, so that one request fills the device."""
+_FEW_REQUESTS = 2
+_VALUES_AT_ONCE = (16, 32)
+_WARPS = (1, 2)
+"""Of a head, in one program, and its warps: so few values that a decode step of few requests fills
+the device, and otherwise more, because each program computes the key and the query again."""
 _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
@@ -349,7 +352,8 @@ def attend_linearly(
     track_slots = slots if states.track_slots is None else states.track_slots
     track_lens = slots if states.track_lens is None else states.track_lens
     indices = states.read_slots, slots, track_slots, bounds, track_lens
-    block_v = min(_VALUES_AT_ONCE, triton.next_power_of_2(value_dim))
+    has_more = not is_one or requests > _FEW_REQUESTS
+    block_v = min(_VALUES_AT_ONCE[has_more], triton.next_power_of_2(value_dim))
     block_k = triton.next_power_of_2(layout.key_dim)
     shape = {
         "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
@@ -360,7 +364,7 @@ def attend_linearly(
     _rule_kernel[(triton.cdiv(value_dim, block_v), heads, requests)](
         x, states.conv, states.temporal, conv_weight, a_log, dt_bias, attended, *indices,
         x.stride(0), layout.key_dim**-0.5, B0=layout.b, A0=layout.a, BA_STEP=layout.ba_step,
-        BLOCK_V=block_v, num_warps=1, **shape,
+        BLOCK_V=block_v, num_warps=_WARPS[has_more], **shape,
     )  # fmt: skip
     _finish_kernel[(heads, num_tokens + requests)](
         x, states.conv, attended, weight, out, *indices, num_tokens, requests, x.stride(0), eps,

@@ -12,9 +12,6 @@ import triton.language as tl
 
 from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
 
-_ROWS_AT_ONCE = 2
-"""Output features of a program of the second product: they share the inner activations."""
-
 
 @triton.jit
 def _choose_kernel(
@@ -206,37 +203,34 @@ def _down_kernel(
     PLACES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
-    ROWS: tl.constexpr,
+    SHARED: tl.constexpr,
 ) -> None:
-    """Some features of a token: the weighted sum over its experts."""
+    """One feature of a token: the weighted sum over its experts."""
+    feature = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * ROWS
     places = tl.arange(0, BLOCK_P)
     chosen = places < TOP_K
     ids = tl.load(ids_ptr + token * TOP_K + places, mask=chosen, other=0).to(tl.int64)
     weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
     inner = inner_ptr + token * PLACES * FEATURES
+    rows = (ids * HIDDEN + feature) * FEATURES
     cols = tl.arange(0, BLOCK_F)
-    for row in tl.static_range(ROWS):
-        feature = first + row
-        total = tl.zeros([BLOCK_P, BLOCK_F], tl.float32)
-        shared = tl.zeros([BLOCK_F], tl.float32)
-        for begin in range(0, FEATURES, BLOCK_F):
-            at = begin + cols
-            inside = chosen[:, None] & (at < FEATURES)[None, :]
-            place = (ids * HIDDEN + feature)[:, None] * FEATURES + at[None, :]
-            weight = tl.load(down_ptr + place, mask=inside, other=0.0).to(tl.float32)
-            x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
-            total += weight * x.to(tl.float32)
-            if PLACES > TOP_K:
-                place = tl.cast(feature, tl.int64) * FEATURES + at
-                weight = tl.load(shared_ptr + place, mask=at < FEATURES, other=0.0).to(tl.float32)
-                x = tl.load(inner + TOP_K * FEATURES + at, mask=at < FEATURES, other=0.0)
-                shared += weight * x.to(tl.float32)
-        summed = tl.sum(tl.sum(total, axis=1) * weights, axis=0)
-        if PLACES > TOP_K:
-            summed += tl.sum(shared, axis=0) * tl.load(weights_ptr + token * PLACES + TOP_K)
-        tl.store(out_ptr + token * HIDDEN + feature, summed.to(out_ptr.dtype.element_ty))
+    total = tl.zeros([BLOCK_P, BLOCK_F], tl.float32)
+    shared = tl.zeros([BLOCK_F], tl.float32)
+    for begin in range(0, FEATURES, BLOCK_F):
+        at = begin + cols
+        inside = chosen[:, None] & (at < FEATURES)[None, :]
+        weight = tl.load(down_ptr + rows[:, None] + at[None, :], mask=inside, other=0.0)
+        x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
+        total += weight.to(tl.float32) * x.to(tl.float32)
+        if SHARED:
+            weight = tl.load(shared_ptr + feature * FEATURES + at, mask=at < FEATURES, other=0.0)
+            x = tl.load(inner + TOP_K * FEATURES + at, mask=at < FEATURES, other=0.0)
+            shared += weight.to(tl.float32) * x.to(tl.float32)
+    summed = tl.sum(tl.sum(total, axis=1) * weights, axis=0)
+    if SHARED:
+        summed += tl.sum(shared, axis=0) * tl.load(weights_ptr + token * PLACES + TOP_K)
+    tl.store(out_ptr + token * HIDDEN + feature, summed.to(out_ptr.dtype.element_ty))
 
 
 def run_experts(
@@ -256,7 +250,6 @@ def run_experts(
     features = experts.down.shape[-1]
     assert x.is_contiguous() and weights.is_contiguous() and ids.is_contiguous()
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
-    assert hidden % _ROWS_AT_ONCE == 0
     shared = experts.shared or (experts.gate_up, experts.down)
     assert (places > top_k) == (experts.shared is not None)
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
@@ -277,7 +270,7 @@ def run_experts(
         ONE=num_tokens == 1,
         num_warps=4,
     )
-    _down_kernel[(hidden // _ROWS_AT_ONCE, num_tokens)](
+    _down_kernel[(hidden, num_tokens)](
         inner,
         experts.down,
         shared[1],
@@ -290,7 +283,7 @@ def run_experts(
         PLACES=places,
         BLOCK_P=triton.next_power_of_2(top_k),
         BLOCK_F=min(512, triton.next_power_of_2(features)),
-        ROWS=_ROWS_AT_ONCE,
-        num_warps=4,
+        SHARED=places > top_k,
+        num_warps=2,
     )
     return out
