@@ -1,9 +1,9 @@
 """The fastest kernel for each operation on this GPU: the basis of the choices in `layers/`.
 
-    python benchmark/gpu_kernels.py [--json FILE] [--only prefill decode gemv plan]
+    python benchmark/gpu_kernels.py [--json FILE] [--only prefill plan decode linear fused few]
 
-Shapes are Qwen3-8B's (32 query and 8 KV heads of 128), inputs random, times medians of CUDA
-events. Limits (copy bandwidth, matrix product rate) are measured in the same run.
+Shapes are Qwen3-8B's (32 query and 8 KV heads of 128), of `few` Qwen3-Next's, inputs random, times
+medians of CUDA events. Limits (copy bandwidth, matrix product rate) are measured in the same run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from sglang.srt.layers.attention.triton_ops.extend import (
     extend_attention,
     plan_blocks,
 )
-from sglang.srt.layers.triton_ops import activation, gemv, norm, qkv
+from sglang.srt.layers.fused_kernels import (
+    DeltaLayout,
+    DeltaStates,
+    ExpertChoice,
+    ExpertWeights,
+)
+from sglang.srt.layers.triton_ops import activation, delta_net, experts, gemv, norm, qkv
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
@@ -256,7 +262,58 @@ def fused(table: list[Row]) -> None:
         )
 
 
-PARTS = {"prefill": prefill, "plan": plan, "decode": decode, "linear": linear, "fused": fused}
+def few(table: list[Row]) -> None:
+    """Experts and linear attention of few tokens. Rate: TB/s of weights used, or of states."""
+    gate_up, down = random(512, 1024, 2048), random(512, 2048, 512)
+    shared = random(1024, 2048), random(2048, 512)
+    weights = ExpertWeights(gate_up=gate_up, down=down, shared=shared)
+    choice = ExpertChoice(
+        top_k=10, is_softmax=True, renormalize=True, factor=1.0, correction_bias=None,
+        has_shared=True, shared_gate=random(1, 2048),
+    )  # fmt: skip
+    layout = DeltaLayout(
+        q=0, k=128, v=256, z=512, b=12_288, a=12_290, qk_step=768, v_step=768, ba_step=4,
+        key_heads=16, repeats=2, key_dim=128, value_dim=128, kernel=4,
+    )  # fmt: skip
+    gates = torch.randn(8192, 4, device="cuda"), *torch.randn(2, 32, device="cuda").unbind()
+    temporal, conv = torch.randn(65, 32, 128, 128, device="cuda"), random(65, 8192, 3)
+    for count in (1, 2, 8, 64):
+        x, logits = random(count, 2048), random(count, 512)
+        chosen = experts.choose_experts(logits, choice, x)
+        base = {"rows": count}
+        attempt(
+            table,
+            {"what": "choice of experts", **base},
+            lambda x=x, y=logits: experts.choose_experts(y, choice, x),
+            logits.nbytes + x.nbytes,
+        )
+        used = len(chosen[1].unique()) * 3 * 512 * 2048 * 2 + sum(w.nbytes for w in shared)
+        attempt(
+            table,
+            {"what": "experts", **base},
+            lambda x=x, c=chosen: experts.run_experts(x, *c, weights),
+            used,
+        )
+        x, slots = random(count, 12_352), torch.arange(1, count + 1, device="cuda")
+        bounds = torch.tensor([0, count], device="cuda")
+        for what, own, ends in (("decoding", slots, None), ("one request", slots[:1], bounds)):
+            states = DeltaStates(
+                temporal=temporal, conv=conv, slots=own, read_slots=own, bounds=ends
+            )
+            attempt(
+                table,
+                {"what": f"linear attention, {what}", **base},
+                lambda x=x, s=states: delta_net.attend_linearly(
+                    x, layout, gates, (x[0, :128], 1e-6), s
+                ),
+                2 * len(own) * temporal[0].nbytes,
+            )
+
+
+PARTS = {
+    "prefill": prefill, "plan": plan, "decode": decode, "linear": linear, "fused": fused,
+    "few": few,
+}  # fmt: skip
 
 
 def main() -> None:
