@@ -1,7 +1,8 @@
-"""DeepSeek models on a GPU, where latent attention is plain torch: the logits of a CPU."""
+"""DeepSeek models on a GPU, with attention by Triton and steps in graphs: the logits of a CPU."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,12 @@ def logits(path: Path, device: str) -> torch.Tensor:
     driver = StepDriver(path, page_size=16, device=device)
     long, short = prompt(1, 90), prompt(2, 21)
     steps = [
-        driver.extend([(0, short[:17]), (1, long[:37])]),
-        driver.extend([(1, long[37:86])]),
-        *(driver.decode([(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)),
+        lambda: driver.extend([(0, short[:17]), (1, long[:37])]),
+        lambda: driver.extend([(1, long[37:86])]),
+        *[partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)],
     ]
-    return torch.cat([step.next_token_logits.cpu().clone() for step in steps])
+    # The next captured step overwrites the logits of one.
+    return torch.cat([step().next_token_logits.cpu().clone() for step in steps])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

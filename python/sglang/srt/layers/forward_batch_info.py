@@ -48,13 +48,13 @@ class Segment(NamedTuple):
     begin: int
     prefix: int
     """Tokens that the pool already holds."""
-    count: int
+    new: int
     """New tokens, at least 1."""
 
     @property
     def end(self) -> int:
         """The step's token behind its last one."""
-        return self.begin + self.count
+        return self.begin + self.new
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from sglang.srt.layers.attention.mixed_backend import join_backends, uncaptured
 from sglang.srt.layers.context_parallel import split_context
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
@@ -241,6 +242,7 @@ class ModelRunner:
                 page_size=self.config.page_size,
                 dtype=self.model_config.dtype,
                 device=self.config.device,
+                mla=layer.mla if isinstance(layer, LatentAttention) else None,
             )
             for layer in self.model.attention_layers()
         }
@@ -267,9 +269,7 @@ class ModelRunner:
         layer_bytes = self.state_bytes() // layers[0] if layers else 0
         tokens = max(largest, TOKEN_COUNTS[-1] if self.attn_backend.captures_extend else 0)
         by_context = self.attn_backend.graph_bytes(tokens, self.model_config.context_len)
-        return by_context + estimate_graph_bytes(
-            largest, self.model_config.vocab_size, layer_bytes
-        )
+        return by_context + estimate_graph_bytes(largest, self.model_config.vocab_size, layer_bytes)
 
     def init_memory_pool(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
 import torch
 
+from sglang.srt.configs.mla_config import MLAConfig
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class AttentionConfig:
     dtype: torch.dtype
     """Of queries, and of keys and values before they are stored."""
     device: str
+    mla: MLAConfig | None = None
+    """Sizes of latent attention, for the kinds that have it."""
 
     @cached_property
     def kv(self) -> KVSpec:

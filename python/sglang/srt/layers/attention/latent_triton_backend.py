@@ -25,6 +25,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
 from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent
 from sglang.srt.layers.attention.projected_attention import attend_projected
+from sglang.srt.layers.attention.projected_attention import warm_up as warm_up_projected
 from sglang.srt.layers.attention.triton_ops.latent import latent_attention
 from sglang.srt.layers.attention.triton_ops.token_choice import choose_slots, index_scores
 
@@ -91,6 +92,7 @@ class LatentTritonBackend(AttentionBackend):
     captures_extend = True
 
     def __init__(self, config: AttentionConfig) -> None:
+        self._config = config
         self._runtime = device_runtime(config.device)
         self._plan = _ExtendPlan()
         self._captured: dict[int, torch.Tensor] = {}
@@ -107,10 +109,10 @@ class LatentTritonBackend(AttentionBackend):
         plan = _ExtendPlan()
         short = []
         for segment in segments:
-            if segment.count <= SHORT_TOKENS:
+            if segment.new <= SHORT_TOKENS:
                 short.append(np.arange(segment.begin, segment.end))
                 continue
-            own, total = slice(segment.begin, segment.end), segment.prefix + segment.count
+            own, total = slice(segment.begin, segment.end), segment.prefix + segment.new
             slots = table[segment.row, : segment.prefix].to(torch.int64)
             questions = Questions(rows[own], lens[own], total, one_list=True)
             plan.long.append(_LongSegment(segment, slots if segment.prefix else None, questions))
@@ -136,6 +138,15 @@ class LatentTritonBackend(AttentionBackend):
         padded[:, : own.shape[1]] = own
         found.copy_(self._runtime.stage_to_device(padded))
         self._plan = _ExtendPlan(short=Questions(found[0], found[1], table.shape[1]))
+
+    def warm_up(self) -> None:
+        """Have cuDNN make its plans for the usual lengths."""
+        config = self._config
+        assert config.mla is not None, "its layers have latent attention"
+        q = torch.empty(
+            (1, config.num_heads, config.mla.qk_head_dim), dtype=config.dtype, device=config.device
+        )
+        warm_up_projected(q, q[..., : config.mla.v_head_dim])
 
     def graph_bytes(self, num_tokens: int, context_len: int) -> int:
         return 4 * num_tokens * context_len
@@ -203,7 +214,7 @@ class LatentTritonBackend(AttentionBackend):
         plan, out = self._plan, _empty_out(q, layer)
         if plan.short is not None and plan.short_tokens is None:
             self._answer(q, layer, forward_batch, plan.short, index, out)
-        elif plan.short is not None:
+        elif plan.short is not None and plan.short_tokens is not None:
             tokens = plan.short_tokens
             found = _empty_out(q[: len(plan.short)], layer)
             asked = None if index is None else index.of(tokens)
@@ -298,7 +309,7 @@ def _empty_out(q: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
 def _rows_and_lens(segments: Sequence[Segment]) -> torch.Tensor:
     """int64 `[2, num_tokens]` on the CPU: of each new token, the row of its request, and how many
     tokens it sees."""
-    counts = [segment.count for segment in segments]
+    counts = [segment.new for segment in segments]
     rows = np.repeat([segment.row for segment in segments], counts)
-    lens = [np.arange(s.prefix + 1, s.prefix + s.count + 1) for s in segments]
+    lens = [np.arange(s.prefix + 1, s.prefix + s.new + 1) for s in segments]
     return torch.from_numpy(np.stack((rows, np.concatenate(lens))))

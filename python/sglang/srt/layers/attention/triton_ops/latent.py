@@ -19,10 +19,10 @@ import triton.language as tl
 from sglang.srt.layers.attention.triton_ops.combine import combine_splits
 from sglang.srt.layers.attention.triton_ops.paged import split_range
 
-PROGRAMS: Final = 256
+PROGRAMS: Final = 128
 """Programs that fill the device."""
-MAX_SPLITS: Final = 32
-LAUNCH: Final = (64, 32, 8, 2)
+MAX_SPLITS: Final = 64
+LAUNCH: Final = (64, 64, 8, 2)
 """Heads and tokens of a block, warps, stages: the fastest."""
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
 """Twice the shared memory, and products that are made of three."""
@@ -184,7 +184,7 @@ def latent_attention(
         table.stride(0),
         scaling * math.log2(math.e),
         count,
-        2 * block,
+        block,
         NUM_HEADS=num_heads,
         LATENT=rank,
         ROPE=rope_dim,
