@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, prompt
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
@@ -24,7 +26,7 @@ def logits(path: Path, device: str) -> torch.Tensor:
     """Of two chunks of a prompt, of decode steps, and of a short prompt beside them."""
     driver = StepDriver(path, page_size=16, device=device)
     long, short = prompt(1, 90), prompt(2, 21)
-    steps = [
+    steps: list[Callable[[], LogitsProcessorOutput]] = [
         lambda: driver.extend([(0, short[:17]), (1, long[:37])]),
         lambda: driver.extend([(1, long[37:86])]),
         *[partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)],

@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 _WAIT_BOUND_S = 300.0
 _WAIT_STEP_S = 1.0
 _PAGES_AT_ONCE = 32
-"""Pages in a piece of a write: some 2,000 copies of a large model, which take a millisecond."""
+"""Pages in a piece of a write: some 2,000 copies of a large model, which take a millisecond to issue
+where they are not grids."""
 
 
 class LayerDoneCounter:
