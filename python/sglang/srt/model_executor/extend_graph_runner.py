@@ -180,4 +180,5 @@ class ExtendGraphRunner:
                 short_plan=self._short_plan,
             ),
             attn_backend=self._attn_backend,
+            is_captured=True,
         )
