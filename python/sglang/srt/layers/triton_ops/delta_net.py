@@ -217,7 +217,7 @@ def _move_conv(
     tl.store(conv_ptr + slot * size + to, final, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "requests"])
 def _finish_kernel(
     x_ptr: tl.tensor,
     conv_ptr: tl.tensor,

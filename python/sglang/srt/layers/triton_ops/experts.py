@@ -127,7 +127,7 @@ def choose_experts(
     return weights, ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gate_up_kernel(
     x_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
