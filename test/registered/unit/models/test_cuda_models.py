@@ -86,7 +86,16 @@ def test_logits_of_hybrids_equal_transformers(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_captured_short_prefills_of_recurrent_states(tmp_path: Path, dtype: str) -> None:
-    """Logits, running states and snapshots are those of the chunks that long prefills take."""
+    """Logits, running states and snapshots are those of steps without graphs.
+
+    In fp32 those are computed in chunks, as long prefills are. In bf16, where another order of sums
+    may choose another expert, by the same kernels, and no step is padded.
+    """
+    is_exact = dtype == "float32"
+    steps = ([40, 3, 1], [1, 64, 2], [17, 90, 100])
+    if not is_exact:
+        steps = ([40, 20, 4], [1, 14, 1], [17, 90, 149])
+    tracked = ({0: (20, 32), 2: (21, 1)}, None, {1: (22, 64)})
     shape: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     save_tiny_checkpoint(tmp_path, "qwen3_next", **shape)
     found = []
@@ -98,13 +107,8 @@ def test_captured_short_prefills_of_recurrent_states(tmp_path: Path, dtype: str)
         pool = driver.runner.pools[PoolName.MAMBA]
         assert isinstance(pool, MambaPool)
         logits = []
-        # Without graphs, as long prefills: in chunks, by the kernels of those.
-        with mock.patch.object(delta_net, "SHORT", 0 if disable else SHORT):
-            for new, snapshots in (
-                ([40, 3, 1], {0: (20, 32), 2: (21, 1)}),
-                ([1, 64, 2], None),
-                ([17, 90, 100], {1: (22, 64)}),
-            ):
+        with mock.patch.object(delta_net, "SHORT", 0 if disable and is_exact else SHORT):
+            for new, snapshots in zip(steps, tracked, strict=True):
                 work = [(row, prompt(count, row + count)) for row, count in enumerate(new)]
                 output = driver.extend(work, snapshots)
                 logits.append(output.next_token_logits.cpu().clone())
@@ -116,7 +120,7 @@ def test_captured_short_prefills_of_recurrent_states(tmp_path: Path, dtype: str)
         assert states[0][:, 3:].abs().amax(dim=(0, 2, 3, 4)).min() > 0
         assert pool.temporal.isfinite().all() and pool.conv.isfinite().all()
     for graphed, eager in zip(found[1], found[0], strict=True):
-        assert (graphed - eager).norm() < (1e-4 if dtype == "float32" else 3e-2) * eager.norm()
+        assert (graphed - eager).norm() < (1e-4 if is_exact else 3e-2) * eager.norm()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
@@ -134,7 +138,8 @@ def test_captured_decoding_of_recurrent_states(tmp_path: Path, family: str, dtyp
         assert len(driver.runner._graphs) == (0 if disable else 2)
         pool = driver.runner.pools[PoolName.MAMBA]
         assert isinstance(pool, MambaPool)
-        driver.extend([(row, prompt(20 + row, row)) for row in range(3)])
+        # As many tokens as are captured: what is not padded is computed by the same kernels.
+        driver.extend([(row, prompt(length, row)) for row, length in enumerate((20, 21, 23))])
         logits = []
         for step in range(6):
             snapshots = {0: (20, 0), 2: (21, 0)} if step == 3 else None
