@@ -202,11 +202,16 @@ def test_the_choice_is_that_of_torch(scoring: Any, renormalize: bool, with_bias:
     torch.testing.assert_close(weights[:, 5:], F.linear(x, gate).sigmoid(), rtol=1e-5, atol=1e-6)
 
 
-def block_of(dtype: torch.dtype, shared: SharedExpertOptions | None) -> SparseMoeBlock:
-    options = SparseMoeOptions(
-        hidden_size=24, intermediate_size=10, router=RouterOptions(num_experts=16, top_k=3),
-        shared=shared,
-    )  # fmt: skip
+PLAIN = RouterOptions(num_experts=16, top_k=3)
+GROUPED = RouterOptions(
+    num_experts=16, top_k=3, scoring="sigmoid", num_groups=4, topk_groups=2, group_score="top2_sum"
+)
+
+
+def block_of(
+    dtype: torch.dtype, shared: SharedExpertOptions | None, router: RouterOptions = PLAIN
+) -> SparseMoeBlock:
+    options = SparseMoeOptions(hidden_size=24, intermediate_size=10, router=router, shared=shared)
     block = SparseMoeBlock(options, TensorPlacement(dtype=dtype, device=DEVICE))
     fill(block, 8)
     return block
@@ -218,11 +223,15 @@ def block_of(dtype: torch.dtype, shared: SharedExpertOptions | None) -> SparseMo
     [None, SharedExpertOptions(intermediate_size=10),
      SharedExpertOptions(intermediate_size=10, has_gate=True)],
 )  # fmt: skip
+@pytest.mark.parametrize("router", [PLAIN, GROUPED])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_block_gives_what_it_gives_in_torch(
-    dtype: torch.dtype, shared: SharedExpertOptions | None, num_tokens: int
+    dtype: torch.dtype,
+    router: RouterOptions,
+    shared: SharedExpertOptions | None,
+    num_tokens: int,
 ) -> None:
-    block = block_of(dtype, shared)
+    block = block_of(dtype, shared, router)
     x = randn(num_tokens, 24, seed=num_tokens, dtype=dtype)
     found = []
     for few in (False, True):
@@ -248,13 +257,7 @@ def test_one_expert_of_many_tokens_is_read_by_all() -> None:
     assert out.abs().min() > 0
 
 
-def test_grouped_choices_and_uneven_shared_experts_are_left_to_others() -> None:
-    options = SparseMoeOptions(
-        hidden_size=64, intermediate_size=32,
-        router=RouterOptions(num_experts=8, top_k=2, num_groups=4, topk_groups=2),
-    )  # fmt: skip
-    placement = TensorPlacement(dtype=HALF, device=DEVICE)
-    assert SparseMoeBlock(options, placement)._plan_few() is None
+def test_shared_experts_of_another_size_and_many_tokens_are_left_to_others() -> None:
     shared = SharedExpertOptions(intermediate_size=48)
     assert block_of(HALF, shared)._plan_few() is None
     assert not block_of(HALF, None).experts.takes_few(16, 3)

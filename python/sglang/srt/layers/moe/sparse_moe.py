@@ -10,6 +10,7 @@ from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.fused_kernels import (
     ExpertChoice,
     ExpertWeights,
+    FusedKernels,
     fused_kernels,
 )
 from sglang.srt.layers.gated_mlp import GatedMLP
@@ -124,8 +125,6 @@ class SparseMoeBlock(torch.nn.Module):
         """What kernels for few tokens take; None: they cannot do it."""
         router, experts = self.gate.options, self.experts
         shared, gate = self.shared_expert, self.shared_expert_gate
-        if router.is_grouped:
-            return None
         both: tuple[torch.Tensor, torch.Tensor] | None = None
         if shared is not None:
             both = shared.gate_up_proj.weight, shared.down_proj.weight
@@ -142,6 +141,20 @@ class SparseMoeBlock(torch.nn.Module):
         )
         return choice, ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
 
+    def _choose(
+        self, kernels: FusedKernels, choice: ExpertChoice, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, the shared expert's behind the others, and ids."""
+        if not self.gate.options.is_grouped:
+            return kernels.choose_experts(self.gate.logits(x), choice, x)
+        # The kernel knows no groups of experts.
+        weights, ids = self.gate.forward(x)
+        if choice.has_shared:
+            gate = self.shared_expert_gate
+            own = weights.new_ones(len(x), 1) if gate is None else gate.forward(x).float()
+            weights = torch.cat([weights, own], dim=1)
+        return weights.contiguous(), ids.contiguous()
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """Run router and experts.
 
@@ -156,8 +169,7 @@ class SparseMoeBlock(torch.nn.Module):
         if few is not None and self.experts.takes_few(len(x), few[0].top_k):
             assert self._kernels is not None, "there is a plan for its kernels"
             choice, weights = few
-            chosen = self._kernels.choose_experts(self.gate.logits(x), choice, x)
-            out = self._kernels.run_experts(x, *chosen, weights)
+            out = self._kernels.run_experts(x, *self._choose(self._kernels, choice, x), weights)
             return self._group.sum_later(out), residual
         out = self.experts.forward(x, *self.gate.forward(x))
         if self.shared_expert is None:

@@ -240,7 +240,7 @@ def run_experts(
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
-        weights: As `choose_experts` gives them; `ids` likewise.
+        weights: As `choose_experts` gives them; `ids` likewise, of any integer dtype.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
