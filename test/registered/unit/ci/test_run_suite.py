@@ -241,7 +241,6 @@ def test_an_unknown_suite_is_refused_with_the_known_names(tmp_path: Path) -> Non
     assert "there are ['s']" in lines[-1]
 
 
-
 def test_files_that_take_long_give_their_tests_the_time() -> None:
     """pytest ends a test after the configured time, whatever its file's registration says."""
     repo = SCRIPT.parents[1]
