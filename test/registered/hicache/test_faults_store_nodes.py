@@ -211,7 +211,7 @@ def three_nodes() -> Iterator[MooncakeCluster]:
 def test_c8_a_node_killed_under_load(three_nodes: MooncakeCluster) -> None:
     """All requests finish with right bytes; misses are counted; two nodes are a store."""
     with StorageRigs.on(three_nodes, prefetch_timeout_max=5.0) as rigs:
-        assert sum(use_while_a_node_dies(three_nodes, rigs))
+        assert sum(use_while_a_node_dies(three_nodes, rigs)) > 0
 
 
 def test_c8_a_node_killed_under_load_of_two_ranks(three_nodes: MooncakeCluster) -> None:
@@ -223,7 +223,8 @@ def test_c8_a_node_killed_under_load_of_two_ranks(three_nodes: MooncakeCluster) 
 
     with StorageRigs.on(three_nodes, prefetch_timeout_max=5.0) as rigs:
         first, second = run_on_ranks(2, use)
-        assert first == second and sum(first)
+        assert first == second
+        assert sum(first) > 0
 
 
 if __name__ == "__main__":

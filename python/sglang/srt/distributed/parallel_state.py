@@ -25,7 +25,7 @@ import torch.distributed as dist
 from sglang.srt.constants import KIB
 from sglang.srt.distributed.rank_group import RankLost
 from sglang.srt.distributed.rendezvous import Rendezvous
-from sglang.srt.distributed.tensor_group import PendingSum, TensorGroup
+from sglang.srt.distributed.tensor_group import PeerParts, PendingSum, TensorGroup
 from sglang.srt.distributed.torch_symm_mem import TorchSymmMemCommunicator
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -141,6 +141,9 @@ class GroupCoordinator(TensorGroup):
         if self._symm_mem is not None and self._symm_mem.should_defer(x.shape, x.dtype):
             return PendingSum(self, *self._symm_mem.defer(x))
         return self.all_reduce(x)
+
+    def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
+        return None if self._symm_mem is None else self._symm_mem.shared_keys(count)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._symm_mem is not None and self._symm_mem.should_allreduce(x):

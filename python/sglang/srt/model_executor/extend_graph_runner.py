@@ -18,6 +18,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
@@ -40,12 +41,13 @@ class ExtendGraphRunner:
         req_to_token_pool: ReqToTokenPool,
         pools: Mapping[PoolName, BaseDevicePool],
         *,
-        vocab_size: int,
+        num_logits: int,
     ) -> None:
         """Args:
         forward: The model's.
         attn_backend: One that `captures_extend`.
         pools: Of all the model's state.
+        num_logits: Of a request, on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -66,9 +68,10 @@ class ExtendGraphRunner:
             # Rows: req_pool_indices, seq_lens, last_rows.
             self._no_request = torch.tensor([[0], [1], [0]], device=device)
             self._requests = self._no_request.repeat(1, self._max_requests)
-            self._logits = torch.empty(
-                (self._max_requests, vocab_size), dtype=torch.float32, device=device
+            self._logits_out = torch.empty(
+                (self._max_requests, num_logits), dtype=torch.float32, device=device
             )
+            self._logits: dict[int, VocabLogits] = {}
             capture = GraphCapture()
             self._pieces = capture.capture_sizes(
                 "prefills of %s tokens",
@@ -118,7 +121,7 @@ class ExtendGraphRunner:
             forward_batch.begin_layer(layer)
             pool.wait_for_layer(layer)
             piece.replay()
-        return LogitsProcessorOutput(next_token_logits=self._logits[:requests])
+        return LogitsProcessorOutput(logits=self._logits[size].first(requests))
 
     def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
         """Graphs of a forward, cut before the attention of each layer."""
@@ -127,7 +130,8 @@ class ExtendGraphRunner:
 
         def run(cut: Callable[[], None]) -> None:
             batch.on_layer = lambda layer: cut()
-            self._forward(batch.input_ids, batch.positions, batch)
+            output = self._forward(batch.input_ids, batch.positions, batch)
+            self._logits[size] = output.logits
 
         return capture.capture_pieces(run)
 
@@ -149,7 +153,7 @@ class ExtendGraphRunner:
             pools=self._pools,
             extend_prefix_lens_cpu=[0],
             extend_seq_lens_cpu=[size],
-            logits_out=self._logits,
+            logits_out=self._logits_out,
             last_rows_in=last_rows,
             attn_backend=self._attn_backend,
         )
