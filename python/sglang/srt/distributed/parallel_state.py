@@ -345,6 +345,12 @@ def create_custom_parallel_group(
     return mine_made
 
 
+def destroy_custom_parallel_group(group: dist.ProcessGroup | None) -> None:
+    """End a group of `create_custom_parallel_group`. Each rank for itself; None does nothing."""
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
 def get_world_group() -> GroupCoordinator:
     """All ranks of the server."""
     return _known().world
