@@ -34,6 +34,8 @@ class FusedKernels:
         [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, GemvConfig], None
     ]
     """A product of one row."""
+    gated_gemv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, GemvConfig], None]
+    """A product of one row with a gate and what it gates."""
     normalise_rotate_store_: Callable[
         [
             torch.Tensor,

@@ -64,6 +64,23 @@ def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
     assert relative_error(out, want - bias.double()) < 5e-3
 
 
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 3072)])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_gated_gemv(n: int, k: int, dtype: torch.dtype) -> None:
+    """What the two kernels give that it stands for; the same bits where sums have one order."""
+    x, weight = random(1, k, seed=5, dtype=dtype), random(2 * n, k, seed=6, dtype=dtype)
+    config = gemv.plan(2 * n, k)
+    assert config is not None
+    both = torch.empty(1, 2 * n, dtype=dtype, device=DEVICE)
+    gemv.gemv(x, weight, None, both, config)
+    out = torch.full((1, n), float("nan"), dtype=dtype, device=DEVICE)
+    gemv.gated_gemv(x, weight, out, config)
+    apart = activation.silu_and_mul(both)
+    assert torch.equal(out, apart) if DEVICE == "cpu" else relative_error(out, apart) < 1e-3
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    assert relative_error(out, F.silu(gate) * up) < (1e-5 if dtype is torch.float32 else 5e-3)
+
+
 def test_gemv_leaves_odd_shapes_to_others() -> None:
     assert gemv.plan(4096, 96) is None
     assert gemv.plan(4097, 4096) is None

@@ -19,6 +19,7 @@ KERNELS: Final = FusedKernels(
     argmax_of_ranks=greedy.argmax_of_ranks,
     plan_gemv=gemv.plan,
     gemv=gemv.gemv,
+    gated_gemv=gemv.gated_gemv,
     normalise_rotate_store_=qkv.normalise_rotate_store_,
     rows_added_in_product=_ROWS_ADDED_IN_PRODUCT,
     has_grouped_mm=True,
