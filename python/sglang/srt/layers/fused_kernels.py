@@ -28,6 +28,7 @@ class FusedKernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
     add_parts_rms_norm_: Callable[[PeerParts, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    look_up_share: Callable[[torch.Tensor, torch.Tensor, Share], torch.Tensor]
     argmax_of_ranks: Callable[[torch.Tensor, Share, TensorGroup], torch.Tensor | None]
     plan_gemv: Callable[[int, int], GemvConfig | None]
     gemv: Callable[

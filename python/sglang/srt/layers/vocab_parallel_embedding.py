@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.vocab_logits import VocabLogits
@@ -28,6 +29,10 @@ class VocabParallelEmbedding(WeightedLayer):
         """int64 `[num_tokens]` to `[num_tokens, hidden_size]`."""
         if self._group.size == 1:
             return F.embedding(input_ids, self.weight)
+        kernels = fused_kernels(input_ids.device)
+        if kernels is not None:
+            rows = kernels.look_up_share(input_ids, self.weight, self.tokens)
+            return self._group.all_reduce(rows)
         places = input_ids - self.tokens.begin
         is_elsewhere = (places < 0) | (places >= self.tokens.size)
         rows = F.embedding(places.masked_fill_(is_elsewhere, 0), self.weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from sglang.srt.layers.fused_kernels import FusedKernels
-from sglang.srt.layers.triton_ops import activation, gemv, greedy, norm, qkv, summed_norm
+from sglang.srt.layers.triton_ops import activation, gemv, greedy, lookup, norm, qkv, summed_norm
 
 _ROWS_ADDED_IN_PRODUCT: Final = 512
 """A product of so many rows has time to read what it is added to, and a norm that reads and writes
@@ -16,6 +16,7 @@ KERNELS: Final = FusedKernels(
     rms_norm=norm.rms_norm,
     add_rms_norm_=norm.add_rms_norm_,
     add_parts_rms_norm_=summed_norm.add_parts_rms_norm_,
+    look_up_share=lookup.look_up_share,
     argmax_of_ranks=greedy.argmax_of_ranks,
     plan_gemv=gemv.plan,
     gemv=gemv.gemv,
