@@ -156,4 +156,5 @@ class ExtendGraphRunner:
             logits_out=self._logits_out,
             last_rows_in=last_rows,
             attn_backend=self._attn_backend,
+            is_captured=True,
         )
