@@ -128,7 +128,7 @@ class Rig:
                 token_to_kv_pool=self.runner.token_to_kv_pool,
             )
             output = self.runner.forward(batch)
-            tokens.copy_(output.next_token_logits.argmax(dim=-1))
+            tokens.copy_(output.logits.argmax())
 
         for _ in range(3):
             step(context + 1)

@@ -24,6 +24,7 @@ import torch
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.input_logprobs import InputLogprobs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -148,7 +149,7 @@ class CheckableWorker:
         contexts = self._contexts(forward, batch.seeds.tolist())
         hashes = self._attend(forward, contexts)
         tokens = [_word(one[-1]) for one in hashes]
-        output = LogitsProcessorOutput(next_token_logits=torch.empty(0))
+        output = LogitsProcessorOutput(logits=VocabLogits.of(torch.empty(0)))
         if forward.return_logprob:
             last = [_logprob(one[-1], token) for one, token in zip(hashes, tokens, strict=True)]
             output.next_token_logprobs = torch.tensor(last)

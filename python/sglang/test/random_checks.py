@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.test import checkable_model
@@ -52,8 +53,8 @@ def assert_unpinned(tree: RadixCache) -> None:
 
 
 def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_began: float) -> None:
-    """L3 has, or has lost since, what the tree takes for stored; it was given no page without
-    those before it.
+    """L3 has, or has lost since, what the tree takes for stored; this rank gave it no page without
+    those before it that are this rank's to write. What other ranks failed to write it cannot know.
 
     Args:
         store: Of one that breaks its contract nothing is known.
@@ -61,9 +62,9 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
         epoch_began: `time.monotonic()` seconds before the tree took to this L3.
     """
     storage_io = tree.cache_controller.storage_io if isinstance(tree, HiRadixCache) else None
-    storage = None if storage_io is None else storage_io.storage
-    if storage is None or store.breaks_contract:
+    if storage_io is None or storage_io.storage is None or store.breaks_contract:
         return
+    storage = storage_io.storage
     assert isinstance(tree, HiRadixCache)
     namespace = tree._attachment._namespace()
     for node in tree.nodes():
@@ -74,7 +75,17 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
             assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
         if backend == IN_PLACE and node.parent not in (None, tree.root_node):
             assert node.parent is not None
-            last = f"{namespace}/{node.parent.page_hashes(tree.page_size)[-1]}"
-            (above,) = storage.object_keys([last], PoolName.KV)
-            orphans = [key for key in keys if store.has_had(key)]
-            assert not orphans or store.has_had(above), f"{node} was written as an orphan"
+            before = [f"{namespace}/{page}" for page in node.parent.page_hashes(tree.page_size)]
+            given = _written_here(storage_io, pages)
+            if any(map(store.has_had, storage.object_keys(given, PoolName.KV))):
+                above = storage.object_keys(_written_here(storage_io, before), PoolName.KV)
+                assert all(map(store.has_had, above)), f"{node} was written as an orphan"
+
+
+def _written_here(storage_io: StorageIO, pages: list[str]) -> list[str]:
+    """Those of `pages`, with their namespace, whose keys and values this rank writes."""
+    shards = storage_io.store._pools.shards.get(PoolName.KV)
+    if shards is None:
+        return pages
+    name = shards.objects[0].name
+    return [page for page in pages if shards.writes(f"{page}/{name}")]

@@ -21,7 +21,7 @@ from sglang.srt.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.distributed.torch_rank_group import TorchRankGroup
+from sglang.srt.distributed.torch_rank_group import TorchMin, TorchRankGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.rank_processes import RankFailed, run_ranks
 
@@ -112,6 +112,34 @@ def test_the_least_over_the_ranks_of_any_groups(size: int, cp: int) -> None:
     last = size - 1
     wanted = [0, -last, 5, 2**62 - last, -(2**62) - last]
     assert run_ranks(size, least, attn_cp_size=cp) == [[wanted, wanted[3:], wanted]] * size
+
+
+def min_of_its_own() -> dict[str, Any]:
+    rank, group = get_world_group().rank, rank_group()
+    own = group.open_min()
+    assert isinstance(own, TorchMin)
+    ranks = [part.ranks for part in own.groups]
+    theirs = {id(part.cpu_group) for part in own.groups}
+    shared = (get_world_group(), get_attention_tp_group(), get_attention_cp_group())
+    assert theirs.isdisjoint(id(part.cpu_group) for part in shared)
+    mine = torch.tensor([rank, -rank, 5])
+    found = [one.reduce_min(mine).tolist() for one in (own, group, own)]
+    own.close()
+    own.close()
+    # The groups that others use are still there.
+    return {"ranks": ranks, "least": [*found, group.reduce_min(mine).tolist()]}
+
+
+@pytest.mark.parametrize(
+    ("size", "cp", "of_rank_1"),
+    [(2, 1, [(0, 1)]), (2, 2, [(0, 1)]), (4, 2, [(1, 3), (0, 1)]), (3, 3, [(0, 1, 2)])],
+)
+def test_a_min_has_groups_of_its_own_one_for_each_set_of_ranks(
+    size: int, cp: int, of_rank_1: list[tuple[int, ...]]
+) -> None:
+    found = run_ranks(size, min_of_its_own, attn_cp_size=cp)
+    assert found[1]["ranks"] == of_rank_1
+    assert all(one["least"] == [[0, 1 - size, 5]] * 4 for one in found)
 
 
 def sums() -> list[bool]:

@@ -21,6 +21,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.model_executor.graph_capture import GraphCapture
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.engine_server import EngineServer
@@ -28,7 +29,7 @@ from sglang.test.rank_processes import run_ranks
 from sglang.test.scheduler_rig import prompt
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
 
-register_cuda_ci(est_time=150, suite="base-b-test-2-gpu-large")
+register_cuda_ci(est_time=170, suite="base-b-test-2-gpu-large")
 
 HAS_TWO: Final = detect_device() == "cuda" and count_gpus() > 1
 pytestmark = pytest.mark.skipif(not HAS_TWO, reason="needs two GPUs")
@@ -45,6 +46,9 @@ CASES: Final = [
 ]
 SHAPES: Final = (1, 64), (3, 4096), (64, 4096), (700, 1000), (9000, 4096)
 """Of the tensors that are summed: some by symmetric memory, some by NCCL."""
+VOCAB: Final = 151_935
+"""Odd: the second rank has one token less."""
+GREEDY_ROWS: Final = 1, 3, 64, 300, 1800
 PAGE: Final = 16
 WHOLE: Final = 192
 """Tokens of the whole pages of 200."""
@@ -120,6 +124,45 @@ def test_sums() -> None:
     assert first == second, "the same bits on all ranks"
     assert first["has_symmetric_memory"]
     assert all(is_right for name, is_right in first.items() if name.endswith("apart"))
+
+
+def greatest() -> list[list[int]]:
+    """One rank's part: tokens of the greatest logits, each of many in a row as the gathered logits
+    have them. Sums in norms come in between, because both kinds of kernel use the same flags."""
+    group = get_attention_tp_group()
+    placement = TensorPlacement(dtype=torch.float32, device="cuda", tp_group=group)
+    tokens = placement.row_share(VOCAB)
+    width = -(-VOCAB // group.size)
+    norm = RMSNorm(4096, 1e-6, placement=placement)
+    norm.weight.fill_(1.0)
+    found = []
+    with torch.inference_mode():
+        for rows in GREEDY_ROWS:
+            generator = torch.Generator("cuda").manual_seed(rows)
+            # In bf16, so that some of the greatest are equal.
+            whole = torch.randn(rows, VOCAB, generator=generator, device="cuda").bfloat16().float()
+            whole[0, VOCAB // 3] = whole[0, VOCAB - 2] = float("nan")
+            wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+            for turn in range(200 if rows < 1000 else 3):
+                turned = whole.roll(turn * 997, dims=1)
+                part = torch.full((rows, width), 99.0, device="cuda")
+                part[:, : tokens.size] = turned[:, tokens.begin : tokens.end]
+                x = torch.ones(rows, 4096, device="cuda")
+                group.all_reduce(x[:1].clone())
+                norm.add_(group.sum_later(x), torch.zeros_like(x))
+                best = VocabLogits(part, tokens, group).argmax()
+                wrong += (best != turned.argmax(dim=-1)).sum()
+            assert wrong.item() == 0, f"{wrong.item()} of {rows} rows are wrong"
+            assert torch.equal(VocabLogits(part, tokens, group).whole(), turned)
+            found.append(best.tolist())
+    return found
+
+
+def test_the_greatest_logit_of_all_ranks() -> None:
+    """The last number of rows has more keys than there is memory for: it is gathered."""
+    first, second = run_ranks(2, greatest, device="cuda")
+    assert first == second
+    assert [len(tokens) for tokens in first] == list(GREEDY_ROWS)
 
 
 def logits(path: str, device: str, dtype: str) -> torch.Tensor:

@@ -9,20 +9,24 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 
+from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
 from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.cache_rig import CacheRig, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.memory_ranks import run_on_ranks
 from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.sharded_rig import ShardedRig
 from sglang.test.storage_rigs import PAGE, StorageRigs, counts
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
 PAGES = 100
 PROMPT = [*range(PAGES * PAGE), 7]
@@ -143,41 +147,44 @@ def missed(rig: CacheRig) -> float:
     return sum(pages.get(f"get/{word}", 0) + prefetches.get(word, 0) for word in words)
 
 
-def test_c8_a_node_killed_under_load() -> None:
-    """One of three nodes gets SIGKILL: all requests finish with right bytes; misses are counted."""
+def use_while_a_node_dies(
+    cluster: MooncakeCluster, rigs: StorageRigs, make_rig: Callable[..., CacheRig] = CacheRig
+) -> list[int]:
+    """Two engines use prompts that are in the store, and one of three nodes gets SIGKILL.
+
+    Args:
+        make_rig: Makes an engine, or a rank of one: all ranks of both run this at once.
+
+    Returns:
+        How many tokens each request reused.
+    """
     rng = random.Random(8)
     prompts = [[family * 1000 + i for i in range(160)] + [7] for family in range(12)]
-    with (
-        MooncakeCluster(
-            num_nodes=3, segment_size="32mb", master_flags={"client_ttl": 2}
-        ) as cluster,
-        StorageRigs.on(cluster, prefetch_timeout_max=5.0) as rigs,
-    ):
-        writer, reader = rigs.make(), rigs.make()
+    writer, reader = (rigs.make(kind=make_rig) for _ in range(2))
+    try:
         for prompt in prompts:
             writer.run(prompt)
             writer.settle()
         assert reader.run(prompts[0]) == Reused(storage=160)
         missed_before = missed(writer) + missed(reader)
         slowest = 0.0
-        reused = 0
+        reused = []
         for step in range(40):
-            if step == 5:
+            if step == 5 and writer.group.rank == 0:
                 cluster.nodes[1].kill()
             rig = rng.choice((writer, reader))
             began = time.monotonic()
-            reused += rig.run([*rng.choice(prompts)[: rng.randrange(40, 160)], 9]).total
+            reused.append(rig.run([*rng.choice(prompts)[: rng.randrange(40, 160)], 9]).total)
             slowest = max(slowest, time.monotonic() - began)
             if step % 4 == 3:
                 rig.flush()
         for rig in (writer, reader):
             rig.settle()
         assert slowest < 5.0 + EPSILON_S
-        assert reused > 0
         # All prompts were in the store, so that each miss is a page of the dead node.
         lost = missed(writer) + missed(reader) - missed_before
         assert lost >= 1, [counts(rig.hi.metrics.pages) for rig in (writer, reader)]
-        # The two nodes left are a working store: one rig reads what the other writes.
+        # The two nodes left are a working store: one engine reads what the other writes.
         fresh = [*range(90_000, 90_160), 7]
 
         def stored_by_two() -> bool:
@@ -188,6 +195,36 @@ def test_c8_a_node_killed_under_load() -> None:
             return reader.run(fresh).storage == 160
 
         writer.until(stored_by_two)
+        return reused
+    finally:
+        for rig in (writer, reader):
+            rig.close()
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[MooncakeCluster]:
+    flags = {"client_ttl": 2}
+    with MooncakeCluster(num_nodes=3, segment_size="32mb", master_flags=flags) as running:
+        yield running
+
+
+def test_c8_a_node_killed_under_load(three_nodes: MooncakeCluster) -> None:
+    """All requests finish with right bytes; misses are counted; two nodes are a store."""
+    with StorageRigs.on(three_nodes, prefetch_timeout_max=5.0) as rigs:
+        assert sum(use_while_a_node_dies(three_nodes, rigs)) > 0
+
+
+def test_c8_a_node_killed_under_load_of_two_ranks(three_nodes: MooncakeCluster) -> None:
+    """The same of two ranks with half of the heads each, which reuse the same: what one of them
+    cannot read, none uses."""
+
+    def use(group: RankGroup) -> list[int]:
+        return use_while_a_node_dies(three_nodes, rigs, partial(ShardedRig, group=group))
+
+    with StorageRigs.on(three_nodes, prefetch_timeout_max=5.0) as rigs:
+        first, second = run_on_ranks(2, use)
+        assert first == second
+        assert sum(first) > 0
 
 
 if __name__ == "__main__":

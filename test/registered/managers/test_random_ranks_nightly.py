@@ -24,6 +24,7 @@ RARE_WORK = ("read late", "read failed", "retractions")
 """What must have happened: for that which is rare 20,000 ticks may be too few."""
 
 
+@pytest.mark.timeout(1800)
 def test_20000_ticks_of_ranks_that_split_heads_and_prompts() -> None:
     torch.set_num_threads(1)
     counts = run_for(0.0, secrets.randbits(31), [(4, 2)], least_ticks=TICKS)
@@ -32,6 +33,7 @@ def test_20000_ticks_of_ranks_that_split_heads_and_prompts() -> None:
         assert counts[what], f"no {what} in {counts['seeds']} seeds"
 
 
+@pytest.mark.timeout(SECONDS + 600.0)
 def test_45_minutes_of_ranks_of_all_sizes() -> None:
     torch.set_num_threads(1)
     counts = run_for(SECONDS, secrets.randbits(31))

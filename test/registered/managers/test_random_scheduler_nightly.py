@@ -17,6 +17,7 @@ register_cpu_ci(est_time=1200, suite="nightly-test-cpu", nightly=True)
 SECONDS = 1190.0
 
 
+@pytest.mark.timeout(SECONDS + 600.0)
 def test_twenty_minutes_of_random_work() -> None:
     # None of what it is for is left out.
     happened = (

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from sglang.srt.constants import KIB
 from sglang.srt.distributed.rank_group import RankLost
 from sglang.srt.distributed.rendezvous import Rendezvous
-from sglang.srt.distributed.tensor_group import PendingSum, TensorGroup
+from sglang.srt.distributed.tensor_group import PeerParts, PendingSum, TensorGroup
 from sglang.srt.distributed.torch_symm_mem import TorchSymmMemCommunicator
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -141,6 +141,9 @@ class GroupCoordinator(TensorGroup):
         if self._symm_mem is not None and self._symm_mem.should_defer(x.shape, x.dtype):
             return PendingSum(self, *self._symm_mem.defer(x))
         return self.all_reduce(x)
+
+    def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
+        return None if self._symm_mem is None else self._symm_mem.shared_keys(count)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._symm_mem is not None and self._symm_mem.should_allreduce(x):
@@ -340,6 +343,12 @@ def create_custom_parallel_group(
                 made = dist.new_group(list(named), backend=backend, timeout=_NEVER)
                 mine_made = made if rank in named else mine_made
     return mine_made
+
+
+def destroy_custom_parallel_group(group: dist.ProcessGroup | None) -> None:
+    """End a group of `create_custom_parallel_group`. Each rank for itself; None does nothing."""
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def get_world_group() -> GroupCoordinator:

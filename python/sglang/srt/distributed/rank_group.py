@@ -29,6 +29,19 @@ class RankLost(RuntimeError):
     """Another rank is gone: this one cannot go on without it, and is not the cause."""
 
 
+class MinOverRanks(ABC):
+    """Element-wise MIN over the ranks of a server, made by `RankGroup.open_min`. Its calls are
+    collectives like those of the group."""
+
+    @abstractmethod
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        """See `RankGroup.reduce_min`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End its connections. Idempotent, and no collective."""
+
+
 class RankGroup(ABC):
     """The ranks that must decide the same. Scheduler thread only."""
 
@@ -84,6 +97,22 @@ class RankGroup(ABC):
         Raises:
             RanksDiverged: Another rank made another call, or gave another length.
         """
+
+    def open_min(self) -> MinOverRanks:
+        """A MIN with connections of its own, so that its messages never wait behind others. A
+        collective; by default it uses the group's."""
+        return _MinOfGroup(self)
+
+
+class _MinOfGroup(MinOverRanks):
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return self._group.reduce_min(values)
+
+    def close(self) -> None:
+        pass
 
 
 class SingleRank(RankGroup):

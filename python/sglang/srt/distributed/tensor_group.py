@@ -5,30 +5,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class PeerParts:
-    """Where a kernel finds the parts of a sum, in memory of other devices.
+    """Where a kernel finds the parts of all ranks, in memory of other devices.
 
     Attributes:
-        memories: int64 `[size]` on the device: where each rank's memory begins.
-        pads: int64 `[size]` on the device: where each rank's flags begin, int32, all 0.
-        pad_bytes: Of one rank's flags.
+        memories: Addresses in this process: where each rank's memory begins.
+        flags: Bytes from there to the rank's flags, int32 `[MOST_PROGRAMS, size]`; see
+            `layers/triton_ops/meeting.py`.
         rank: This rank's place.
         size: How many ranks there are.
         offset: Bytes from the begin of a rank's memory to its part.
     """
 
-    memories: torch.Tensor
-    pads: torch.Tensor
-    pad_bytes: int
+    memories: tuple[int, ...]
+    flags: int
     rank: int
     size: int
     offset: int
+
+
+MOST_PROGRAMS: Final = 256
+"""Of a kernel in which ranks meet: all of them are on a GPU at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,15 @@ class TensorGroup(ABC):
             x: `[num_tokens, size]`, of the same shape and dtype on all ranks.
         """
         return self.all_reduce(x)
+
+    def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
+        """Memory for int64 `[count]` that kernels of all ranks can read once this rank has
+        written it, and where they find everybody's; None: there is none.
+
+        The next call but one gives the same memory. By then a kernel of this rank has to have met
+        those of the others. Not in captures.
+        """
+        return None
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -9,11 +10,13 @@ import torch
 
 from sglang.srt.distributed.parallel_state import (
     GroupCoordinator,
+    create_custom_parallel_group,
+    destroy_custom_parallel_group,
     get_attention_cp_group,
     get_attention_tp_group,
     get_world_group,
 )
-from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.distributed.rank_group import MinOverRanks, RankGroup
 
 _FRAME_BYTES: Final = 4096
 _LENGTH_BYTES: Final = 8
@@ -80,10 +83,43 @@ class TorchRankGroup(RankGroup):
         return raw[_LENGTH_BYTES:] + rest.numpy().tobytes()
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
-        least = values.clone()
-        for group in self._rounds:
-            group.min_on_cpu(least)
-        return least
+        return _min_over(self._rounds, values)
+
+    def open_min(self) -> MinOverRanks:
+        # All ranks have as many rounds, though not the same groups in them.
+        made = [create_custom_parallel_group(list(group.ranks)) for group in self._rounds]
+        return TorchMin(
+            [
+                GroupCoordinator(group.ranks, self.rank, None, own)
+                for group, own in zip(self._rounds, made, strict=True)
+            ]
+        )
+
+
+class TorchMin(MinOverRanks):
+    """A MIN over gloo groups that nothing else uses.
+
+    Attributes:
+        groups: Those of this rank, in the order of the rounds; none of them is this rank alone.
+    """
+
+    def __init__(self, groups: list[GroupCoordinator]) -> None:
+        self.groups = groups
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return _min_over(self.groups, values)
+
+    def close(self) -> None:
+        groups, self.groups = self.groups, []
+        for group in groups:
+            destroy_custom_parallel_group(group.cpu_group)
+
+
+def _min_over(rounds: Sequence[GroupCoordinator], values: torch.Tensor) -> torch.Tensor:
+    least = values.clone()
+    for group in rounds:
+        group.min_on_cpu(least)
+    return least
 
 
 def _as_tensor(raw: bytes) -> torch.Tensor:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symm_mem
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.tensor_group import PeerParts
+from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, PeerParts
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 ALL_REDUCE_BYTES: Final = MIB
 """Most of a tensor that `all_reduce` sums; measured by `benchmark/gpu_ranks.py`."""
@@ -25,6 +26,9 @@ DEFERRED_BYTES: Final = {2: 64 * MIB}
 """Most of a tensor that a norm sums, by the number of ranks. Two ranks read the same bytes as by
 any other way; more read each byte more often than NCCL's rings do."""
 _DEFERRED_BYTES_OF_MORE: Final = 2 * MIB
+_KEYS_BYTES: Final = MIB // 4
+"""Most of the keys of a step: 256 requests with 128 keys each."""
+_FLAG_BYTES: Final = 4
 _ALIGNMENT: Final = 16
 """Bytes that a thread reads at once. The kernels take others, slowly."""
 _DTYPES: Final = (torch.bfloat16, torch.float32)
@@ -34,11 +38,12 @@ class TorchSymmMemCommunicator:
     """This rank's memory for parts of sums. The thread that runs the model uses it, in captures of
     CUDA graphs too; all ranks make the same calls in the same order.
 
-    There are three places. `all_reduce` has one, and leaves it when no rank reads it any more. The
-    other two are for sums that norms finish, in turn: such a kernel waits for the parts of all
-    ranks, but not for the end of their reading. A rank that begins with the next sum but one has
-    seen all others begin with the next, and so end this one. So the first such sum of a pass has to
-    come after an `all_reduce` of any size, which is that of the embedding.
+    There are five places. `all_reduce` has one, and leaves it when no rank reads it any more. Two
+    are for sums that norms finish, in turn: such a kernel waits for the parts of all ranks, but not
+    for the end of their reading. A rank that begins with the next sum but one has seen all others
+    begin with the next, and so end this one. So the first such sum of a pass has to come after an
+    `all_reduce` of any size, which is that of the embedding. The last two are for keys, in turn
+    likewise. Behind them are the flags of kernels in which ranks meet.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -54,18 +59,25 @@ class TorchSymmMemCommunicator:
         self._name = group.group_name
         size = dist.get_world_size(group)
         self._most = DEFERRED_BYTES.get(size, _DEFERRED_BYTES_OF_MORE)
-        total = ALL_REDUCE_BYTES + 2 * self._most
+        keys = ALL_REDUCE_BYTES + 2 * self._most
+        flags = keys + 2 * _KEYS_BYTES
+        total = flags + MOST_PROGRAMS * size * _FLAG_BYTES
         self._memory = symm_mem.empty(total, dtype=torch.uint8, device=device)
+        # Before the others know of it: the first kernel of a rank that is ahead sets a flag.
+        self._memory[flags:].zero_()
+        device_runtime(device).synchronize()
         multicast = envs.TORCH_SYMM_MEM_DISABLE_MULTICAST
         with multicast.override(multicast.get()):
             handle = symm_mem.rendezvous(self._memory, group)
-        pointers = [handle.buffer_ptrs, handle.signal_pad_ptrs]
-        memories, pads = torch.tensor(pointers, dtype=torch.int64, device=device)
-        self._places = [
-            PeerParts(memories, pads, handle.signal_pad_size, handle.rank, size, begin)
-            for begin in (ALL_REDUCE_BYTES, ALL_REDUCE_BYTES + self._most)
-        ]
-        self._next = 0
+        memories = tuple(handle.buffer_ptrs)
+        self._places, self._key_places = (
+            [
+                PeerParts(memories, flags, handle.rank, size, begin)
+                for begin in (first, first + length)
+            ]
+            for first, length in ((ALL_REDUCE_BYTES, self._most), (keys, _KEYS_BYTES))
+        )
+        self._next = self._next_keys = 0
 
     def should_allreduce(self, x: torch.Tensor) -> bool:
         """Whether `all_reduce` takes `x`."""
@@ -99,6 +111,14 @@ class TorchSymmMemCommunicator:
             part.copy_(x)
         self._next = 1 - self._next
         return part, place
+
+    def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
+        """See `TensorGroup.shared_keys`."""
+        if not 0 < count * torch.int64.itemsize <= _KEYS_BYTES:
+            return None
+        place = self._key_places[self._next_keys]
+        self._next_keys = 1 - self._next_keys
+        return self._view(place.offset, (count,), torch.int64), place
 
     def _takes(self, shape: Sequence[int], dtype: torch.dtype, most: int) -> bool:
         size = torch.Size(shape).numel() * dtype.itemsize

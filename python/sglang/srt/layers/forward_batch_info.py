@@ -134,7 +134,8 @@ class ForwardBatch:
     extend_input_logprob_token_ids_cpu: list[list[int]] | None = None
     """Set together with it: the tokens whose logprobs are wanted, each the successor of one."""
     logits_out: torch.Tensor | None = None
-    """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
+    """Takes this rank's logits, fp32 `[bs, width]` of `VocabLogits.part`; None: a new tensor. For
+    captured graphs."""
     last_rows_in: torch.Tensor | None = None
     """Extend only: int64 `[bs]` that holds what `last_rows` gives. For captured graphs."""
     is_captured: bool = False

@@ -13,8 +13,9 @@ from typing import Final, TypeAlias
 
 import torch
 
-from sglang.srt.distributed.tensor_group import PeerParts
+from sglang.srt.distributed.tensor_group import PeerParts, TensorGroup
 from sglang.srt.hardware_backend.device_kinds import device_kind
+from sglang.srt.layers.placement import Share
 
 GemvConfig: TypeAlias = tuple[int, int, int]
 
@@ -105,11 +106,15 @@ class FusedKernels:
     add_parts_rms_norm_: Callable[
         [PeerParts, torch.Tensor, torch.Tensor, float, bool], torch.Tensor
     ]
+    look_up_share: Callable[[torch.Tensor, torch.Tensor, Share], torch.Tensor]
+    argmax_of_ranks: Callable[[torch.Tensor, Share, TensorGroup], torch.Tensor | None]
     plan_gemv: Callable[[int, int], GemvConfig | None]
     gemv: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, GemvConfig], None
     ]
     """A product of one row."""
+    gated_gemv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, GemvConfig], None]
+    """A product of one row with a gate and what it gates."""
     normalise_rotate_store_: Callable[
         [
             torch.Tensor,

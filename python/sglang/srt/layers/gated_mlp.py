@@ -6,6 +6,7 @@ import torch
 
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.activation import silu_and_mul
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
 
@@ -31,8 +32,19 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
+        return self.down_proj.forward(self._gated(x), residual)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to this rank's part of the output, of the same shape."""
-        return self.down_proj.part(silu_and_mul(self.gate_up_proj.forward(x)))
+        return self.down_proj.part(self._gated(x))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` to this rank's features."""
+        weight, kernels = self.gate_up_proj.weight, fused_kernels(x.device)
+        if kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None:
+            config = kernels.plan_gemv(*weight.shape)
+            if config is not None:
+                out = x.new_empty((1, len(weight) // 2))
+                kernels.gated_gemv(x, weight, out, config)
+                return out
+        return silu_and_mul(self.gate_up_proj.forward(x))

@@ -46,7 +46,7 @@ def compute_input_logprobs(
     step = max(_MAX_LOGITS // head.vocab_size, 1)
     for begin in range(0, len(rows), step):
         part = hidden_states.index_select(0, rows[begin : begin + step])
-        logprobs = head.logits(part).log_softmax(dim=-1)
+        logprobs = head.logits(part).whole().log_softmax(dim=-1)
         chosen = logprobs.gather(1, tokens[begin : begin + step].unsqueeze(1)).squeeze(1)
         values += chosen.tolist()
         if most:

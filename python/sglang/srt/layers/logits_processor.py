@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.input_logprobs import InputLogprobs, compute_input_logprobs
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 
@@ -15,8 +16,8 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 class LogitsProcessorOutput:
     """What a step gives. The logprobs are filled by the sampler, where they were asked for."""
 
-    next_token_logits: torch.Tensor
-    """fp32 `[bs, vocab_size]`, before penalties and temperature. Sampling never writes to it."""
+    logits: VocabLogits
+    """Before penalties and temperature."""
     next_token_logprobs: torch.Tensor | None = None
     """fp32 `[bs]`: of the sampled tokens."""
     next_token_top_logprobs_val: torch.Tensor | None = None
@@ -25,6 +26,11 @@ class LogitsProcessorOutput:
     """int64, of the same shape: the tokens of these logprobs."""
     input_logprobs: InputLogprobs | None = None
     """Logprobs of prompt tokens; None: no request asked."""
+
+    @property
+    def next_token_logits(self) -> torch.Tensor:
+        """fp32 `[bs, vocab_size]`, of all ranks. Sampling never writes to it."""
+        return self.logits.whole()
 
 
 class LogitsProcessor(torch.nn.Module):
@@ -46,4 +52,4 @@ class LogitsProcessor(torch.nn.Module):
             inputs = compute_input_logprobs(hidden_states, head, forward_batch)
             hidden_states = hidden_states.index_select(0, forward_batch.last_rows())
         logits = head.logits(hidden_states, out=forward_batch.logits_out)
-        return LogitsProcessorOutput(next_token_logits=logits, input_logprobs=inputs)
+        return LogitsProcessorOutput(logits=logits, input_logprobs=inputs)

@@ -46,8 +46,9 @@ class Sampler(torch.nn.Module):
         Returns:
             int64 `[bs]` on the logits' device.
         """
-        original = logits_output.next_token_logits
-        logits = sampling_info.adjusted(original, steps)
+        if sampling_info.is_all_greedy and not (sampling_info.adjusts_logits or return_logprob):
+            return logits_output.logits.argmax()
+        logits = sampling_info.adjusted(logits_output.next_token_logits, steps)
         token_ids = logits.argmax(dim=-1)
         if not sampling_info.is_all_greedy:
             uniform = uniform_from_seed(seeds, steps)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 
@@ -27,6 +29,10 @@ class VocabParallelEmbedding(WeightedLayer):
         """int64 `[num_tokens]` to `[num_tokens, hidden_size]`."""
         if self._group.size == 1:
             return F.embedding(input_ids, self.weight)
+        kernels = fused_kernels(input_ids.device)
+        if kernels is not None:
+            rows = kernels.look_up_share(input_ids, self.weight, self.tokens)
+            return self._group.all_reduce(rows)
         places = input_ids - self.tokens.begin
         is_elsewhere = (places < 0) | (places >= self.tokens.size)
         rows = F.embedding(places.masked_fill_(is_elsewhere, 0), self.weight)
@@ -39,18 +45,14 @@ class VocabParallelEmbedding(WeightedLayer):
 
     def logits(
         self, hidden_states: torch.Tensor, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The logits of `[n, hidden_size]`: fp32 `[n, vocab_size]`, the same bits on all ranks.
+    ) -> VocabLogits:
+        """The logits of `[n, hidden_size]`.
 
         Args:
-            out: Where the result goes.
+            out: Where this rank's go, fp32 `[n, len(weight)]`.
         """
-        if self._group.size == 1:
-            return apply_linear(hidden_states, self.weight, out=out, out_dtype=torch.float32)
-        mine = apply_linear(hidden_states, self.weight, out_dtype=torch.float32)
-        parts = self._group.all_gather(mine)
-        whole = parts.transpose(0, 1).reshape(len(mine), -1)[:, : self.vocab_size]
-        return whole.contiguous() if out is None else out.copy_(whole)
+        part = apply_linear(hidden_states, self.weight, out=out, out_dtype=torch.float32)
+        return VocabLogits(part, self.tokens, self._group)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight[: self.tokens.size], self.tokens)

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
@@ -54,7 +55,7 @@ def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> 
 
 
 def estimate_graph_bytes(max_batch_size: int, vocab_size: int, state_bytes: int = 0) -> int:
-    """Device memory of all graphs: their logits, in fp32 and as computed, and what they hold.
+    """Device memory of all graphs and of their logits, gathered and in the order of the vocabulary.
 
     Args:
         state_bytes: Of one layer's recurrent state of a request.
@@ -74,12 +75,13 @@ class CudaGraphRunner:
         pools: Mapping[PoolName, BaseDevicePool],
         *,
         batch_sizes: Sequence[int],
-        vocab_size: int,
+        num_logits: int,
     ) -> None:
         """Args:
         forward: The model's.
         pools: Of all the model's state.
         batch_sizes: Ascending.
+        num_logits: Of a request, on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -95,7 +97,10 @@ class CudaGraphRunner:
             # running states, where the model has such.
             self._padding = torch.tensor([[0], [0], [0], [1], [0], [0]], device=device)
             self._inputs = self._padding.repeat(1, largest)
-            self._logits = torch.empty((largest, vocab_size), dtype=torch.float32, device=device)
+            self._logits_out = torch.empty(
+                (largest, num_logits), dtype=torch.float32, device=device
+            )
+            self._logits: dict[int, VocabLogits] = {}
             self._batches = {size: self._static_batch(size) for size in self._batch_sizes}
             capture = GraphCapture()
             self._graphs = capture.capture_sizes(
@@ -138,12 +143,17 @@ class CudaGraphRunner:
         batch.seq_lens_cpu = forward_batch.seq_lens_cpu + [1] * (size - count)
         self._attn_backend.init_forward_metadata_graph(batch)
         self._graphs[size].replay()
-        return LogitsProcessorOutput(next_token_logits=self._logits[:count])
+        return LogitsProcessorOutput(logits=self._logits[size].first(count))
 
     def _capture(self, size: int, capture: GraphCapture) -> Graph:
         batch = self._batches[size]
         self._attn_backend.init_forward_metadata_graph(batch)
-        return capture.capture(lambda: self._forward(batch.input_ids, batch.positions, batch))
+
+        def run() -> None:
+            output = self._forward(batch.input_ids, batch.positions, batch)
+            self._logits[size] = output.logits
+
+        return capture.capture(run)
 
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs[:, :size]
@@ -159,7 +169,7 @@ class CudaGraphRunner:
             token_to_kv_pool=kv_pool(self._pools),
             pools=self._pools,
             states=StateBatch(slots=inputs[5]) if PoolName.MAMBA in self._pools else None,
-            logits_out=self._logits[:size],
+            logits_out=self._logits_out[:size],
             attn_backend=self._attn_backend,
             is_captured=True,
         )

@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.linear_attention.extend_plan import SHORT, ShortPlan
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
@@ -42,12 +43,13 @@ class ExtendGraphRunner:
         req_to_token_pool: ReqToTokenPool,
         pools: Mapping[PoolName, BaseDevicePool],
         *,
-        vocab_size: int,
+        num_logits: int,
     ) -> None:
         """Args:
         forward: The model's.
         attn_backend: One that `captures_extend`.
         pools: Of all the model's state.
+        num_logits: Of a request, on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -73,9 +75,10 @@ class ExtendGraphRunner:
                 else None
             )
             self._requests = self._no_request.repeat(1, self._max_requests)
-            self._logits = torch.empty(
-                (self._max_requests, vocab_size), dtype=torch.float32, device=device
+            self._logits_out = torch.empty(
+                (self._max_requests, num_logits), dtype=torch.float32, device=device
             )
+            self._logits: dict[int, VocabLogits] = {}
             capture = GraphCapture()
             self._pieces = capture.capture_sizes(
                 "prefills of %s tokens",
@@ -127,7 +130,7 @@ class ExtendGraphRunner:
             forward_batch.begin_layer(layer)
             pool.wait_for_layer(layer)
             piece.replay()
-        return LogitsProcessorOutput(next_token_logits=self._logits[:requests])
+        return LogitsProcessorOutput(logits=self._logits[size].first(requests))
 
     def _states_of(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
         """What kernels read of a step's states, in the order of the static tensors."""
@@ -147,7 +150,8 @@ class ExtendGraphRunner:
 
         def run(cut: Callable[[], None]) -> None:
             batch.on_layer = lambda layer: cut()
-            self._forward(batch.input_ids, batch.positions, batch)
+            output = self._forward(batch.input_ids, batch.positions, batch)
+            self._logits[size] = output.logits
 
         return capture.capture_pieces(run)
 
@@ -169,7 +173,7 @@ class ExtendGraphRunner:
             pools=self._pools,
             extend_prefix_lens_cpu=[0],
             extend_seq_lens_cpu=[size],
-            logits_out=self._logits,
+            logits_out=self._logits_out,
             last_rows_in=last_rows,
             states=None
             if self._short_plan is None

@@ -331,6 +331,7 @@ class ModelRunner:
     def _capture(self, batch_sizes: list[int]) -> None:
         """Capture what the attention backends let be captured; decoding of `batch_sizes`."""
         backends = self._attn_backends
+        num_logits = -(-self.model_config.vocab_size // self.tp_group.size)
         refusal = uncaptured(backends, lambda backend: backend.can_be_captured)
         if refusal:
             logger.info("Decoding runs without CUDA graphs: attention %s is not captured", refusal)
@@ -341,7 +342,7 @@ class ModelRunner:
                 self.req_to_token_pool,
                 self.pools,
                 batch_sizes=batch_sizes,
-                vocab_size=self.model_config.vocab_size,
+                num_logits=num_logits,
             )
             self._graphs.append(decoding)
         refusal = uncaptured(backends, lambda backend: backend.captures_extend)
@@ -353,7 +354,7 @@ class ModelRunner:
                 self.attn_backend,
                 self.req_to_token_pool,
                 self.pools,
-                vocab_size=self.model_config.vocab_size,
+                num_logits=num_logits,
             )
             self._graphs.append(short_prefills)
 

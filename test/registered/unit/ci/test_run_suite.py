@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -238,6 +239,18 @@ def test_an_unknown_suite_is_refused_with_the_known_names(tmp_path: Path) -> Non
     status, lines = run(tmp_path, "--suite", "t")
     assert status == 2
     assert "there are ['s']" in lines[-1]
+
+
+def test_files_that_take_long_give_their_tests_the_time() -> None:
+    """pytest ends a test after the configured time, whatever its file's registration says."""
+    repo = SCRIPT.parents[1]
+    config = tomllib.loads((repo / "pyproject.toml").read_text(encoding="utf-8"))
+    limit_s = config["tool"]["pytest"]["ini_options"]["timeout"]
+    files = run_suite.collect(repo / "test" / "registered")
+    long = [file.path for file in files if file.est_time > limit_s]
+    assert long
+    for path in long:
+        assert "@pytest.mark.timeout(" in path.read_text(encoding="utf-8"), path
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.layers.sampler import Sampler, uniform_from_seed
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.sampling.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_TEMPERATURE,
@@ -36,7 +37,7 @@ def sample(
     logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], steps: list[int]
 ) -> list[int]:
     info = SamplingBatchInfo.from_reqs(params, VOCAB, "cpu", eos_token_ids=(7,))
-    output = LogitsProcessorOutput(next_token_logits=logits)
+    output = LogitsProcessorOutput(logits=VocabLogits.of(logits))
     return Sampler().forward(output, info, torch.tensor(seeds), torch.tensor(steps)).tolist()
 
 
@@ -182,7 +183,7 @@ def test_large_vocabularies_are_not_sorted_and_it_changes_nothing(
     runs = []
     for head in (sampler_module._HEAD_TOKENS, vocab):
         monkeypatch.setattr(sampler_module, "_HEAD_TOKENS", head)
-        output = LogitsProcessorOutput(next_token_logits=logits)
+        output = LogitsProcessorOutput(logits=VocabLogits.of(logits))
         runs.append(Sampler().forward(output, info, torch.arange(40), torch.arange(40)))
     assert torch.equal(runs[0], runs[1])
 
@@ -212,7 +213,7 @@ def test_what_is_masked_is_never_chosen_at_any_edge(temperature: float, penalty:
         eos_token_ids=(7,),
         histories=[TokenHistory(range(VOCAB), ()) for _ in range(64)],
     )
-    output = LogitsProcessorOutput(next_token_logits=logits)
+    output = LogitsProcessorOutput(logits=VocabLogits.of(logits))
     ids = Sampler().forward(output, info, torch.arange(64), torch.zeros(64).long()).tolist()
     assert 7 not in ids  # the end, before the least number of tokens
     adjusted = info.adjusted(logits, torch.zeros(64).long())
@@ -228,7 +229,7 @@ def test_logits_are_left_alone_and_logprobs_are_of_the_original() -> None:
         SamplingParams(temperature=0.0),
     ]
     info = SamplingBatchInfo.from_reqs(params, VOCAB, "cpu")
-    output = LogitsProcessorOutput(next_token_logits=logits)
+    output = LogitsProcessorOutput(logits=VocabLogits.of(logits))
     ids = Sampler().forward(output, info, torch.arange(3), torch.zeros(3).long(), True, [2, 0, 1])
     assert torch.equal(logits, before)
     assert ids[0] == 11

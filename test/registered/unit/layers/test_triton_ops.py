@@ -16,7 +16,8 @@ DEVICE = triton_device()
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
-from sglang.srt.layers.triton_ops import activation, gemv, norm, qkv  # noqa: E402
+from sglang.srt.layers.placement import Share  # noqa: E402
+from sglang.srt.layers.triton_ops import activation, gemv, lookup, norm, qkv  # noqa: E402
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -64,9 +65,40 @@ def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
     assert relative_error(out, want - bias.double()) < 5e-3
 
 
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 3072)])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_gated_gemv(n: int, k: int, dtype: torch.dtype) -> None:
+    """What the two kernels give that it stands for; the same bits where sums have one order."""
+    x, weight = random(1, k, seed=5, dtype=dtype), random(2 * n, k, seed=6, dtype=dtype)
+    config = gemv.plan(2 * n, k)
+    assert config is not None
+    both = torch.empty(1, 2 * n, dtype=dtype, device=DEVICE)
+    gemv.gemv(x, weight, None, both, config)
+    out = torch.full((1, n), float("nan"), dtype=dtype, device=DEVICE)
+    gemv.gated_gemv(x, weight, out, config)
+    apart = activation.silu_and_mul(both)
+    assert torch.equal(out, apart) if DEVICE == "cpu" else relative_error(out, apart) < 1e-3
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    assert relative_error(out, F.silu(gate) * up) < (1e-5 if dtype is torch.float32 else 5e-3)
+
+
 def test_gemv_leaves_odd_shapes_to_others() -> None:
     assert gemv.plan(4096, 96) is None
     assert gemv.plan(4097, 4096) is None
+
+
+@pytest.mark.parametrize("size", [96, 2048, 5000])
+@pytest.mark.parametrize("tokens", [Share(0, 7, 20), Share(14, 20, 20), Share(20, 20, 20)])
+def test_rows_of_a_rank(size: int, tokens: Share) -> None:
+    """The last rank may have fewer rows, or none; those behind are never looked at."""
+    weight = random(7, size, seed=21)
+    weight[tokens.size :] = float("nan")
+    ids = torch.tensor([13, 0, 14, 6, 7, 19, 14], device=DEVICE)
+    want = torch.zeros(7, size, dtype=HALF, device=DEVICE)
+    for row, token in enumerate(ids.tolist()):
+        if tokens.begin <= token < tokens.end:
+            want[row] = weight[token - tokens.begin]
+    assert torch.equal(lookup.look_up_share(ids, weight, tokens), want)
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

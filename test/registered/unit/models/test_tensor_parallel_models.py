@@ -70,18 +70,24 @@ def test_logits_equal_transformers(
     [("llama", SPLIT), ("qwen3_moe", SPLIT), ("deepseek_v3", LATENT), ("qwen3_5", LINEAR)],
 )
 def test_collectives_of_a_step(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    """One for the embedding, attention and feed-forward of each layer, logits."""
+    """One for the embedding, attention and feed-forward of each layer; one for what is read of the
+    logits, whole or the greatest, however often."""
     layers = save_tiny_checkpoint(tmp_path, family, **overrides).config.num_hidden_layers
 
     def work(driver: StepDriver, group: MemoryTensorGroup) -> list[int]:
         counts = [group.num_calls]
-        driver.extend([(0, prompt(40, 1)), (1, prompt(9, 2))])
+        output = driver.extend([(0, prompt(40, 1)), (1, prompt(9, 2))])
         counts.append(group.num_calls)
-        driver.decode([(0, 5), (1, 6)])
+        assert len(output.next_token_logits) == len(output.next_token_logits) == 2
+        counts.append(group.num_calls)
+        output = driver.decode([(0, 5), (1, 6)])
+        counts.append(group.num_calls)
+        assert len(output.logits.argmax()) == 2
         return [*counts, group.num_calls]
 
-    expected = 2 + 2 * layers
-    assert on_rank_threads(2, tmp_path, work) == [[0, expected, 2 * expected]] * 2
+    step = 1 + 2 * layers
+    expected = [0, step, step + 1, 2 * step + 1, 2 * step + 2]
+    assert on_rank_threads(2, tmp_path, work) == [expected] * 2
 
 
 def test_log_probabilities_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:

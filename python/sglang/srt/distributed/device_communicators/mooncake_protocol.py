@@ -6,6 +6,7 @@ user asked for and cannot have is an error here instead.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -152,11 +153,9 @@ def _driver(device: Path) -> str:
 
 def wheel_protocols() -> frozenset[str]:
     """Protocols that the installed wheel does not say it was built without. Imports Mooncake."""
-    import mooncake.engine
-
+    # Not as an attribute of the package: while another thread imports it, it has none yet.
+    engine = importlib.import_module("mooncake.engine")
     lacking = {
-        protocol
-        for protocol, flag in _BUILD_FLAGS.items()
-        if not getattr(mooncake.engine, flag, True)
+        protocol for protocol, flag in _BUILD_FLAGS.items() if not getattr(engine, flag, True)
     }
     return frozenset(SUPPORTED_PROTOCOLS) - lacking

@@ -32,6 +32,34 @@ def _gemv_kernel(
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _gated_gemv_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One feature: its row of the gate, and N rows behind it that of the other factor."""
+    feature = tl.program_id(0).to(tl.int64)
+    both = tl.arange(0, 2)
+    cols = tl.arange(0, BLOCK_K)
+    weights = weight_ptr + (feature + both * N)[:, None] * K + cols[None, :]
+    acc = tl.zeros([2, BLOCK_K], tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        w = tl.load(weights + begin)
+        x = tl.load(x_ptr + begin + cols)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    # Rounded where the product and the activation round by themselves.
+    dtype = out_ptr.dtype.element_ty
+    total = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
+    gate = tl.sum(tl.where(both == 0, total, 0.0), axis=0)
+    up = tl.sum(tl.where(both == 1, total, 0.0), axis=0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + feature, (activated * up).to(dtype))
+
+
 def plan(n: int, k: int) -> tuple[int, int, int] | None:
     """Rows, columns and warps of a program for a weight `[n, k]`; None: its shape does not fit."""
     block_k = next((size for size in (2048, 1024, 512, 256) if k % size == 0), None)
@@ -68,4 +96,24 @@ def gemv(
         BLOCK_K=block_k,
         BIAS=bias is not None,
         num_warps=num_warps,
+    )
+
+
+def gated_gemv(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: tuple[int, int, int]
+) -> None:
+    """`out[0] = silu(gate @ x[0]) * (up @ x[0])`, rounded where `gemv` and `silu_and_mul` round, in
+    one launch.
+
+    Args:
+        x: `[1, k]`, dense.
+        weight: Contiguous `[2 * n, k]`: gate, and up behind it.
+        out: `[1, n]`, of the dtype of `x`.
+        config: Of `plan` for the weight's shape.
+    """
+    rows, k = weight.shape
+    _, block_k, num_warps = config
+    assert weight.is_contiguous() and x.stride(-1) == 1
+    _gated_gemv_kernel[(rows // 2,)](
+        x, weight, out, N=rows // 2, K=k, BLOCK_K=block_k, num_warps=num_warps
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.distributed.rank_group import MinOverRanks, RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import (
     CopyStream,
     Event,
@@ -152,6 +152,7 @@ class HiCacheController:
         ranks: RankGroup | None = None,
     ) -> None:
         self.ranks = ranks or SingleRank()
+        self._prefetch_sync: MinOverRanks | None = None
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
         self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
         self.mem_pool_host = mem_pool_host
@@ -340,6 +341,25 @@ class HiCacheController:
         """Which of the ranks with the same heads this one is, and how many there are."""
         return self.ranks.attn_cp_rank, self.ranks.attn_cp_size
 
+    def _create_prefetch_sync_groups(self) -> None:
+        """Make the groups in which the ranks agree on copies and transfers: those with the same
+        heads, and those that split them; none of a rank alone. A collective, once, after all ranks
+        have made their controllers."""
+        assert self._prefetch_sync is None
+        self._prefetch_sync = self.ranks.open_min()
+
+    def _all_reduce_prefetch_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise MIN over all ranks: see `RankGroup.reduce_min`. Scheduler thread; threads of
+        copies and of L3 make no collectives."""
+        assert self._prefetch_sync is not None, "the groups are made with the tree"
+        return self._prefetch_sync.reduce_min(values)
+
+    def _destroy_prefetch_sync_groups(self) -> None:
+        """End the groups. Idempotent."""
+        sync, self._prefetch_sync = self._prefetch_sync, None
+        if sync is not None:
+            sync.close()
+
     def open_storage(
         self,
         connect: Callable[[], HiCacheStorage],
@@ -404,6 +424,7 @@ class HiCacheController:
             storage_io.close()
         self._write_stream.close()
         self._load_stream.close()
+        self._destroy_prefetch_sync_groups()
 
 
 def _slots_of_anchor(transfers: Sequence[PoolTransfer]) -> int:

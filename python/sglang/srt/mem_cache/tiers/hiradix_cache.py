@@ -188,9 +188,14 @@ class HiRadixCache(RadixCache):
         progress = Progress()
         for flow in self._flows:
             flow.report(progress)
-        agreed = agree(progress, self._group, self._books)
+        agreed = agree(progress, self._group, self._books, self._all_reduce_attn_groups)
         for flow in self._flows:
             flow.act_on(agreed)
+
+    def _all_reduce_attn_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise MIN over the ranks whose trees are equal: over attention CP first, then over
+        attention TP. A new tensor; a collective."""
+        return self.cache_controller._all_reduce_prefetch_groups(values)
 
     def start_writing_host_cache(self) -> None:
         self.cache_controller.start_writing()
@@ -390,7 +395,7 @@ def _make_controller(
         allocator_type=allocator_type,
         ranks=ranks,
     )
-    return on_all_ranks(
+    controller = on_all_ranks(
         ranks,
         lambda: HiCacheController(
             allocator,
@@ -402,3 +407,5 @@ def _make_controller(
         ),
         HiCacheController.shutdown,
     )
+    controller._create_prefetch_sync_groups()
+    return controller

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -145,13 +145,19 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     )
 
 
-def agree(progress: Progress, group: RankGroup, books: Books) -> Progress:
+def agree(
+    progress: Progress,
+    group: RankGroup,
+    books: Books,
+    reduce_min: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Progress:
     """What all ranks agree on; with one rank what it saw itself. A collective.
 
     Args:
         progress: What this rank has seen. Its `books_digest` is filled in here.
         group: The ranks.
         books: This rank's, as they were when it looked at its progress.
+        reduce_min: Over these ranks; None: the group's.
 
     Raises:
         RanksDiverged: The books differ. Names the ranks, and for each the first entry.
@@ -159,7 +165,7 @@ def agree(progress: Progress, group: RankGroup, books: Books) -> Progress:
     if group.size == 1:
         return progress
     progress.books_digest = books.digest
-    vector = group.reduce_min(to_vector(progress))
+    vector = (reduce_min or group.reduce_min)(to_vector(progress))
     least, minus_most = vector[:2].tolist()
     if least != -minus_most:
         raise RanksDiverged(f"the ranks' books differ: {explain_difference(group, books)}")

@@ -1,0 +1,137 @@
+"""What a decode step consists of on one and on two GPUs, kernel by kernel, inside its graph.
+
+    python benchmark/gpu_ranks_server.py kernels [--json FILE]
+
+For each number of ranks and each batch: a line for the step, and one for each kernel with how often
+it runs, how long, and how long the device has nothing to run before it. torch.profiler's times,
+Qwen3-8B's shape. A kernel in which ranks meet includes the wait for the other one.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from gpu_forward import Rig
+
+from sglang.srt.distributed.parallel_state import get_attention_tp_group, get_world_group
+from sglang.test.rank_processes import run_ranks
+from sglang.test.tiny_models import StepDriver
+
+BATCHES: Final = ((1, 1024), (64, 2048))
+"""Requests and context."""
+STEPS: Final = 12
+POOL_TOKENS: Final = 163_840
+MOST_KERNELS: Final = 24
+LONGEST_GAP_US: Final = 60.0
+"""What is longer is the CPU's: between steps."""
+_NAME_CHARS: Final = 110
+_ON_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_CPU: Final = ("cpu_op",)
+
+Event = Mapping[str, Any]
+
+
+def kernel_sums(events: Sequence[Event], steps: int) -> dict[str, Any]:
+    """Sums of what ran on the device, for each step.
+
+    Args:
+        events: Of a Chrome trace, `ts` and `dur` in microseconds.
+        steps: How many they are of.
+
+    Returns:
+        `busy_us`, `gaps_us` and `between_steps_us` of a step, how many `launches` it has, and
+        `kernels`: name, and for each step `count`, `us` and `gap_us` before, the longest first.
+    """
+    ordered = sorted(events, key=lambda event: float(event["ts"]))
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    between, end = 0.0, None
+    for event in ordered:
+        begin, length = float(event["ts"]), float(event["dur"])
+        gap = 0.0 if end is None else max(0.0, begin - end)
+        if gap > LONGEST_GAP_US:
+            between, gap = between + gap, 0.0
+        of_name = sums[str(event["name"])[:_NAME_CHARS]]
+        for index, value in enumerate((1.0, length, gap)):
+            of_name[index] += value / steps
+        end = begin + length if end is None else max(end, begin + length)
+    kernels = [
+        {"name": name, "count": round(count, 2), "us": round(us, 2), "gap_us": round(gap, 2)}
+        for name, (count, us, gap) in sums.items()
+    ]
+    kernels.sort(key=lambda one: -float(one["us"]) - float(one["gap_us"]))
+    return {
+        "launches": round(sum(count for count, _, _ in sums.values()), 2),
+        "busy_us": round(sum(us for _, us, _ in sums.values()), 1),
+        "gaps_us": round(sum(gap for _, _, gap in sums.values()), 1),
+        "between_steps_us": round(between / steps, 1),
+        "kernels": kernels,
+    }
+
+
+def profiled(work: Callable[[], object], kinds: Sequence[str]) -> list[Event]:
+    """The events of `kinds` that `work` causes."""
+    activity = torch.profiler.ProfilerActivity
+    on_device = torch.cuda.is_available()
+    activities = [activity.CUDA] if on_device else [activity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        if on_device:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event.get("cat") in kinds and "dur" in event]
+
+
+def profile_on_gpu() -> dict[str, dict[str, Any]]:
+    """One rank's part."""
+    rank = get_world_group().rank
+    rig = Rig(64, POOL_TOKENS, gpu_id=rank, tp_group=get_attention_tp_group())
+    found = {}
+    for count, context in BATCHES:
+        rig.lay_out(count, context + 64)
+        ms, _ = rig.decode_steps(count, context, 32)
+        events = profiled(lambda c=count, n=context: rig.decode_steps(c, n, STEPS), _ON_DEVICE)
+        # `decode_steps` makes three steps before those that it is asked for.
+        found[f"{count} x {context}"] = {"step_ms": ms, **kernel_sums(events, STEPS + 3)}
+    return found
+
+
+def profile_tiny(model: str) -> dict[str, dict[str, Any]]:
+    """One rank's part on a CPU: operations in place of kernels."""
+    driver = StepDriver(model, tp_group=get_attention_tp_group())
+    driver.extend([(row, [5, 6, 7]) for row in range(4)])
+
+    def decode() -> None:
+        for _ in range(STEPS):
+            driver.decode([(row, 9) for row in range(4)])
+
+    return {"4 x 3": kernel_sums(profiled(decode, _ON_CPU), STEPS)}
+
+
+def measure(out: Callable[[dict[str, Any]], None], tiny: str | None = None) -> None:
+    """Print the lines.
+
+    Args:
+        tiny: A checkpoint to try this with on a CPU; None: on GPUs.
+    """
+    for ranks in (1, 2):
+        if tiny is None:
+            results = run_ranks(ranks, profile_on_gpu, device="cuda")
+        else:
+            results = run_ranks(ranks, profile_tiny, tiny)
+        for rank, batches in enumerate(results):
+            for batch, found in batches.items():
+                place = {"ranks": ranks, "rank": rank, "batch": batch}
+                kernels = found.pop("kernels")
+                out({"what": "decode step", **place, **found})
+                # Of two ranks the first one's tell what both do.
+                for kernel in kernels[: MOST_KERNELS if rank == 0 else 0]:
+                    out({"what": "kernel of a decode step", **place, **kernel})

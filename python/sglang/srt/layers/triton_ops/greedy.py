@@ -1,0 +1,105 @@
+"""The token of the greatest logit, where each GPU has the logits of a part of the vocabulary.
+
+Two launches: one finds the greatest of some columns of a row, the other meets the peers' and joins
+what all have found. Logit and token are one number (a key), so that the greatest key is that of the
+greatest logit, and of equal logits of the first token.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, TensorGroup
+from sglang.srt.layers.placement import Share
+from sglang.srt.layers.triton_ops.meeting import meet
+
+_COLUMNS: Final = 4096
+"""Of a key."""
+
+
+@triton.jit
+def _find_keys_kernel(
+    logits_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    stride: tl.tensor,
+    size: tl.tensor,
+    begin: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row's columns of one key; BLOCK covers them."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    cols = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * stride + cols, mask=cols < size, other=float("-inf"))
+    x = tl.where(x == 0.0, 0.0, x)  # There is a -0.0.
+    bits = x.to(tl.int32, bitcast=True)
+    # In the order of the numbers: those below zero have the order of their other bits reversed.
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
+    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - (begin + cols)).to(tl.int64)
+    tl.store(keys_ptr + row * tl.num_programs(1) + chunk, tl.max(keys, axis=0))
+
+
+@triton.jit
+def _join_keys_kernel(
+    memories: tl.tuple,
+    flags: tl.tensor,
+    tokens_ptr: tl.tensor,
+    rows: tl.tensor,
+    offset: tl.tensor,
+    count: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK covers the keys of a row."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    meet(memories, flags, RANK, RANKS)
+    for row in range(program, rows, tl.num_programs(0)):
+        best = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
+        for peer in tl.static_range(RANKS):
+            keys_ptr = (memories[peer] + offset).to(tl.pointer_type(tl.int64))
+            keys = tl.load(
+                keys_ptr + row * count + cols, mask=cols < count, other=-0x7FFFFFFFFFFFFFFF
+            )
+            best = tl.maximum(best, keys)
+        key = tl.max(best, axis=0)
+        tl.store(tokens_ptr + row, 0x7FFFFFFF - (key & 0x7FFFFFFF))
+
+
+def argmax_of_ranks(part: torch.Tensor, tokens: Share, group: TensorGroup) -> torch.Tensor | None:
+    """int64 `[n]`: see `VocabLogits.argmax`. None: the ranks share no memory for that.
+
+    Args:
+        part: fp32 `[n, width]`, dense rows.
+        tokens: What its columns are.
+    """
+    rows, width = part.shape
+    count = triton.cdiv(width, _COLUMNS)
+    shared = group.shared_keys(rows * count)
+    if shared is None:
+        return None
+    keys, peers = shared
+    assert part.stride(1) == 1
+    _find_keys_kernel[(rows, count)](
+        part, keys, part.stride(0), tokens.size, tokens.begin, BLOCK=_COLUMNS, num_warps=8
+    )
+    found = torch.empty(rows, dtype=torch.int64, device=part.device)
+    _join_keys_kernel[(min(rows, MOST_PROGRAMS),)](
+        peers.memories,
+        peers.flags,
+        found,
+        rows,
+        peers.offset,
+        count,
+        RANK=peers.rank,
+        RANKS=peers.size,
+        BLOCK=triton.next_power_of_2(count),
+        num_warps=1,
+    )
+    return found

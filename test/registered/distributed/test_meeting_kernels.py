@@ -1,0 +1,41 @@
+"""Kernels in which ranks meet, interpreted: see `sglang.test.meeting_ranks`.
+
+On GPUs `test/registered/gpu/test_ranks_cuda.py` runs the same kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from sglang.srt.environ import child_environment
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.test.meeting_ranks", "2", "3"],
+        env=child_environment() | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "0 of 2 ranks failed, 0 flags left",
+        "0 of 3 ranks failed, 0 flags left",
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
