@@ -157,8 +157,9 @@ def _plan_tensor(
         ]
         if not candidates:
             raise ValueError(
-                f"tensor {name!r} is split over {len(answers)} ranks there, and in a way here that "
-                "does not fit: use the seed's --tp-size, or 1, 2, 4 or 8"
+                f"tensor {name!r}: {part[0]} to {part[1]}, which this rank needs, fits no part that "
+                f"the seed with --tp-size {len(answers)} has checksums of: start this server with "
+                "the same --tp-size, or with 1, 2, 4 or 8"
             )
         holder = spread.choose(candidates, len(data) * (part[1] - part[0]) * bytes_each)
         offset = holders[holder].offset_of(part)
