@@ -157,7 +157,7 @@ def _plan_tensor(
         ]
         if not candidates:
             raise ValueError(
-                f"tensor {name!r}: {part[0]} to {part[1]}, which this rank needs, fits no part that "
+                f"tensor {name!r}: {part[0]} to {part[1]}, which this rank needs, is no part that "
                 f"the seed with --tp-size {len(answers)} has checksums of: start this server with "
                 "the same --tp-size, or with 1, 2, 4 or 8"
             )
