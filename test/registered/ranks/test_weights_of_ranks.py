@@ -86,7 +86,7 @@ def digests(server: ForkedServer, size: int) -> list[dict[str, Any]]:
             told.append(weights["digest"])
         return weights["digest"] is not None
 
-    assert all(wait_until(lambda rank=rank: ask(rank), 60) for rank in range(size))
+    assert all(wait_until(functools.partial(ask, rank), 60) for rank in range(size))
     return told
 
 

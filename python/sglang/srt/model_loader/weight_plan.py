@@ -125,58 +125,130 @@ def plan_reads(
     Raises:
         ValueError: What differs, and the remedy; the first tensor by name.
     """
-    spread = EvenSpread(len(answers), rank % len(answers))
+    planner = _Planner(answers, rank % len(answers))
     names = {*slots, *(name for answer in answers for name in answer.weights.tensors)}
-    plans = [_plan_tensor(answers, name, slots.get(name), spread) for name in sorted(names)]
+    plans = [planner.plan(name, slots.get(name)) for name in sorted(names)]
     return sorted(plans, key=lambda plan: plan.slot.dest.data_ptr())
 
 
-def _plan_tensor(
-    answers: Sequence[SeedAnswer], name: str, slot: WeightSlot | None, spread: EvenSpread
-) -> TensorPlan:
-    if slot is None:
-        raise _not_in("this server's model", name)
-    ours = TensorPart.of(slot)
-    itemsize = slot.dest.element_size()
-    holders = [_held_there(answer, name, ours, itemsize) for answer in answers]
-    wanted = ours.held()
-    cells_of = [{cell: at for at, cell in enumerate(held.cells())} for held in holders]
-    data = rows_of(slot)
-    bytes_each = data.shape[1] // wanted.size if wanted.size else 0
-    reads: list[PartRead] = []
-    cells: list[Cell] = []
-    for part in common_parts(wanted, holders):
-        own_cells = cut_at([part], wanted.grid)
-        candidates = [
-            holder for holder, held in enumerate(holders) if held.offset_of(part) is not None
+class _Held:
+    """What a rank of the seed holds of tensors that are alike, and where its cells are."""
+
+    def __init__(self, part: TensorPart) -> None:
+        self.ranges = part.held()
+        self.cells = {cell: index for index, cell in enumerate(self.ranges.cells())}
+        dim = part.split_dim if part.split_runs else 0
+        others = [size for at, size in enumerate(part.shape) if at != dim]
+        self.num_elements = self.ranges.size * prod(others)
+
+
+class _Planner:
+    """Plans one tensor after the other.
+
+    Args:
+        answers: See `plan_reads`.
+        first: Which replica begins.
+    """
+
+    def __init__(self, answers: Sequence[SeedAnswer], first: int) -> None:
+        self._answers = answers
+        self._spread = EvenSpread(len(answers), first)
+        self._held: dict[TensorPart, _Held] = {}
+        """Layers have the same shapes."""
+
+    def plan(self, name: str, slot: WeightSlot | None) -> TensorPlan:
+        """How a slot is filled. Raises as `plan_reads`."""
+        if slot is None:
+            raise _not_in("this server's model", name)
+        ours = TensorPart.of(slot)
+        holders = [
+            self._held_by(answer, name, ours, slot.dest.element_size()) for answer in self._answers
         ]
-        if not candidates:
+        wanted = self._held_of(ours).ranges
+        data = rows_of(slot)
+        each = data.shape[1] // wanted.size if wanted.size else 0
+        reads: list[PartRead] = []
+        cells: list[Cell] = []
+        for part in common_parts(wanted, [held.ranges for held in holders]):
+            own_cells = cut_at([part], wanted.grid)
+            candidates = self._candidates(name, part, own_cells, holders)
+            holder = self._spread.choose(candidates, len(data) * (part[1] - part[0]) * each)
+            held = holders[holder]
+            offset = held.ranges.offset_of(part)
+            assert offset is not None, "a candidate holds it"
+            reads.append(
+                PartRead(
+                    holder=holder,
+                    remote=self._answers[holder].places[name][0],
+                    row_bytes=held.ranges.size * each,
+                    skipped=offset * each,
+                    dest=_columns(data, wanted, part),
+                )
+            )
+            cells += [
+                Cell(holder, held.cells[cell], _columns(data, wanted, cell)) for cell in own_cells
+            ]
+        return TensorPlan(name, slot, tuple(reads), tuple(cells))
+
+    def _candidates(
+        self, name: str, part: Range, cells: Sequence[Range], holders: Sequence[_Held]
+    ) -> list[int]:
+        """Who can give a part, and has checksums of its cells. Raises ValueError: nobody."""
+        having = [at for at, held in enumerate(holders) if held.ranges.offset_of(part) is not None]
+        if not having:
             raise ValueError(f"tensor {name!r}: {part[0]} to {part[1]} is on none of its ranks")
-        candidates = [
-            holder for holder in candidates if all(cell in cells_of[holder] for cell in own_cells)
-        ]
-        if not candidates:
+        fitting = [at for at in having if all(cell in holders[at].cells for cell in cells)]
+        if not fitting:
             raise ValueError(
                 f"tensor {name!r}: {part[0]} to {part[1]}, which this rank needs, is no part that "
-                f"the seed with --tp-size {len(answers)} has checksums of: start this server with "
+                f"the seed with --tp-size {len(holders)} has checksums of: start this server with "
                 "the same --tp-size, or with 1, 2, 4 or 8"
             )
-        holder = spread.choose(candidates, len(data) * (part[1] - part[0]) * bytes_each)
-        offset = holders[holder].offset_of(part)
-        assert offset is not None, "a candidate holds it"
-        reads.append(
-            PartRead(
-                holder=holder,
-                remote=answers[holder].places[name][0],
-                row_bytes=holders[holder].size * bytes_each,
-                skipped=offset * bytes_each,
-                dest=_columns(data, wanted, part),
+        return fitting
+
+    def _held_of(self, part: TensorPart) -> _Held:
+        held = self._held.get(part)
+        if held is None:
+            held = self._held[part] = _Held(part)
+        return held
+
+    def _held_by(self, answer: SeedAnswer, name: str, ours: TensorPart, itemsize: int) -> _Held:
+        """What a rank of the seed holds of a tensor.
+
+        Raises:
+            ValueError: It has no such tensor, or another one, or is split in other directions.
+        """
+        theirs, place = answer.weights.tensors.get(name), answer.places.get(name)
+        if theirs is None or place is None:
+            raise _not_in("the seed", name)
+        _check_alike(name, theirs, ours)
+        held = self._held_of(theirs)
+        count = held.num_elements
+        # Some have several copies.
+        if place[2] != itemsize or (place[1] % count if count else place[1]):
+            raise ValueError(
+                f"tensor {name!r} has {place[1]} elements of {place[2]} bytes on rank "
+                f"{answer.rank} of the seed, not {count} of {itemsize}: start both with the same "
+                "release"
             )
+        return held
+
+
+def _check_alike(name: str, theirs: TensorPart, ours: TensorPart) -> None:
+    """Raises ValueError: the tensors are not the same, or are split in other directions."""
+    if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
+        raise ValueError(
+            f"tensor {name!r} is {theirs} there and {ours} here: start both with the same model "
+            "and --dtype"
         )
-        cells += [
-            Cell(holder, cells_of[holder][cell], _columns(data, wanted, cell)) for cell in own_cells
-        ]
-    return TensorPlan(name, slot, tuple(reads), tuple(cells))
+    splits = {(part.split_dim, part.split_runs) for part in (theirs, ours) if part.split_runs}
+    one_is_whole = not (theirs.split_runs and ours.split_runs)
+    if len(splits) > 1 or (one_is_whole and any(dim for dim, _ in splits)):
+        raise ValueError(
+            f"tensor {name!r} is split in another way there (dimension {theirs.split_dim}, runs of "
+            f"{list(theirs.split_runs)}) than here (dimension {ours.split_dim}, runs of "
+            f"{list(ours.split_runs)}): start both with the same release"
+        )
 
 
 def _columns(data: torch.Tensor, held: HeldRanges, part: Range) -> torch.Tensor:
@@ -185,41 +257,6 @@ def _columns(data: torch.Tensor, held: HeldRanges, part: Range) -> torch.Tensor:
     assert offset is not None, "it is held"
     each = data.shape[1] // held.size
     return data[:, offset * each : (offset + part[1] - part[0]) * each]
-
-
-def _held_there(answer: SeedAnswer, name: str, ours: TensorPart, itemsize: int) -> HeldRanges:
-    """What a rank of the seed holds of a tensor.
-
-    Raises:
-        ValueError: It has no such tensor, or it has another one, or is split in other directions.
-    """
-    theirs, place = answer.weights.tensors.get(name), answer.places.get(name)
-    if theirs is None or place is None:
-        raise _not_in("the seed", name)
-    if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
-        raise ValueError(
-            f"tensor {name!r} is {theirs} there and {ours} here: start both with the same model "
-            "and --dtype"
-        )
-    splits = {(part.split_dim, part.split_runs) for part in (theirs, ours) if part.split_runs}
-    if len(splits) > 1 or (
-        not all((theirs.split_runs, ours.split_runs)) and any(dim for dim, _ in splits)
-    ):
-        raise ValueError(
-            f"tensor {name!r} is split in another way there (dimension {theirs.split_dim}, runs of "
-            f"{list(theirs.split_runs)}) than here (dimension {ours.split_dim}, runs of "
-            f"{list(ours.split_runs)}): start both with the same release"
-        )
-    held = theirs.held()
-    dim = theirs.split_dim if theirs.split_runs else 0
-    count = held.size * prod(size for at, size in enumerate(theirs.shape) if at != dim)
-    # Some have several copies.
-    if place[2] != itemsize or (place[1] % count if count else place[1]):
-        raise ValueError(
-            f"tensor {name!r} has {place[1]} elements of {place[2]} bytes on rank {answer.rank} of "
-            f"the seed, not {count} of {itemsize}: start both with the same release"
-        )
-    return held
 
 
 def _not_in(where: str, name: str) -> ValueError:

@@ -67,7 +67,9 @@ def make_answer(
     )
 
 
-def blocks(answers: Sequence[SeedAnswer], slots: Slots, rank: int = 0) -> list[tuple[int, ...]]:
+def blocks(
+    answers: Sequence[SeedAnswer], slots: Slots, rank: int = 0
+) -> list[tuple[int, int, int, int]]:
     """Holder, address here, address there and bytes of what is read in its place."""
     plans = plan_reads(answers, slots, rank=rank)
     found = []

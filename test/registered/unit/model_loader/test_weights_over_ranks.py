@@ -74,16 +74,15 @@ def pair(llama: Path) -> Iterator[WeightRig]:
         yield rig
 
 
-def raw(model: CausalLM) -> dict[str, torch.Tensor]:
+def raw(model: CausalLM) -> list[torch.Tensor]:
     """Every byte of a model's parameters, what pads them too."""
-    return {name: one.data.view(-1).view(torch.uint8) for name, one in model.named_parameters()}
+    return [one.data.view(-1).view(torch.uint8) for one in model.parameters()]
 
 
 def assert_equal(got: CausalLM, want: CausalLM) -> None:
     ours, theirs = raw(got), raw(want)
-    assert set(ours) == set(theirs)
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
+    for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(one, other), f"parameter {at}"
 
 
 def check(path: Path, there: int, sizes: tuple[int, ...], dtype: str = "auto") -> None:
@@ -144,7 +143,7 @@ def test_the_memory_beside_a_ranks_share(
     """At most one tensor, none where the splits are equal; given back at the end."""
     with weight_rig(llama, there) as rig:
         model, _ = rig.read(here - 1, here)
-        weights = {tensor.untyped_storage().data_ptr() for tensor in raw(model).values()}
+        weights = {tensor.untyped_storage().data_ptr() for tensor in raw(model)}
         assert {begin for begin, _ in rig.engine._book.ranges()} == weights
         parts = [96 * 128 * 4 // there for _ in ("o_proj", "down_proj")]
         assert staged == [max(parts) if there != here else 0]
