@@ -1,11 +1,13 @@
 """Starts of a server: weights from a running server beside the same weights from a file.
 
-    python benchmark/remote_weights.py [--layers 6] [--repeat 3] [--out FILE]
+    python benchmark/remote_weights.py [--tp 1 1] [--layers 6] [--repeat 3] [--out FILE]
 
 One seed and one start at a time, TCP over loopback, a llama of 45 million parameters a layer in
-bfloat16. Of each start: the seconds until it is healthy, and those that loading the weights took.
-The file is read cold (its pages are dropped first) and from the page cache. The peer of the same
-run is the transport alone: reads of as many bytes, in blocks of 16 MB, between two processes.
+bfloat16. `--tp` has the ranks of the seed and of what starts. Of each start: the seconds until it
+is healthy, and those that loading the weights took, on the rank that took longest. The file is read
+cold (its pages are dropped first) and from the page cache. The peer of the same run is the
+transport alone: reads of as many bytes as the ranks read together, in blocks of 16 MB, between two
+processes.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ SHAPE = {
 }
 BLOCK = 16 * MIB
 _LOADED = re.compile(r"Loaded .* ([\d.]+) MiB, .* ([\d.]+) s\b")
-_READ = re.compile(r"read [\d.]+ MiB from the seed in ([\d.]+) s")
+_READ = re.compile(r"read ([\d.]+) MiB from the seed, .* in ([\d.]+) s,")
 
 
 def transport_rates(num_bytes: int, repeat: int) -> list[float]:
@@ -85,17 +87,21 @@ def start(model: Path, *flags: str) -> dict[str, float]:
     with server:
         seconds = {"start": round(time.perf_counter() - started, 2)}
         log = server.process.log_path.read_text()
-        loaded, read = _LOADED.search(log), _READ.search(log)
-        assert loaded is not None, log
-        seconds["load"] = float(loaded[2])
-        if read is not None:
-            seconds["read"] = float(read[1])
+        loaded, read = _LOADED.findall(log), _READ.findall(log)
+        assert loaded, log
+        seconds["load"] = max(float(took) for _, took in loaded)
+        if read:
+            seconds["read"] = max(float(took) for _, took in read)
+            seconds["mib"] = round(sum(float(mib) for mib, _ in read), 1)
         server.stop()
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--tp", type=int, nargs=2, default=(1, 1), metavar=("SEED", "READER"), help="Ranks."
+    )
     parser.add_argument("--layers", type=int, default=6, help="Of the model.")
     parser.add_argument("--repeat", type=int, default=3, help="Starts of each kind.")
     parser.add_argument("--out", type=writable_file, help="Append the line to this file.")
@@ -107,16 +113,17 @@ def main() -> None:
         save_tiny_checkpoint(
             model, "llama", dtype=torch.bfloat16, num_hidden_layers=args.layers, **SHAPE
         )
-        num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        emit({**provenance(), **measure(model, num_bytes, args.repeat)}, args.out)
+        emit({**provenance(), **measure(model, *args.tp, args.repeat)}, args.out)
 
 
-def measure(model: Path, num_bytes: int, repeat: int) -> dict[str, object]:
+def measure(model: Path, seed_ranks: int, ranks: int, repeat: int) -> dict[str, object]:
     """All starts, the kinds in turn."""
-    rates = transport_rates(num_bytes, repeat)
+    size = ("--tp-size", str(ranks))
     tokenizer = ("--tokenizer-path", str(BUILTIN_MODEL_DIR))
     raw: dict[str, list[dict[str, float]]] = {}
-    with EngineServer(START_SEED, *tokenizer, model=str(model)) as seed:
+    with EngineServer(
+        START_SEED, *tokenizer, "--tp-size", str(seed_ranks), model=str(model)
+    ) as seed:
         remote = (
             "--load-format", "remote_instance",
             "--remote-instance-weight-loader-seed-instance-ip", LOOPBACK,
@@ -124,9 +131,9 @@ def measure(model: Path, num_bytes: int, repeat: int) -> dict[str, object]:
             seed.url.rpartition(":")[2],
         )  # fmt: skip
         kinds: dict[str, Callable[[], dict[str, float]]] = {
-            "file, cold": lambda: start(model),
-            "file, cached": lambda: start(model),
-            "server": lambda: start(model, *remote),
+            "file, cold": lambda: start(model, *size),
+            "file, cached": lambda: start(model, *size),
+            "server": lambda: start(model, *size, *remote),
         }
         for _ in range(repeat):
             for kind, begin in kinds.items():
@@ -137,9 +144,12 @@ def measure(model: Path, num_bytes: int, repeat: int) -> dict[str, object]:
         kind: {what: statistics.median(one[what] for one in starts) for what in starts[0]}
         for kind, starts in raw.items()
     }
+    num_bytes = int(median["server"]["mib"] * MIB)
+    rates = transport_rates(num_bytes, repeat)
     rate = num_bytes / median["server"]["read"] / 1e9
     return {
         "benchmark": "remote_weights",
+        "tp": {"seed": seed_ranks, "reader": ranks},
         "bytes": num_bytes,
         "seconds": median,
         "gb_per_second": {"weights": round(rate, 3), "transport": statistics.median(rates)},

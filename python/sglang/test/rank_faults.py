@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import Transfer
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
-from sglang.srt.model_loader import checkpoint_files
+from sglang.srt.model_loader import checkpoint_files, remote_weights
 
 FAULTY: Final = 1
 """The rank that has the fault."""
@@ -49,3 +53,23 @@ def evicts_by_itself(rank: int) -> None:
 
     patched = mock.patch.object(HiRadixCache, "check_hicache_events", evict_and_check)
     patched.start()
+
+
+def kills_while_it_reads_weights(victim: int | None, rank: int) -> None:
+    """After its third batch of weights from another server it kills process `victim`; None: itself.
+
+    Batches are small.
+    """
+    if rank != FAULTY:
+        return
+    transfer = MooncakeTransferEngine.transfer
+    calls: list[object] = []
+
+    def kill_and_transfer(*args: Any, **kwargs: Any) -> Transfer:
+        calls.append(args)
+        if len(calls) == 4:
+            os.kill(victim or os.getpid(), signal.SIGKILL)
+        return transfer(*args, **kwargs)
+
+    mock.patch.object(MooncakeTransferEngine, "transfer", kill_and_transfer).start()
+    mock.patch.object(remote_weights, "_BATCH_BYTES", 20_000).start()

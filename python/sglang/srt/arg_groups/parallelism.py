@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.checks import refuse_ignored
-from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -52,11 +51,6 @@ def check_parallelism(args: ServerArgs) -> None:
         refuse_ignored(args, "dist_init_addr", "with --tp-size 1")
     if args.dist_init_addr is not None:
         meeting_address(args)
-    if args.tp_size > 1 and (offers_weights(args) or reads_weights(args)):
-        raise ValueError(
-            f"--tp-size {args.tp_size}: weights move between running servers of one rank only: "
-            "load them from files (--load-format auto)"
-        )
 
 
 def ranks_per_node(args: ServerArgs) -> int:

@@ -150,3 +150,20 @@ def gather_texts(group: RankGroup, text: str, max_bytes: int) -> list[str]:
     return [
         row.numpy().astype(_WORD).tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows
     ]
+
+
+def gather_bytes(group: RankGroup, raw: bytes) -> list[bytes]:
+    """Every rank's `raw`, of any length, on every rank, in the order of ranks. A collective."""
+    lengths = torch.full((group.size,), _ABSENT, dtype=torch.int64)
+    lengths[group.rank] = len(raw)
+    said = []
+    for rank, length in enumerate(group.reduce_min(lengths).tolist()):
+        if not length:
+            said.append(b"")
+            continue
+        words = torch.full((-(-length // _WORD.itemsize),), _ABSENT, dtype=torch.int64)
+        if rank == group.rank:
+            padded = raw.ljust(len(words) * _WORD.itemsize, b"\0")
+            words = torch.from_numpy(np.frombuffer(padded, dtype=_WORD).astype(np.int64))
+        said.append(group.reduce_min(words).numpy().astype(_WORD).tobytes()[:length])
+    return said

@@ -73,6 +73,22 @@ class WeightSlot:
             for first, share in zip(firsts, self.shares, strict=True)
         ]
 
+    @property
+    def runs(self) -> list[int]:
+        """Lengths of the runs of `dim`; empty: ranks have the whole tensor each."""
+        return [share.total for share in self.shares]
+
+    @property
+    def copies(self) -> torch.Tensor:
+        """`dest` as `[copies, *part]`: the part, as often as `dest` repeats it."""
+        part = list(self.shape)
+        if self.shares:
+            part[self.dim] = sum(share.size for share in self.shares)
+        if list(self.dest.shape) == part:
+            return self.dest.unsqueeze(0)
+        assert list(self.dest.shape[1:]) == part, (self.dest.shape, part)
+        return self.dest
+
     def fill(self, whole: Sliceable) -> None:
         """Copy this rank's part of a checkpoint tensor of `shape`, any dtype, any device.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeAlias
+
+import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import MIB
@@ -16,37 +18,45 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_communicators.peer import parse_session_id
 from sglang.srt.distributed.device_communicators.transfer_types import (
-    Block,
     BlockOutcome,
     TransferError,
     TransferOp,
 )
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.read_batches import ReadBatch, Step, cut_batches, staging_bytes
 from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
-from sglang.srt.model_loader.tensor_memory import tensor_checksum
-from sglang.srt.model_loader.weight_offer import (
-    TensorRead,
-    check_checksums,
-    plan_reads,
-)
+from sglang.srt.model_loader.staging_memory import StagingMemory
+from sglang.srt.model_loader.tensor_memory import checksum
+from sglang.srt.model_loader.weight_offer import SeedAnswer, check_offer
+from sglang.srt.model_loader.weight_plan import TensorPlan, check_checksums, plan_reads
 from sglang.srt.model_loader.weight_source import WeightSlots
-from sglang.srt.model_loader.weights_identity import config_digest
+from sglang.srt.model_loader.weights_identity import config_values
 from sglang.srt.utils.network import is_loopback
 
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES: Final = 256 * MIB
 """Read in one go, while those read before are hashed."""
+_STAGED_BYTES: Final = 32 * MIB
+"""Of those, at most what arrives in staging memory."""
 _BATCH_TIMEOUT_S: Final = 30.0
 _LEAST_RATE: Final = 10e6
 """Bytes a second; a slower seed is given up."""
 
+_Checked: TypeAlias = list[tuple[TensorPlan, list[str]]]
+"""Tensors that have arrived, with the checksums of their cells."""
+
 
 class RemoteInstanceWeights:
-    """The weights of a running server with the same model, split alike.
+    """This rank's share of the weights of a running server with the same model.
 
-    This process's Transfer Engine knows the memory of the slots (`register_weights`). The seed is
-    read, never written; what arrives is compared with its checksums before anything is served.
+    The server may have other numbers of ranks: of each tensor the parts are read that make up this
+    rank's own, each from one rank of the seed. This process's Transfer Engine knows the memory of
+    the slots (`register_weights`). The seed is read, never written; what arrives is compared with
+    its checksums before anything is served.
+
+    Threads: one for each rank of the seed, which reads; `weights-digest`, which hashes.
     """
 
     def __init__(
@@ -73,10 +83,13 @@ class RemoteInstanceWeights:
             )
         self.name = f"the seed at {seed.url}"
         self._host = seed.host
+        self._rank = load_config.tp_group.rank
         self._engine = engine
-        self._client = client or SeedClient(seed, load_config.tp_group.rank)
-        self._config = config_digest(model_config.model_path)
+        self._client = client or SeedClient(seed)
+        self._config = config_values(model_config.model_path)
         self._identity: str | None = None
+        self._staging: StagingMemory | None = None
+        """Kept after an error: what was in flight then may still arrive."""
 
     def identity(self) -> str:
         """The seed's; after `fill`."""
@@ -100,35 +113,23 @@ class RemoteInstanceWeights:
             raise ValueError(f"{self.name}: {error}") from None
 
     def _fill(self, slots: WeightSlots) -> None:
-        answer = self._client.ask()
-        self._check_session(answer.session_id)
+        answers = self._client.ask_all()
+        for answer in answers:
+            self._check_session(answer.session_id)
+            check_offer(
+                answer.weights,
+                config=self._config,
+                protocol=str(self._engine.describe()["protocol"]),
+            )
         wanted = slots.empty()
-        reads = plan_reads(
-            answer,
-            wanted,
-            config=self._config,
-            protocol=str(self._engine.describe()["protocol"]),
-        )
-        ours: dict[str, str] = {}
-        hashing: Future[None] | None = None
-        started = time.monotonic()
-        with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as hashers:
-            for batch in cut_batches(reads):
-                self._read(answer.session_id, batch)
-                if hashing is not None:
-                    hashing.result()
-                hashing = hashers.submit(_add_checksums, ours, batch)
-                for read in batch:
-                    slots.take(read.name, wanted[read.name].shape, self.name)
-            if hashing is not None:
-                hashing.result()
-        _log_rate(reads, time.monotonic() - started)
-        for name in set(wanted) - {read.name for read in reads}:
-            slots.take(name, wanted[name].shape, self.name)
-        digest = self._client.await_digest(time.monotonic() + DIGEST_TIMEOUT_S)
-        check_checksums(digest.checksums, ours)
-        self._identity = digest.identity
-        self._engine.forget_peer(answer.session_id)
+        plans = plan_reads(answers, wanted, rank=self._rank)
+        checked = self._read_all(plans, answers, slots)
+        digests = self._client.await_digests(len(answers), time.monotonic() + DIGEST_TIMEOUT_S)
+        for plan, checksums in checked:
+            check_checksums(plan, checksums, digests)
+        self._identity = digests[0].identity
+        for answer in answers:
+            self._engine.forget_peer(answer.session_id)
 
     def _check_session(self, session_id: str) -> None:
         """Refuse a session id that would lead elsewhere."""
@@ -141,51 +142,90 @@ class RemoteInstanceWeights:
         if session_id == self._engine.get_session_id():
             raise ValueError("its Transfer Engine is this server's own: name another server")
 
-    def _read(self, session_id: str, batch: Sequence[TensorRead]) -> None:
-        """Read tensors, whole.
+    def _read_all(
+        self, plans: Sequence[TensorPlan], answers: Sequence[SeedAnswer], slots: WeightSlots
+    ) -> _Checked:
+        """Fill the slots; what arrived is hashed while the next is read.
 
         Raises:
             TransferError: Not all of it arrived.
         """
-        num_bytes = sum(read.num_bytes for read in batch)
+        size = staging_bytes(plans, _STAGED_BYTES)
+        staging = self._staging = self._make_staging(plans, size)
+        sessions = [answer.session_id for answer in answers]
+        checked: _Checked = []
+        hashing: Future[None] | None = None
+        started, num_bytes = time.monotonic(), 0
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as hashers,
+            ThreadPoolExecutor(len(answers), thread_name_prefix="weights-read") as readers,
+        ):
+            for turn, batch in enumerate(cut_batches(plans, _BATCH_BYTES, size)):
+                address = staging.half(turn).data_ptr()
+                reads = [
+                    readers.submit(self._read, sessions[holder], steps, address)
+                    for holder, steps in batch.of_holders().items()
+                ]
+                errors = [error for read in reads if (error := read.exception()) is not None]
+                if errors:
+                    raise errors[0]
+                if hashing is not None:
+                    hashing.result()
+                hashing = hashers.submit(_take_over, checked, batch, staging, turn)
+                num_bytes += batch.num_bytes
+                for plan in batch.done:
+                    slots.take(plan.name, plan.slot.shape, self.name)
+            if hashing is not None:
+                hashing.result()
+        staging.release()
+        self._staging = None
+        _log_rate(num_bytes, len(answers), time.monotonic() - started)
+        return checked
+
+    def _make_staging(self, plans: Sequence[TensorPlan], size: int) -> StagingMemory:
+        tensors = [plan.slot.dest for plan in plans]
+        device = tensors[0].device
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        known = set(device_runtime(device).allocations_of(filled))
+        return StagingMemory(self._engine, size, device, known)
+
+    def _read(self, session_id: str, steps: Sequence[Step], staging: int) -> None:
+        """Read parts of tensors from one rank of the seed.
+
+        Raises:
+            TransferError: Not all of it arrived.
+        """
+        num_bytes = sum(step.read.num_bytes for step in steps)
         timeout = _BATCH_TIMEOUT_S + num_bytes / _LEAST_RATE
-        blocks = [Block(read.dest.data_ptr(), read.remote, read.num_bytes) for read in batch]
+        blocks = [step.block(staging) for step in steps]
         transfer = self._engine.transfer(session_id, TransferOp.READ, blocks, timeout=timeout)
-        for read, outcome in zip(batch, transfer.outcomes, strict=True):
+        for step, outcome in zip(steps, transfer.outcomes, strict=True):
             if outcome is BlockOutcome.FAILED:
                 raise TransferError(
-                    f"peer {session_id} no longer has tensor {read.name!r} where it said: it was "
+                    f"peer {session_id} no longer has tensor {step.name!r} where it said: it was "
                     "replaced by another process"
                 )
             if outcome is not BlockOutcome.DONE:
                 raise TransferError(
-                    f"peer {session_id} has not given tensor {read.name!r} within {timeout:.0f} s"
+                    f"peer {session_id} has not given tensor {step.name!r} within {timeout:.0f} s"
                 )
 
 
-def cut_batches(reads: Sequence[TensorRead]) -> Iterator[list[TensorRead]]:
-    """Runs of reads of about `_BATCH_BYTES`; one that is larger is alone."""
-    batch: list[TensorRead] = []
-    num_bytes = 0
-    for read in reads:
-        if batch and num_bytes + read.num_bytes > _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(read)
-        num_bytes += read.num_bytes
-    if batch:
-        yield batch
+def _take_over(checked: _Checked, batch: ReadBatch, staging: StagingMemory, turn: int) -> None:
+    """Put what has arrived in its place, and hash the tensors that are whole."""
+    with torch.inference_mode():
+        staging.unpack(batch, turn)
+        for plan in batch.done:
+            checked.append((plan, [checksum(cell.data) for cell in plan.cells]))
+            plan.slot.copies[1:].copy_(plan.slot.copies[:1].expand_as(plan.slot.copies[1:]))
 
 
-def _add_checksums(ours: dict[str, str], batch: Sequence[TensorRead]) -> None:
-    ours.update((read.name, tensor_checksum(read.dest)) for read in batch)
-
-
-def _log_rate(reads: Sequence[TensorRead], seconds: float) -> None:
-    num_bytes = sum(read.num_bytes for read in reads)
+def _log_rate(num_bytes: int, num_ranks: int, seconds: float) -> None:
     logger.info(
-        "read %.1f MiB from the seed in %.2f s, %.2f GB/s",
+        "read %.1f MiB from the seed, which has %d rank%s, in %.2f s, %.2f GB/s",
         num_bytes / MIB,
+        num_ranks,
+        "s" if num_ranks > 1 else "",
         seconds,
         num_bytes / seconds / 1e9,
     )

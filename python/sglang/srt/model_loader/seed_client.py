@@ -26,22 +26,39 @@ _MOST_BYTES: Final = 64 * MIB
 
 
 class SeedClient:
-    """Asks one seed about one rank. Errors name the seed and the remedy."""
+    """Asks one seed about its ranks. Errors name the remedy."""
 
-    def __init__(
-        self, seed: SeedAddress, rank: int, *, answer_timeout: float = ANSWER_TIMEOUT_S
-    ) -> None:
+    def __init__(self, seed: SeedAddress, *, answer_timeout: float = ANSWER_TIMEOUT_S) -> None:
         self._seed = seed
-        self._path = f"{SEED_PATH}?{urlencode({'rank': rank})}"
         self._timeout = answer_timeout
 
-    def ask(self) -> SeedAnswer:
-        """What the seed tells now. Blocks for at most the timeout.
+    def ask_all(self) -> list[SeedAnswer]:
+        """What the seed tells now of all its ranks, in their order.
+
+        Raises:
+            ValueError: As `ask`, or the answers are not of one server.
+        """
+        first = self.ask(0)
+        answers = [first, *(self.ask(rank) for rank in range(1, first.weights.ranks))]
+        for rank, answer in enumerate(answers):
+            if (answer.rank, answer.weights.ranks) != (rank, len(answers)):
+                raise ValueError(
+                    f"asked for rank {rank} of {len(answers)}, it tells of rank {answer.rank} of "
+                    f"{answer.weights.ranks}: it has been started again meanwhile, start this one "
+                    "again too"
+                )
+        return answers
+
+    def ask(self, rank: int) -> SeedAnswer:
+        """What the seed tells now of one rank. Blocks for at most the timeout.
 
         Raises:
             ValueError: There is no answer, or it is not a seed's; says what there is.
         """
-        call = BackgroundCall("ask-seed", self._get, expected=(OSError, http.client.HTTPException))
+        path = f"{SEED_PATH}?{urlencode({'rank': rank})}"
+        call = BackgroundCall(
+            "ask-seed", lambda: self._get(path), expected=(OSError, http.client.HTTPException)
+        )
         # The connection's own timeout may come first.
         if not call.wait(self._timeout) or isinstance(call.error, TimeoutError):
             raise ValueError(
@@ -60,16 +77,20 @@ class SeedClient:
             )
         return _parse(*call.result)
 
-    def await_digest(self, deadline: float) -> WeightsDigest:
-        """The seed's digest, once it is computed.
+    def await_digests(self, num_ranks: int, deadline: float) -> list[WeightsDigest]:
+        """The digests of all ranks, once they are computed.
 
         Args:
+            num_ranks: How many ranks the seed has.
             deadline: On the clock of `time.monotonic`.
 
         Raises:
             ValueError: As `ask`, or the time is up.
         """
-        while (digest := self.ask().weights.digest) is None:
+        return [self._await_digest(rank, deadline) for rank in range(num_ranks)]
+
+    def _await_digest(self, rank: int, deadline: float) -> WeightsDigest:
+        while (digest := self.ask(rank).weights.digest) is None:
             if time.monotonic() >= deadline:
                 raise ValueError(
                     "it has not computed the checksums of its weights in time: start again when "
@@ -78,14 +99,14 @@ class SeedClient:
             time.sleep(_POLL_S)
         return digest
 
-    def _get(self) -> tuple[int, bytes]:
+    def _get(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(
             self._seed.host, self._seed.port, timeout=self._timeout
         )
         key = self._seed.api_key
         try:
             connection.request(
-                "GET", self._path, headers={"Authorization": f"Bearer {key}"} if key else {}
+                "GET", path, headers={"Authorization": f"Bearer {key}"} if key else {}
             )
             response = connection.getresponse()
             return response.status, response.read(_MOST_BYTES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import xxhash
@@ -33,20 +33,32 @@ def register_weights(engine: MooncakeTransferEngine, slots: Iterable[WeightSlot]
         engine.batch_register(list(ranges), list(ranges.values()))
 
 
-def tensor_checksum(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a contiguous tensor's bytes, 32 hexadecimal digits. Any device, any thread.
+def checksum(data: torch.Tensor) -> str:
+    """xxh3-128 of the bytes of a tensor, row by row, 32 hexadecimal digits. Any device and thread.
 
     Beside what the device computes: copies have a stream of their own, and hashing releases the
     interpreter.
+
+    Args:
+        data: uint8 `[rows, bytes]`; the bytes of a row follow one another.
     """
     digest = xxhash.xxh3_128()
-    flat = tensor.view(-1).view(torch.uint8)
-    runtime = device_runtime(tensor.device)
+    runtime = device_runtime(data.device)
     stream = runtime.make_side_stream()
     stream.follow()
     with stream.use():
-        for begin in range(0, flat.numel(), _PIECE_BYTES):
-            (copy,) = runtime.copy_to_host([flat[begin : begin + _PIECE_BYTES]]).wait()
+        for piece in _pieces(data):
+            (copy,) = runtime.copy_to_host([piece]).wait()
             assert copy is not None
             digest.update(copy.numpy().data)
     return digest.hexdigest()
+
+
+def _pieces(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """All bytes in contiguous tensors of at most `_PIECE_BYTES`."""
+    if data.is_contiguous():
+        yield from torch.split(data.view(-1), _PIECE_BYTES)
+        return
+    count = max(_PIECE_BYTES // data.shape[1], 1)
+    for rows in torch.split(data, count):
+        yield from torch.split(rows.reshape(-1), _PIECE_BYTES)

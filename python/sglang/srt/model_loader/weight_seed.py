@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.model_loader.tensor_memory import tensor_checksum
+from sglang.srt.distributed.rank_group import RankGroup, gather_bytes
+from sglang.srt.model_loader.tensor_memory import checksum
 from sglang.srt.model_loader.weight_offer import (
     SeedAnswer,
     TensorPart,
@@ -19,6 +21,7 @@ from sglang.srt.model_loader.weight_offer import (
     WeightsOffer,
     place_of,
 )
+from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.threads import give_way
@@ -26,10 +29,20 @@ from sglang.srt.utils.threads import give_way
 logger = logging.getLogger(__name__)
 
 
-class WeightSeed:
-    """The weights of one rank, registered and never written again. One thread asks it.
+class _Computed(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one rank's digest."""
 
-    Threads: `weights-digest`, from the first question until every byte was read once.
+    error: str = ""
+    identity: str = ""
+    checksums: dict[str, list[str]] = {}
+
+
+class WeightSeed:
+    """The weights of a server, registered by each rank and never written again.
+
+    One thread of each rank uses it, the scheduler's; its calls are collectives.
+
+    Threads: `weights-digest` on each rank, from the first question until every byte was read once.
     """
 
     def __init__(
@@ -37,62 +50,97 @@ class WeightSeed:
         engine: MooncakeTransferEngine,
         model: CausalLM,
         *,
-        rank: int,
-        config: str,
+        group: RankGroup,
+        config: dict[str, str],
         identity: Callable[[], str],
     ) -> None:
-        """Args:
-        engine: Knows the model's memory (`register_weights`).
-        rank: This rank.
-        config: `config_digest` of the model.
-        identity: Tells the weights' identity, or raises ValueError; may read files.
+        """A collective.
+
+        Args:
+            engine: Knows the model's memory (`register_weights`).
+            group: The ranks of the server.
+            config: `config_values` of the model.
+            identity: Tells the weights' identity, or raises ValueError; may read files. Asked on
+                rank 0 alone.
         """
-        slots = dict(model.weight_slots())
-        self._tensors = {name: slot.dest for name, slot in slots.items()}
-        self._rank = rank
+        self._slots = dict(model.weight_slots())
+        self._group = group
         self._identity = identity
-        self._answer = SeedAnswer(
-            rank=rank,
+        own = SeedAnswer(
+            rank=group.rank,
             remote_instance_transfer_engine_info=(
                 engine.get_session_id(),
-                {name: place_of(slot.dest) for name, slot in slots.items()},
+                {name: place_of(slot.dest) for name, slot in self._slots.items()},
             ),
             weights=WeightsOffer(
                 config=config,
                 protocol=str(engine.describe()["protocol"]),
-                tensors={name: TensorPart.of(slot) for name, slot in slots.items()},
+                ranks=group.size,
+                tensors={name: TensorPart.of(slot) for name, slot in self._slots.items()},
             ),
         )
-        self._digest: BackgroundCall[WeightsDigest] | None = None
+        self._answers = [
+            msgspec.msgpack.decode(raw, type=SeedAnswer)
+            for raw in gather_bytes(group, msgspec.msgpack.encode(own))
+        ]
+        self._has_digests = False
+        self._computing: BackgroundCall[_Computed] | None = None
 
     def answer(self, rank: int) -> dict[str, Any]:
-        """A `SeedAnswer` as plain values. Never waits: without a digest, ask again.
+        """A rank's `SeedAnswer` as plain values. Never waits for a digest: without one, ask again.
+
+        A collective until the digests are there.
+
+        Args:
+            rank: Of this server; the same on all its ranks.
 
         Raises:
-            ValueError: There is no such rank, or the digest cannot be computed; one line.
+            ValueError: There is no such rank, or a digest cannot be computed; one line, on all
+                ranks.
         """
-        if rank != self._rank:
-            raise ValueError(f"there is no rank {rank} here: ask for rank {self._rank}")
-        if self._answer.weights.digest is None:
-            self._take_digest()
-        values: dict[str, Any] = msgspec.to_builtins(self._answer)
+        if rank >= self._group.size:
+            last = self._group.size - 1
+            raise ValueError(
+                f"there is no rank {rank} here: ask for rank 0" + (f" to {last}" if last else "")
+            )
+        if not self._has_digests:
+            self._take_digests()
+        values: dict[str, Any] = msgspec.to_builtins(self._answers[rank])
         return values
 
-    def _take_digest(self) -> None:
-        if self._digest is None:
-            self._digest = BackgroundCall(
-                "weights-digest", self._compute_digest, expected=(ValueError, OSError)
+    def _take_digests(self) -> None:
+        """Let all ranks compute theirs; once the last has ended, give each other what they have."""
+        if self._computing is None:
+            self._computing = BackgroundCall(
+                "weights-digest", self._compute, expected=(ValueError, OSError)
             )
-        if not self._digest.ended:
+        ended = torch.tensor([int(self._computing.ended)])
+        if not int(self._group.reduce_min(ended)):
             return
-        call, self._digest = self._digest, None
-        if call.error is not None:
-            raise ValueError(f"the weights' identity cannot be told: {call.error}")
-        weights = msgspec.structs.replace(self._answer.weights, digest=call.result)
-        self._answer = msgspec.structs.replace(self._answer, weights=weights)
+        call, self._computing = self._computing, None
+        own = call.result if call.error is None else _Computed(error=str(call.error) or "failed")
+        computed = [
+            msgspec.msgpack.decode(raw, type=_Computed)
+            for raw in gather_bytes(self._group, msgspec.msgpack.encode(own))
+        ]
+        for rank, one in enumerate(computed):
+            if one.error:
+                where = f" on rank {rank}" if len(computed) > 1 else ""
+                raise ValueError(f"the weights' identity cannot be told{where}: {one.error}")
+        self._answers = [
+            answer.with_digest(
+                WeightsDigest(identity=computed[0].identity, checksums=one.checksums)
+            )
+            for answer, one in zip(self._answers, computed, strict=True)
+        ]
+        self._has_digests = True
 
-    def _compute_digest(self) -> WeightsDigest:
+    def _compute(self) -> _Computed:
         give_way()
-        checksums = {name: tensor_checksum(tensor) for name, tensor in self._tensors.items()}
+        checksums = {
+            name: [checksum(cell) for cell in cell_views(slot)]
+            for name, slot in self._slots.items()
+        }
         logger.info("computed the checksums of %d tensors for who reads them", len(checksums))
-        return WeightsDigest(identity=self._identity(), checksums=checksums)
+        identity = self._identity() if self._group.rank == 0 else ""
+        return _Computed(identity=identity, checksums=checksums)

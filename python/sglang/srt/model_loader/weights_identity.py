@@ -11,10 +11,13 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
+from sglang.srt.configs.config_file import read_json
 from sglang.srt.model_loader.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,25 @@ def config_digest(model_path: str) -> str:
         ValueError: The directory has none.
     """
     return xxhash.xxh3_128_hexdigest(_config_file(model_path).read_bytes())
+
+
+def config_values(model_path: str) -> dict[str, str]:
+    """The values of the directory's config.json as JSON, by name; `a.b` is `b` in the object `a`.
+
+    Raises:
+        ValueError: There is none, or it is no JSON object.
+    """
+    raw = read_json(_config_file(model_path))
+    assert raw is not None, "it is there"
+    return dict(_leaves("", raw))
+
+
+def _leaves(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", json.dumps(value, sort_keys=True)
 
 
 def _config_file(model_path: str) -> Path:

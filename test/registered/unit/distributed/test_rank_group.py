@@ -9,7 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank, gather_texts
+from sglang.srt.distributed.rank_group import (
+    RankGroup,
+    RanksDiverged,
+    SingleRank,
+    gather_bytes,
+    gather_texts,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_ranks import MemoryExchange, MemoryRankGroup, RankIsMissing
 
@@ -43,6 +49,7 @@ def test_one_rank_is_its_own_group() -> None:
     least = group.reduce_min(values)
     assert least.tolist() == [3, -4] and least is not values
     assert gather_texts(group, "alone", 8) == ["alone"]
+    assert gather_bytes(group, b"alone\0") == [b"alone\0"]
 
 
 def test_ranks_get_what_rank_0_says_and_the_least_of_what_all_have() -> None:
@@ -100,6 +107,17 @@ def test_texts_of_all_ranks_reach_all_ranks_cut_to_their_length() -> None:
     texts = ["", "größer", "a" * 40]
     got = on_ranks(3, lambda group: gather_texts(group, texts[group.rank], 16))
     assert got == [str(["", "größer", "a" * 16])] * 3
+
+
+@pytest.mark.parametrize("attn_cp_size", [1, 3])
+def test_bytes_of_any_length_reach_all_ranks(attn_cp_size: int) -> None:
+    most = torch.iinfo(torch.int64).max.to_bytes(8, "little")
+    raws = [b"", bytes(range(256)) * 33 + b"\0\0\0", most + b"\xff" * 9]
+
+    def work(group: RankGroup) -> bool:
+        return gather_bytes(group, raws[group.rank]) == raws
+
+    assert on_ranks(3, work, attn_cp_size=attn_cp_size) == ["True"] * 3
 
 
 def test_unequal_lengths_are_an_error_that_names_both() -> None:

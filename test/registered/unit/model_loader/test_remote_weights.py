@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,14 @@ import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.model_loader import remote_weights as source_module
 from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
-from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights, cut_batches
-from sglang.srt.model_loader.tensor_memory import tensor_checksum
+from sglang.srt.model_loader.read_batches import cut_batches
+from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
+from sglang.srt.model_loader.tensor_memory import checksum
+from sglang.srt.model_loader.weight_offer import SeedAnswer
+from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.utils.network import wait_until
@@ -33,6 +38,11 @@ from sglang.test.weight_rig import (
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 SEED_NAME = "the seed at http://127.0.0.1:1: "
+
+
+def with_session_of(rig: WeightRig, session_id: str) -> list[SeedAnswer]:
+    """The seed of one rank at another address."""
+    return [with_session(answer, session_id) for answer in rig.client.told]
 
 
 def refusal(rig: WeightRig) -> str:
@@ -63,9 +73,9 @@ def test_every_bit_arrives_and_nothing_is_written(tmp_path: Path, dtype: torch.d
 def test_neighbours_travel_together(rig: WeightRig) -> None:
     rig.read()
     (call,) = rig.fakes.calls
-    num_tensors = len(rig.client.told.places)
-    # Queries, keys and values are one request; gate and up projections; norms of queries and keys.
-    assert len(call.requests) == num_tensors - 2 * 4
+    num_tensors = len(rig.client.told[0].places)
+    # Queries, keys and values are one request; gate and up projections.
+    assert len(call.requests) == num_tensors - 2 * 3
 
 
 def test_batches_keep_to_a_size(rig: WeightRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +89,14 @@ def test_batches_keep_to_a_size(rig: WeightRig, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(
         weights_of(model)["model.norm.weight"], weights_of(rig.seed_model)["model.norm.weight"]
     )
-    assert list(cut_batches([])) == []
+    assert list(cut_batches([], 1, 1)) == []
 
 
 def test_a_reader_is_a_seed_in_its_turn(rig: WeightRig) -> None:
     model, source = rig.read()
-    told = rig.client.told
+    (told,) = rig.client.told
     again = WeightSeed(
-        rig.engine, model, rank=0, config=told.weights.config, identity=source.identity
+        rig.engine, model, group=SingleRank(), config=told.weights.config, identity=source.identity
     )
     assert wait_until(lambda: again.answer(0)["weights"]["digest"] is not None, 30)
     answer = again.answer(0)
@@ -100,7 +110,7 @@ def test_a_reader_is_a_seed_in_its_turn(rig: WeightRig) -> None:
 
 def test_a_byte_that_changes_on_the_way_is_noticed(rig: WeightRig) -> None:
     norm = "model.layers.1.post_attention_layernorm.weight"
-    address = rig.client.told.places[norm][0]
+    address = rig.client.told[0].places[norm][0]
 
     def damaging(engine: FakeTransferEngine, call: FakeCall) -> int:
         copying(engine, call)
@@ -121,7 +131,7 @@ def test_a_seed_that_was_replaced_by_another_process(rig: WeightRig) -> None:
 
 
 def test_a_seed_that_ended(rig: WeightRig) -> None:
-    rig.client.told = with_session(rig.client.told, "127.0.0.1:9")
+    rig.client.told = with_session_of(rig, "127.0.0.1:9")
     line = refusal(rig)
     assert "accepts no connection: it is not running; no weights were taken over" in line
     assert "name another seed" in line
@@ -141,9 +151,9 @@ def test_a_session_that_leads_elsewhere(rig: WeightRig) -> None:
     source = rig.source(SeedAddress(host="10.0.0.7", port=1))
     with pytest.raises(ValueError, match=r"0\.7:1: its Transfer Engine is at 127\.0\.0\.1, which"):
         source.fill(WeightSlots(rig.empty_model(), lambda: None))
-    rig.client.told = with_session(rig.client.told, rig.engine.get_session_id())
+    rig.client.told = with_session_of(rig, rig.engine.get_session_id())
     assert "is this server's own" in refusal(rig)
-    rig.client.told = with_session(rig.client.told, "nowhere")
+    rig.client.told = with_session_of(rig, "nowhere")
     assert "'nowhere' is no session id" in refusal(rig)
     assert not rig.fakes.calls
 
@@ -153,7 +163,9 @@ def test_a_model_that_differs_is_refused_before_anything_is_read(
 ) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, rope_theta=77.0)
     rig.config = ModelConfig.from_path(str(tmp_path))
-    assert "its config.json differs" in refusal(rig)
+    line = refusal(rig)
+    assert "another model: rope_parameters.rope_theta in its config.json is 10000.0, in" in line
+    assert "in the one in --model-path 77.0; give a copy" in line
     assert not rig.fakes.calls
 
 
@@ -172,18 +184,28 @@ def test_a_digest_is_computed_once_and_not_before_it_is_asked_for(rig: WeightRig
         assert go_on.wait(30)
         return IDENTITY
 
-    seed = WeightSeed(rig.engine, rig.seed_model, rank=0, config="c", identity=counted)
+    seed = seed_alone(rig, counted)
     assert not computed
     assert seed.answer(0)["weights"]["digest"] is None
     go_on.set()
     assert wait_until(lambda: seed.answer(0)["weights"]["digest"] is not None, 30)
     digest = seed.answer(0)["weights"]["digest"]
     assert digest["identity"] == IDENTITY
-    weights = weights_of(rig.seed_model)
-    assert digest["checksums"] == {name: tensor_checksum(t) for name, t in weights.items()}
+    slots = dict(rig.seed_model.weight_slots())
+    assert digest["checksums"] == {
+        name: [checksum(cell) for cell in cell_views(slot)] for name, slot in slots.items()
+    }
+    # What ranks could split is hashed in eighths, the rest as it is.
+    assert len(digest["checksums"]["model.layers.0.mlp.down_proj.weight"]) == 8
+    assert len(digest["checksums"]["model.norm.weight"]) == 1
     assert computed == ["identity"]
-    with pytest.raises(ValueError, match="there is no rank 1 here: ask for rank 0"):
+    with pytest.raises(ValueError, match=r"there is no rank 1 here: ask for rank 0$"):
         seed.answer(1)
+
+
+def seed_alone(rig: WeightRig, identity: Callable[[], str]) -> WeightSeed:
+    """A seed of one rank."""
+    return WeightSeed(rig.engine, rig.seed_model, group=SingleRank(), config={}, identity=identity)
 
 
 def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
@@ -194,7 +216,7 @@ def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
             raise ValueError(line)
         return IDENTITY
 
-    seed = WeightSeed(rig.engine, rig.seed_model, rank=0, config="c", identity=identity)
+    seed = seed_alone(rig, identity)
     told: list[str] = []
 
     def has_digest() -> bool:
@@ -208,18 +230,22 @@ def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
     assert told == ["the weights' identity cannot be told: weights were deleted"]
 
 
-@pytest.mark.parametrize("shape", [(0,), (3,), (5, 7)])
+@pytest.mark.parametrize("shape", [(1, 0), (1, 3), (5, 7)])
 def test_a_checksum_is_of_all_bytes(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.bfloat16).view(shape)
-    whole = tensor_checksum(tensor)
+    data = torch.arange(shape[0] * shape[1], dtype=torch.uint8).view(shape)
+    whole = checksum(data)
     assert len(whole) == 32
-    monkeypatch.setattr("sglang.srt.model_loader.tensor_memory._PIECE_BYTES", 4)
-    assert tensor_checksum(tensor) == whole
-    if tensor.numel():
-        tensor.view(-1)[-1] += 1
-        assert tensor_checksum(tensor) != whole
+    # Columns of a wider matrix have the checksum that they have by themselves.
+    wide = torch.zeros(shape[0], shape[1] + 4, dtype=torch.uint8)
+    wide[:, 2:-2] = data
+    for size in (4, 8, 1 << 20):
+        monkeypatch.setattr("sglang.srt.model_loader.tensor_memory._PIECE_BYTES", size)
+        assert checksum(data) == checksum(wide[:, 2:-2]) == whole
+    if data.numel():
+        data[-1, -1] += 1
+        assert checksum(data) != whole
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
-DIGEST = {"identity": "1" * 32, "checksums": {"w": "2" * 32}}
+DIGEST = {"identity": "1" * 32, "checksums": {"w": ["2" * 32]}}
 
 
 def answer(digest: object = None, **fields: object) -> dict[str, Any]:
     weights = {
-        "config": "c",
+        "config": {"a": "1"},
         "protocol": "tcp",
+        "ranks": 1,
         "tensors": {"w": {"dtype": "float32", "shape": [2]}},
         "digest": digest,
     }
@@ -65,13 +66,13 @@ def serving(status: int, *bodies: object) -> Iterator[tuple[int, list[str]]]:
 
 def client(port: int, timeout: float = 10.0, key: str | None = None) -> SeedClient:
     seed = SeedAddress(host="127.0.0.1", port=port, api_key=key)
-    return SeedClient(seed, rank=3, answer_timeout=timeout)
+    return SeedClient(seed, answer_timeout=timeout)
 
 
 def test_an_answer() -> None:
     with serving(200, answer()) as (port, asked):
-        got = client(port, key="secret").ask()
-        assert client(port).ask() == got
+        got = client(port, key="secret").ask(3)
+        assert client(port).ask(3) == got
     assert (got.rank, got.session_id, got.places) == (3, "10.0.0.1:15000", {"w": (4096, 2, 4)})
     assert got.weights.digest is None
     path = "/remote_instance_transfer_engine_info?rank=3"
@@ -81,14 +82,39 @@ def test_an_answer() -> None:
 
 def test_a_digest_is_asked_for_until_it_is_there() -> None:
     with serving(200, answer(), answer(), answer(DIGEST)) as (port, asked):
-        digest = client(port).await_digest(time.monotonic() + 10)
+        (digest,) = client(port).await_digests(1, time.monotonic() + 10)
         assert digest.checksums == DIGEST["checksums"]
         assert len(asked) == 3
     with (
         serving(200, answer()) as (port, asked),
         pytest.raises(ValueError, match="has not computed the checksums of its weights in time"),
     ):
-        client(port).await_digest(time.monotonic() + 0.2)
+        client(port).await_digests(1, time.monotonic() + 0.2)
+
+
+def of_rank(rank: int, ranks: int, digest: object = None) -> dict[str, Any]:
+    told = answer(digest, rank=rank)
+    return {**told, "weights": {**told["weights"], "ranks": ranks}}
+
+
+def test_all_ranks_are_asked() -> None:
+    with serving(200, *(of_rank(rank, 3) for rank in range(3))) as (port, asked):
+        assert [one.rank for one in client(port).ask_all()] == [0, 1, 2]
+        assert [line.split()[0][-1] for line in asked] == ["0", "1", "2"]
+    digests = [of_rank(rank, 2, {**DIGEST, "identity": str(rank)}) for rank in range(2)]
+    with serving(200, of_rank(0, 2), *digests) as (port, asked):
+        got = client(port).await_digests(2, time.monotonic() + 10)
+        assert [digest.identity for digest in got] == ["0", "1"]
+        assert [line.split()[0][-1] for line in asked] == ["0", "0", "1"]
+
+
+@pytest.mark.parametrize("second", [of_rank(1, 1), of_rank(0, 2), of_rank(1, 4)])
+def test_a_seed_that_is_replaced_between_two_questions(second: dict[str, Any]) -> None:
+    with (
+        serving(200, of_rank(0, 2), second) as (port, _),
+        pytest.raises(ValueError, match=r"asked for rank 1 of 2, it tells of rank . of .: it has"),
+    ):
+        client(port).ask_all()
 
 
 @pytest.mark.parametrize(
@@ -112,13 +138,13 @@ def test_what_else_answers(status: int, body: object, message: str) -> None:
         serving(status, body) as (port, _),
         pytest.raises(ValueError, match=message) as caught,
     ):
-        client(port).ask()
+        client(port).ask(3)
     assert "\n" not in str(caught.value)
 
 
 def test_nothing_listens() -> None:
     with pytest.raises(ValueError, match=r"it does not answer \(.*refused\): check that it runs"):
-        client(get_free_port()).ask()
+        client(get_free_port()).ask(3)
 
 
 Behaviour = Callable[[socket.socket, threading.Event], None]
@@ -160,7 +186,7 @@ def test_a_server_that_never_answers(behave: Behaviour, timeout: float, message:
         thread = threading.Thread(target=run)
         thread.start()
         with pytest.raises(ValueError, match=message):
-            client(listener.getsockname()[1], timeout=timeout).ask()
+            client(listener.getsockname()[1], timeout=timeout).ask(3)
         done.set()
         thread.join()
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.model_loader import weights_identity as module
-from sglang.srt.model_loader.weights_identity import CACHE_FILE, config_digest, weights_identity
+from sglang.srt.model_loader.weights_identity import (
+    CACHE_FILE,
+    config_digest,
+    config_values,
+    weights_identity,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -40,6 +45,22 @@ def test_the_digest_of_a_config_follows_its_bytes(model: Path) -> None:
     (model / "config.json").unlink()
     with pytest.raises(ValueError, match=r"has no config\.json"):
         config_digest(str(model))
+
+
+def test_the_values_of_a_config_are_told_by_name(model: Path) -> None:
+    values = {"b": 1e-05, "a": {"d": [1, {"f": 2, "e": None}], "c": {}, "g": {"h": "x"}}}
+    (model / "config.json").write_text(json.dumps(values))
+    assert config_values(str(model)) == {
+        "b": "1e-05",
+        "a.d": '[1, {"e": null, "f": 2}]',
+        "a.c": "{}",
+        "a.g.h": '"x"',
+    }
+    (model / "config.json").write_text('{"limit": [0.0, Infinity]}')
+    assert config_values(str(model)) == {"limit": "[0.0, Infinity]"}
+    (model / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        config_values(str(model))
 
 
 def test_same_contents_elsewhere_are_the_same_weights(model: Path, tmp_path: Path) -> None:

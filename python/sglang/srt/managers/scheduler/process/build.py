@@ -50,7 +50,7 @@ from sglang.srt.model_executor.pool_sizing import (
 )
 from sglang.srt.model_loader.load_config import SeedAddress
 from sglang.srt.model_loader.weight_seed import WeightSeed
-from sglang.srt.model_loader.weights_identity import config_digest
+from sglang.srt.model_loader.weights_identity import config_values
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.network import address_for_peers
@@ -157,7 +157,7 @@ def build_scheduler(
             random_seed=server_args.random_seed,
             seed_instance=_seed_address(server_args),
             offers_weights=offers_weights(server_args),
-            transfer_engine=_transfer_engine(server_args),
+            transfer_engine=_transfer_engine(server_args, rendezvous),
             rendezvous=rendezvous,
             attn_cp_size=server_args.attn_cp_size,
             gpu_id=_gpu_of(server_args, rendezvous),
@@ -183,7 +183,7 @@ def build_scheduler(
             model_config.eos_token_ids,
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
-        weight_seed=_make_weight_seed(runner),
+        weight_seed=_make_weight_seed(runner, group),
         make_half=None if half_server is None else half_server.make,
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
@@ -360,14 +360,16 @@ def _gpu_of(server_args: ServerArgs, rendezvous: Rendezvous | None) -> int | Non
     return server_args.base_gpu_id + rank % ranks_per_node(server_args)
 
 
-def _transfer_engine(server_args: ServerArgs) -> SharedTransferEngine | None:
+def _transfer_engine(
+    server_args: ServerArgs, rendezvous: Rendezvous | None
+) -> SharedTransferEngine | None:
     """What this process's Transfer Engine is started with; None: nothing needs one."""
     if not offers_weights(server_args) and server_args.disaggregation_mode == "null":
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
     return SharedTransferEngine(
         hostname=name.get() if name.is_set() else address_for_peers(server_args.host),
-        gpu_id=_gpu_of(server_args, None),
+        gpu_id=_gpu_of(server_args, rendezvous),
         ib_device=server_args.disaggregation_ib_device,
     )
 
@@ -391,15 +393,16 @@ def _make_half_server(
     )
 
 
-def _make_weight_seed(runner: ModelRunner) -> WeightSeed | None:
+def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:
+    """What tells other servers where the weights are; None: none may read them. A collective."""
     engine = runner.remote_instance_transfer_engine
     if engine is None:
         return None
     return WeightSeed(
         engine,
         runner.model,
-        rank=0,
-        config=config_digest(runner.model_config.model_path),
+        group=group,
+        config=config_values(runner.model_config.model_path),
         identity=runner.weight_source.identity,
     )
 

@@ -1,0 +1,104 @@
+"""In which order the parts of weights are read: batches of whole tensors and of rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sglang.srt.distributed.device_communicators.transfer_types import Block
+from sglang.srt.model_loader.weight_plan import PartRead, TensorPlan
+
+_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One read of a batch.
+
+    Attributes:
+        name: Of the tensor.
+        offset: Where its rows come to be in the staging memory; None: they arrive in their place.
+    """
+
+    name: str
+    read: PartRead
+    offset: int | None
+
+    def block(self, staging: int) -> Block:
+        """What the transport moves, with staging memory at that address."""
+        return self.read.block(None if self.offset is None else staging + self.offset)
+
+
+@dataclass(slots=True)
+class ReadBatch:
+    """Reads that are under way at the same time.
+
+    Attributes:
+        steps: Tensors one after the other.
+        done: The tensors that are whole when it has ended.
+        num_bytes: That the seed has to give.
+        staged: Bytes of staging memory that it takes.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    done: list[TensorPlan] = field(default_factory=list)
+    num_bytes: int = 0
+    staged: int = 0
+
+    def add(self, name: str, read: PartRead) -> None:
+        """One more read; one that needs it takes staging memory."""
+        self.steps.append(Step(name, read, None if read.is_direct else self.staged))
+        self.num_bytes += read.num_bytes
+        if not read.is_direct:
+            self.staged += _aligned(read.num_bytes)
+
+    def of_holders(self) -> dict[int, list[Step]]:
+        """The reads of each rank of the seed."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.read.holder, []).append(step)
+        return found
+
+
+def staging_bytes(plans: Sequence[TensorPlan], most: int) -> int:
+    """Bytes of staging memory for one batch: half of the largest part that needs it, but at least a
+    row, and at most `most` where a row is not longer. Two batches take turns."""
+    staged = [read for plan in plans for read in plan.reads if not read.is_direct]
+    if not staged:
+        return 0
+    half = max(-(-len(read.dest) // 2) * read.row_bytes for read in staged)
+    return _aligned(max(min(half, most), *(read.row_bytes for read in staged)))
+
+
+def cut_batches(
+    plans: Sequence[TensorPlan], most_bytes: int, most_staged: int
+) -> Iterator[ReadBatch]:
+    """Batches of about `most_bytes`; a direct read that is larger is alone.
+
+    Args:
+        most_staged: Of staging memory, in one batch; see `staging_bytes`.
+    """
+    batch = ReadBatch()
+    for plan in plans:
+        for read in plan.reads:
+            begin, rows = 0, len(read.dest)
+            while begin < rows:
+                count = rows
+                if not read.is_direct:
+                    count = min(rows - begin, (most_staged - batch.staged) // read.row_bytes)
+                part = read.rows(begin, begin + count)
+                if not count or (batch.steps and batch.num_bytes + part.num_bytes > most_bytes):
+                    assert batch.steps, "a row fits into the staging memory"
+                    yield batch
+                    batch = ReadBatch()
+                    continue
+                batch.add(plan.name, part)
+                begin += count
+        batch.done.append(plan)
+    if batch.done:
+        yield batch
+
+
+def _aligned(num_bytes: int) -> int:
+    """What follows begins at whole words too."""
+    return -(-num_bytes // _WORD) * _WORD

@@ -1,0 +1,60 @@
+"""Memory that rows of a seed arrive in, of which this rank keeps columns."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.model_loader.read_batches import ReadBatch
+
+
+class StagingMemory:
+    """Two halves that batches use in turn: one is read into while the other is copied from.
+
+    Args:
+        engine: Gets to know the memory.
+        num_bytes: Of a half; 0: no batch needs any.
+        device: Of the weights.
+        known: Addresses of the allocations that the engine knows already.
+
+    Raises:
+        RegistrationError: The transport refused.
+    """
+
+    def __init__(
+        self,
+        engine: MooncakeTransferEngine,
+        num_bytes: int,
+        device: torch.device,
+        known: set[int],
+    ) -> None:
+        self._engine = engine
+        self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
+        self._halves = torch.split(self._memory, num_bytes) if num_bytes else (self._memory,) * 2
+        self._runtime = device_runtime(device)
+        # It may lie in an allocation that the weights are in too.
+        ranges = self._runtime.allocations_of([self._memory]) if num_bytes else {}
+        self._own = {begin: size for begin, size in ranges.items() if begin not in known}
+        if self._own:
+            engine.batch_register(list(self._own), list(self._own.values()))
+
+    def half(self, turn: int) -> torch.Tensor:
+        """uint8, of the batch with that number."""
+        return self._halves[turn % 2]
+
+    def unpack(self, batch: ReadBatch, turn: int) -> None:
+        """Copy to its place what of `batch` has arrived here. Any thread; it is done at the end."""
+        half = self.half(turn)
+        for step in batch.steps:
+            if step.offset is not None:
+                step.read.copy_from(half[step.offset : step.offset + step.read.num_bytes])
+        if batch.staged:
+            self._runtime.synchronize()
+
+    def release(self) -> None:
+        """Nothing reads into it any more."""
+        if self._own:
+            self._engine.batch_deregister(list(self._own))
