@@ -52,9 +52,11 @@ class LocalMover:
         hold: Whether reads stay in flight until `release`.
         fails: Called with each read's blocks; what it gives is the read's error.
         begun: Reads so far.
+        stays_on_host: As of a Transfer Engine.
     """
 
     def __init__(self) -> None:
+        self.stays_on_host = False
         self.hold = False
         self.fails: Callable[[Sequence[Block]], TransferError | None] = lambda blocks: None
         self.begun: list[Transfer] = []
@@ -143,6 +145,30 @@ class RigEngine(Engine, Protocol):
     def batch_deregister(self, ptrs: Sequence[int]) -> int: ...
 
 
+class _Recording:
+    """An engine, and the addresses of what was registered through this."""
+
+    def __init__(self, engine: RigEngine) -> None:
+        self._engine = engine
+        self.registered: list[int] = []
+
+    @property
+    def stays_on_host(self) -> bool:
+        return self._engine.stays_on_host
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        self.registered += ptrs
+        return self._engine.batch_register(ptrs, lengths)
+
+    def get_session_id(self) -> str:
+        return self._engine.get_session_id()
+
+    def begin(
+        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
+    ) -> Transfer:
+        return self._engine.begin(peer, op, blocks, timeout=timeout)
+
+
 class HalfRig(SchedulerRig):
     """One of the two schedulers. Arguments beyond those of `SchedulerRig`:
 
@@ -179,11 +205,6 @@ class HalfRig(SchedulerRig):
     def endpoint(self) -> str:
         """Where a prefill server's first rank answers."""
         return self.routes[0].endpoint
-
-    @property
-    def addresses(self) -> list[int]:
-        """Of the memory that is registered."""
-        return [address for pool in self.pools for address in pool.get_contiguous_buf_infos()[0]]
 
 
 class CheckableHalfRig(HalfRig):
@@ -222,10 +243,13 @@ class PdRig:
     ) -> None:
         kind = CheckableHalfRig if checkable else HalfRig
         self.engine = engine
+        self._recording = recording = _Recording(engine)
         self.endpoint: str | None = None
         """Where the decode scheduler finds the prefill scheduler; None: where that listens."""
-        self.prefill = kind(model_path, PREFILL, engine, self._find, **{**args, **(prefill or {})})
-        self.decode = kind(model_path, DECODE, engine, self._find, **{**args, **(decode or {})})
+        self.prefill = kind(
+            model_path, PREFILL, recording, self._find, **{**args, **(prefill or {})}
+        )
+        self.decode = kind(model_path, DECODE, recording, self._find, **{**args, **(decode or {})})
         self._rooms = itertools.count(1)
 
     def _find(self, host: str, port: int, rank: int) -> Route:
@@ -244,8 +268,7 @@ class PdRig:
         self.decode.close()
         self.prefill.close()
         # The next pair's pools may be where these were.
-        for rig in self.rigs:
-            self.engine.batch_deregister(rig.addresses)
+        self.engine.batch_deregister(self._recording.registered)
 
     @property
     def rigs(self) -> tuple[HalfRig, HalfRig]:

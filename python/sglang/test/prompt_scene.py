@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
@@ -74,6 +75,7 @@ class Scene:
             geometry=self.here.geometry,
             mover=fields.pop("mover", self.mover),
             staging=Staging(self.mover, torch.device("cpu")),
+            metadata=fields.pop("metadata", MetadataReader()),
             find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
             patience=patience,
             context=self.context,

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
+import torch
 import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
+from sglang.srt.disaggregation.common.protocol import RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import STEPS, Mover, OwnSlots, Patience
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
@@ -27,6 +30,12 @@ from sglang.srt.disaggregation.common.whole_prompt import (
 )
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.disaggregation.utils import (
+    NUM_ROWS,
+    MetadataBuffers,
+    host_identity,
+    metadata_device,
+)
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.environ import EnvInt, envs
@@ -61,6 +70,8 @@ class Engine(Mover, Protocol):
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
     def get_session_id(self) -> str: ...
+    @property
+    def stays_on_host(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +119,9 @@ def make_half_server(
         for address in geometry.addresses
     ), "a pool has memory that its geometry does not name"
     engine.batch_register(list(ranges), list(ranges.values()))
+    metadata = _make_metadata(engine, pools[0].device, ranges)
     if mode == PREFILL:
-        return _prefill(host, geometry, engine, ranks, place)
+        return _prefill(host, geometry, engine, ranks, place, metadata)
     staging = Staging(engine, pools[0].device, ranges)
     if prepares_staging:
         staging.prepare()
@@ -120,6 +132,7 @@ def make_half_server(
         geometry=geometry,
         mover=engine,
         staging=staging,
+        metadata=MetadataReader(metadata, host_identity()),
         find_rank=find_rank or _find_rank,
         patience=_patience(),
         context=context,
@@ -127,19 +140,52 @@ def make_half_server(
     return HalfServer(_decode(means, ranks), [])
 
 
+def _make_metadata(
+    engine: Engine, pages: torch.device, ranges: dict[int, int]
+) -> MetadataBuffers | None:
+    """Rows for metadata, registered; None: it is told.
+
+    Args:
+        ranges: What is registered already; what the rows lie in is added.
+    """
+    device = metadata_device(pages)
+    if device is None:
+        return None
+    metadata = MetadataBuffers(NUM_ROWS, device)
+    new = {at: size for at, size in metadata.allocations().items() if at not in ranges}
+    try:
+        engine.batch_register(list(new), list(new.values()))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to have "
+            "it told, or SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to have it beside the "
+            "pages"
+        ) from error
+    ranges.update(new)
+    logger.info("metadata is in rows in memory of %s, and moves as pages do", device)
+    return metadata
+
+
 def _find_rank(host: str, port: int, rank: int) -> Route:
     return find(host, port, rank, _FIND_S)
 
 
 def _prefill(
-    host: str, geometry: PoolGeometry, engine: Engine, ranks: RankGroup, place: RankPlace
+    host: str,
+    geometry: PoolGeometry,
+    engine: Engine,
+    ranks: RankGroup,
+    place: RankPlace,
+    metadata: MetadataBuffers | None,
 ) -> HalfServer:
     instance_id = uuid.uuid4().hex
     wait_s = _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
     silent_s = _silence()
 
+    rows = None if metadata is None else _rows_offer(metadata, engine)
+
     def listen() -> RoomDesk:
-        offer = geometry.offer(instance_id, engine.get_session_id())
+        offer = geometry.offer(instance_id, engine.get_session_id(), rows)
         try:
             return RoomDesk(offer, host, unwanted_s=wait_s, silent_s=silent_s)
         except zmq.ZMQError as error:
@@ -158,7 +204,13 @@ def _prefill(
     logger.info("decode servers are answered at %s, instance %s", route.endpoint, instance_id)
     texts = gather_texts(ranks, msgspec.json.encode(route).decode(), _ROUTE_BYTES)
     routes = [msgspec.json.decode(text, type=Route) for text in texts]
-    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s, ranks), routes)
+    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s, ranks, metadata), routes)
+
+
+def _rows_offer(metadata: MetadataBuffers, engine: Engine) -> RowsOffer:
+    (address,), (num_bytes,), (row_bytes,) = metadata.get_buf_infos()
+    host = host_identity() if engine.stays_on_host else ""
+    return RowsOffer(address, row_bytes, num_bytes // row_bytes, host)
 
 
 class PrefillServers:

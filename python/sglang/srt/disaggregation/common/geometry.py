@@ -17,7 +17,13 @@ import torch
 import xxhash
 
 from sglang.srt.constants import MIB
-from sglang.srt.disaggregation.common.protocol import VERSION, Offer, PoolBuffer, PoolOffer
+from sglang.srt.disaggregation.common.protocol import (
+    VERSION,
+    Offer,
+    PoolBuffer,
+    PoolOffer,
+    RowsOffer,
+)
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
@@ -82,9 +88,11 @@ class PoolGeometry:
         """Equal where heads of two servers can be exchanged."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(self.facts.items())))
 
-    def offer(self, instance_id: str, session_id: str) -> Offer:
-        """What is told to those who want to read."""
-        return Offer(VERSION, instance_id, session_id, self.digest, self.facts, list(self.pools))
+    def offer(self, instance_id: str, session_id: str, rows: RowsOffer | None = None) -> Offer:
+        """What is told to those who want to read. `rows`: of metadata."""
+        return Offer(
+            VERSION, instance_id, session_id, self.digest, self.facts, list(self.pools), rows
+        )
 
     def why_not(self, offer: Offer) -> str | None:
         """Why nothing of `offer` can be read into these pools; None: its heads can."""

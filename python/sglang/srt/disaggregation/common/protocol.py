@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of these messages, and of what they mean."""
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 """Who reads a prompt, drawn for each, the same on all ranks of the decode server: a room belongs to
@@ -45,6 +45,16 @@ class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
     buffers: list[PoolBuffer]
 
 
+class RowsOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of a rank's `MetadataBuffers`, one for each room that is complete."""
+
+    address: int
+    row_bytes: int
+    num_rows: int
+    host: str = ""
+    """Where alone they can be read, as `host_identity` says; "": wherever pages can."""
+
+
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """What a prefill server holds, and where."""
 
@@ -58,6 +68,8 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     layout_facts: dict[str, str]
     """What the digest is of, for errors."""
     pools: list[PoolOffer]
+    rows: RowsOffer | None = None
+    """None: what is found beside keys and values is told."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +113,8 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     part: Part = 0
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
     """Of this reader's ranks so many read from this rank."""
+    wants_words: bool = True
+    """False: the first token is read from its row, where it has one."""
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
@@ -130,9 +144,16 @@ class RoomNews(msgspec.Struct, frozen=True, tag=True):
     pages: list[int] = []
     """Pages of the prefill server's pools that hold the prompt, from `first_page` on."""
     first_token: FirstToken | None = None
-    """Set once all pages are there."""
+    """Set once all pages are there, but where `row` is."""
+    row: int | None = None
+    """Set once all pages are there: the first token is in this row of `Offer.rows`."""
     failure: str | None = None
     """Why the room has ended without success."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pages are there."""
+        return self.first_token is not None or self.row is not None
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):

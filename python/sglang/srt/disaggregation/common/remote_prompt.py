@@ -20,6 +20,8 @@ import msgspec
 import zmq
 
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
+from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -34,6 +36,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
+from sglang.srt.disaggregation.common.room import Cancellation, ReadFailed, RoomFailed, Source
 from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -49,37 +52,10 @@ REPEAT_S: Final = 1.0
 """After so long without an answer a question is asked again, earlier where patience is short."""
 _POLL_S: Final = 0.1
 """How soon an abort is seen."""
-ABORTED: Final = "the request was aborted"
 STEPS: Final = ("asking", "reading", "confirming")
 """Of a prompt, where tests let it fail."""
 _A = TypeVar("_A", Offer, RoomNews, Released)
-
-
-class RoomFailed(RuntimeError):
-    """The prompt does not come; the message says which step failed, and why."""
-
-
-class Cancellation:
-    """Says that a prompt is not wanted any more, and why. Any thread."""
-
-    def __init__(self) -> None:
-        self.why = ABORTED
-        """Set before `is_set`; the first reason counts."""
-        self._event = threading.Event()
-        self._lock = threading.Lock()
-
-    def set(self, why: str) -> None:
-        with self._lock:
-            if not self._event.is_set():
-                self.why = why
-                self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds; whether it is set then."""
-        return self._event.wait(timeout)
+_T = TypeVar("_T")
 
 
 class Mover(Protocol):
@@ -122,27 +98,6 @@ class OwnSlots:
     state: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A rank of a prefill server, and how it knows who asks.
-
-    Attributes:
-        where: The prefill server, for errors.
-        endpoint: Of the rank.
-        room: There.
-        reader: See `Reader`.
-        part: Of those of the reader's ranks that ask this one, which is asking.
-        num_parts: How many ask.
-    """
-
-    where: str
-    endpoint: str
-    room: int
-    reader: str
-    part: int = 0
-    num_parts: int = 1
-
-
 class RemotePrompt:
     """What one rank of a prefill server has of a prompt, on its way. `run` is a thread's work; the
     others any thread's.
@@ -153,6 +108,7 @@ class RemotePrompt:
         portion_of: What to read of a rank with this offer. May wait for the offers of others;
             raises RoomFailed.
         staging: For pages of a rank with other heads.
+        metadata: Reads the first token, where the rank has it in a row.
         on_failure: Called with the reason where it will not come, maybe long before `has_ended`.
         cancelled: Ends it soon, when set.
         fails_at: One of STEPS, which then fails; for tests.
@@ -168,6 +124,7 @@ class RemotePrompt:
         on_failure: Callable[[str], None],
         mover: Mover,
         staging: Staging,
+        metadata: MetadataReader,
         patience: Patience,
         context: zmq.Context[zmq.Socket[bytes]],
         cancelled: Cancellation,
@@ -182,6 +139,9 @@ class RemotePrompt:
         self._staging = staging
         self._buffer: StagingBuffer | None = None
         """While pages of a rank with other heads are read."""
+        self._metadata = metadata
+        self._row: int | None = None
+        """Of this rank's `MetadataBuffers`, while one is read into."""
         self._patience = patience
         self._context = context
         self._cancelled = cancelled
@@ -197,6 +157,9 @@ class RemotePrompt:
         self.read_seconds = 0.0
         """With a read in flight."""
         self.num_bytes_read = 0
+        """Of keys, values and states."""
+        self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
+        """That the first token came in, by their way."""
 
     @property
     def has_ended(self) -> bool:
@@ -220,6 +183,7 @@ class RemotePrompt:
         transfer = self._transfer
         if transfer is None or transfer.wait():
             self._give_buffer_back()
+            self._give_row_back()
             self._ended.set()
         else:
             logger.error(
@@ -257,9 +221,10 @@ class RemotePrompt:
         if step == self._fails_at:
             raise RoomFailed(f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed")
 
-    def _ask(self, have: int, *, may_wait: bool = True) -> Ask:
+    def _ask(self, have: int, *, may_wait: bool = True, wants_words: bool = False) -> Ask:
         """Args:
         have: Pages that were read or are being read.
+        wants_words: The first token is not read from its row.
         """
         return Ask(
             self._source.room,
@@ -269,6 +234,7 @@ class RemotePrompt:
             may_wait=may_wait,
             part=self._source.part,
             num_parts=self._source.num_parts,
+            wants_words=wants_words,
         )
 
     def _read_all(self, talk: Conversation, offer: Offer, portion: Portion) -> FirstToken:
@@ -276,13 +242,14 @@ class RemotePrompt:
         have, total = 0, len(self._own.pages)
         patience = self._patience
         is_known = False
+        wants_words = not self._metadata.reads(offer, self._source.where)
         deadline = time.monotonic() + patience.bootstrap
         while True:
-            news = talk.ask(self._ask(have), RoomNews)
+            news = talk.ask(self._ask(have, wants_words=wants_words), RoomNews)
             _check(news)
             self.has_met |= news.is_known
             coming = have + len(news.pages)
-            if coming > total or (news.first_token is not None and coming < total):
+            if coming > total or (news.is_complete and coming < total):
                 raise RoomFailed(
                     f"the prefill server computed a prompt of {first_page + coming} pages, "
                     f"this server expects {first_page + total}: both need the same tokenizer "
@@ -296,7 +263,14 @@ class RemotePrompt:
                     )
                 self._read_pages(talk, offer, portion, news.pages, have)
                 have = coming
+            if news.row is not None and not wants_words:
+                words = self._read_row(talk, offer, news.row)
+                if words is not None:
+                    return words
+                wants_words = True
+                continue
             if news.first_token is not None:
+                self.metadata_bytes[CONTROL] += len(msgspec.msgpack.encode(news.first_token))
                 return news.first_token
             now = time.monotonic()
             if news.pages or (news.is_known and not is_known):
@@ -320,27 +294,53 @@ class RemotePrompt:
         self._read(talk, offer, portion.page_blocks(theirs, own), coming)
         if not portion.cuts:
             return
-        self._buffer = buffer = self._take_buffer(talk, coming)
+        what = "memory for pages of ranks with other heads"
+        self._buffer = buffer = self._take(talk, coming, what, self._staging.take)
         for pieces in rounds(portion.cuts, theirs, own, STAGING_BYTES):
             self._read(talk, offer, buffer.blocks(pieces), coming)
             buffer.unpack(pieces)
         self._give_buffer_back()
 
-    def _take_buffer(self, talk: Conversation, have: int) -> StagingBuffer:
+    def _take(
+        self, talk: Conversation, have: int, what: str, take: Callable[[float], _T | None]
+    ) -> _T:
+        """What `take` gives, as soon as it gives it."""
         deadline = time.monotonic() + self._patience.waiting
         while time.monotonic() < deadline:
-            buffer = self._staging.take(_POLL_S)
-            if buffer is not None:
-                return buffer
+            taken = take(_POLL_S)
+            if taken is not None:
+                return taken
             _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
-        seconds = f"{self._patience.waiting:g} s"
-        raise RoomFailed(f"no memory for pages of ranks with other heads was free in {seconds}")
+        raise RoomFailed(f"no {what} was free in {self._patience.waiting:g} s")
 
     def _give_buffer_back(self) -> None:
         """Nothing is read into it any more."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             buffer.give_back()
+
+    def _read_row(self, talk: Conversation, offer: Offer, row: int) -> FirstToken | None:
+        """What is in row `row` there. None: the transport does not move it; it has to be told."""
+        reader, have = self._metadata, len(self._own.pages)
+        self._row = index = self._take(talk, have, "row for metadata", reader.take)
+        try:
+            words = reader.read(
+                offer, row, index, self._source.room, lambda b: self._move(talk, offer, [b], have)
+            )
+            self.metadata_bytes[TRANSPORT] += ROW_BYTES
+        except ReadFailed as error:
+            words = None
+            reader.be_told(offer, self._source.where, str(error))
+            if self._transfer is not None and self._transfer.is_left:
+                self._transfer = self._row = None  # A row less; the pages are not concerned.
+        self._give_row_back()
+        return words
+
+    def _give_row_back(self) -> None:
+        """Nothing is read into it any more."""
+        row, self._row = self._row, None
+        if row is not None:
+            self._metadata.give_back(row)
 
     def _read_state(
         self, talk: Conversation, offer: Offer, portion: Portion, first_token: FirstToken
@@ -353,33 +353,38 @@ class RemotePrompt:
             self._read(talk, offer, portion.state_blocks(theirs, own), len(self._own.pages))
 
     def _read(self, talk: Conversation, offer: Offer, blocks: Sequence[Block], have: int) -> None:
-        """Args:
-        have: Pages that are there when it has ended.
+        """Read keys, values and states.
+
+        Args:
+            have: Pages that are there when it has ended.
         """
-        if not blocks:
-            return
-        started = time.monotonic()
+        if blocks:
+            started = time.monotonic()
+            self._move(talk, offer, blocks, have)
+            self.read_seconds += time.monotonic() - started
+            self.num_bytes_read += sum(block.length for block in blocks)
+
+    def _move(self, talk: Conversation, offer: Offer, blocks: Sequence[Block], have: int) -> None:
+        """Raises ReadFailed: not all of it came."""
         try:
             transfer = self._mover.begin(
                 offer.session_id, TransferOp.READ, blocks, timeout=self._patience.waiting
             )
         except TransferError as error:
-            raise RoomFailed(f"reading from the prefill server failed: {error}") from error
+            raise ReadFailed(f"reading from the prefill server failed: {error}") from error
         self._transfer = transfer
         try:
             while not transfer.wait(_POLL_S):
                 if transfer.is_left:
-                    raise RoomFailed("reading from the prefill server failed, and cannot end")
+                    raise ReadFailed("reading from the prefill server failed, and cannot end")
                 _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
         except BaseException:
             transfer.abandon()
             raise
-        self.read_seconds += time.monotonic() - started
-        self.num_bytes_read += sum(block.length for block in blocks)
         if transfer.error is not None:
-            raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
+            raise ReadFailed(f"reading from the prefill server failed: {transfer.error}")
         if not transfer.is_done:
-            raise RoomFailed(
+            raise ReadFailed(
                 "the prefill server's pages could not be read within "
                 f"{self._patience.waiting:g} s, or it refuses their addresses"
             )

@@ -49,6 +49,8 @@ _LAST_WORDS_MS: Final = 1000
 class _Room:
     pages: list[int] = field(default_factory=list)
     first_token: FirstToken | None = None
+    row: int | None = None
+    """Of `MetadataBuffers`, which has the first token too."""
     is_complete: bool = False
     """All pages were told, and the first token."""
     failure: str | None = None
@@ -150,11 +152,15 @@ class RoomDesk:
         with self._lock:
             return len(self._rooms[room].pages)
 
-    def complete(self, room: int, first_token: FirstToken) -> None:
-        """All pages are told, and the first token is known."""
+    def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None:
+        """All pages are told, and the first token is known.
+
+        Args:
+            row: Of this server's `MetadataBuffers`, where it is written until the room ends.
+        """
         with self._lock:
             one = self._rooms[room]
-            one.first_token, one.is_complete = first_token, True
+            one.first_token, one.row, one.is_complete = first_token, row, True
         self._wake()
 
     def end(self, room: int, failure: str | None = None) -> None:
@@ -172,7 +178,7 @@ class RoomDesk:
                     one.failure = "a decode server has read it already"
                 elif one.failure is None:
                     one.failure = failure or "the request has ended"
-                one.pages, one.first_token = [], None
+                one.pages, one.first_token, one.row = [], None, None
         self._wake()
 
     def forget(self, room: int) -> None:
@@ -363,12 +369,14 @@ class RoomDesk:
         if one.failure is not None:
             return RoomNews(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)
+        is_told = ask.wants_words or one.row is None
         return RoomNews(
             ask.room,
             is_known=True,
             first_page=first,
             pages=one.pages[first:],
-            first_token=one.first_token,
+            first_token=one.first_token if is_told else None,
+            row=None if is_told else one.row,
         )
 
     def _reply(self, sender: bytes, number: int, answer: Answer) -> None:
@@ -381,5 +389,5 @@ class RoomDesk:
 
 def _is_worth_telling(news: RoomNews, ask: Ask) -> bool:
     """Whether the asker does not know it yet."""
-    has_token = news.first_token is not None and not ask.has_token
+    has_token = news.is_complete and not ask.has_token
     return has_token or bool(news.pages) or news.failure is not None

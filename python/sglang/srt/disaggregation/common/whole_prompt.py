@@ -22,19 +22,22 @@ import zmq
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
 from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import (
-    ABORTED,
-    Cancellation,
     Conversation,
     Mover,
     OwnSlots,
     Patience,
     RemotePrompt,
+    cannot_serve,
+)
+from sglang.srt.disaggregation.common.room import (
+    ABORTED,
+    Cancellation,
     RoomFailed,
     Source,
-    cannot_serve,
 )
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.managers.messages.io_struct import Bootstrap
@@ -57,12 +60,14 @@ class Means:
         place: This rank, among those of the decode server.
         geometry: Of its pools.
         staging: For pages of ranks with other heads.
+        metadata: Reads first tokens.
     """
 
     place: RankPlace
     geometry: PoolGeometry
     mover: Mover
     staging: Staging
+    metadata: MetadataReader
     find_rank: FindRank
     patience: Patience
     context: zmq.Context[zmq.Socket[bytes]]
@@ -125,6 +130,12 @@ class WholePrompt:
         """By all parts."""
         return sum(part.num_bytes_read for part in self._parts)
 
+    @property
+    def metadata_bytes(self) -> dict[str, int]:
+        """That first tokens came in to all parts, by their way."""
+        ways = (CONTROL, TRANSPORT)
+        return {way: sum(part.metadata_bytes[way] for part in self._parts) for way in ways}
+
     def cancel(self, reason: str = ABORTED) -> None:
         """It is not wanted any more: end soon."""
         self._cancelled.set(reason)
@@ -185,6 +196,7 @@ class WholePrompt:
             on_failure=self._fail,
             mover=means.mover,
             staging=means.staging,
+            metadata=means.metadata,
             patience=means.patience,
             context=means.context,
             cancelled=self._cancelled,

@@ -156,6 +156,11 @@ class MooncakeTransferEngine:
         """InfiniBand devices in use, comma separated; empty: the transport chooses."""
         return self._settings.ib_device
 
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether peers on other hosts are out of reach."""
+        return self._settings.protocol == "nvlink_intra"
+
     def describe(self) -> dict[str, Any]:
         """For the server info: the transport as it is used, and what it holds now."""
         ranges = self._book.ranges()

@@ -27,8 +27,8 @@ from sglang.srt.disaggregation.common.protocol import (
 from sglang.srt.disaggregation.common.remote_prompt import (
     STEPS,
     Patience,
-    RoomFailed,
 )
+from sglang.srt.disaggregation.common.room import RoomFailed
 from sglang.srt.disaggregation.common.whole_prompt import FindRank, decline_room
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,

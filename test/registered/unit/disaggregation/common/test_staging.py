@@ -15,6 +15,7 @@ import zmq
 from sglang.srt.disaggregation.common import staging
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
@@ -177,6 +178,7 @@ class Scene:
             geometry=geometry,
             mover=self.mover,
             staging=Staging(self.mover, torch.device("cpu")),
+            metadata=MetadataReader(),
             find_rank=self._find,
             patience=PATIENT,
             context=zmq.Context(),
