@@ -69,6 +69,9 @@ class LocalMover:
     def batch_deregister(self, ptrs: Sequence[int]) -> int:
         return 0
 
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return False
+
     def get_session_id(self) -> str:
         return "this process"
 
@@ -129,6 +132,9 @@ class MooncakeMover(LocalMover):
     def batch_deregister(self, ptrs: Sequence[int]) -> int:
         return self._engine.batch_deregister(ptrs)
 
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return self._engine.is_registered(ptr, length)
+
     def get_session_id(self) -> str:
         return self._engine.get_session_id()
 
@@ -159,6 +165,9 @@ class _Recording:
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
         self.registered += ptrs
         return self._engine.batch_register(ptrs, lengths)
+
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return self._engine.is_registered(ptr, length)
 
     def get_session_id(self) -> str:
         return self._engine.get_session_id()

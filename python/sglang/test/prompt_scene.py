@@ -12,7 +12,7 @@ import zmq
 
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
-from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
@@ -51,12 +51,16 @@ class Place:
 
 
 class Scene:
-    """Both places, the desk, and what moves bytes."""
+    """Both places, the desk, and what moves bytes.
 
-    def __init__(self) -> None:
+    Args:
+        rows: Of metadata, that the desk offers.
+    """
+
+    def __init__(self, rows: RowsOffer | None = None) -> None:
         self.there, self.here = Place(100), Place(500)
         self.mover = LocalMover()
-        offer = self.there.geometry.offer("instance", self.mover.get_session_id())
+        offer = self.there.geometry.offer("instance", self.mover.get_session_id(), rows)
         self.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
         self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -69,6 +69,7 @@ class Engine(Mover, Protocol):
     """What halves ask of the Transfer Engine; see `MooncakeTransferEngine`."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
+    def is_registered(self, ptr: int, length: int) -> bool: ...
     def get_session_id(self) -> str: ...
     @property
     def stays_on_host(self) -> bool: ...
@@ -152,7 +153,12 @@ def _make_metadata(
     if device is None:
         return None
     metadata = MetadataBuffers(NUM_ROWS, device)
-    new = {at: size for at, size in metadata.allocations().items() if at not in ranges}
+    # On a GPU it may lie in an allocation in which weights or pools are.
+    new = {
+        address: size
+        for address, size in metadata.allocations().items()
+        if not engine.is_registered(address, size)
+    }
     try:
         engine.batch_register(list(new), list(new.values()))
     except RuntimeError as error:

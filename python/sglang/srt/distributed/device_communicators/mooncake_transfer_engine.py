@@ -198,6 +198,10 @@ class MooncakeTransferEngine:
         self._pool.register(ptrs, lengths)
         return 0
 
+    def is_registered(self, ptr: int, length: int) -> bool:
+        """Whether these bytes are within one registered range."""
+        return self._book.holds(ptr, length)
+
     def deregister(self, ptr: int) -> None:
         """Undo `register`.
 
