@@ -129,6 +129,7 @@ class RandomPd:
     """One run."""
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self.rng = random.Random(seed)
         self._network = random.Random(self.rng.random())
         """The proxy's thread has it."""
@@ -161,6 +162,8 @@ class RandomPd:
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
             stack.enter_context(envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(prob))
+            # Metadata in rows for every other seed, told for the others.
+            stack.enter_context(envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(self._seed % 2 == 1))
             stack.enter_context(self._watchdog)
             self._pair = stack.enter_context(
                 PdRig(

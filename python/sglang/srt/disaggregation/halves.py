@@ -160,7 +160,8 @@ def _make_metadata(
         if not engine.is_registered(address, size)
     }
     try:
-        engine.batch_register(list(new), list(new.values()))
+        if new:
+            engine.batch_register(list(new), list(new.values()))
     except RuntimeError as error:
         raise RuntimeError(
             f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to have "

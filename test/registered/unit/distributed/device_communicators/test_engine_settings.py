@@ -138,6 +138,7 @@ def test_names_that_are_none_of_ours(host: Host, protocol: str, message: str) ->
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,expandable_segments:False", False),
         ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK", True),
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK", True),
         ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "", False),
     ],
 )
@@ -156,6 +157,32 @@ def test_efa_takes_plain_allocations_alone(
         assert variable in host.refusal(protocol)
     else:
         assert host.start(protocol).describe()["protocol"] == protocol
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "refused"),
+    [
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK", False),
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK", True),
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "BAREX", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+    ],
+)
+def test_nvlink_within_a_node_exports_plain_allocations_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, refused: bool
+) -> None:
+    host.set_device("cuda")
+    monkeypatch.setenv(variable, value)
+    if refused:
+        assert variable in host.refusal("nvlink_intra")
+    else:
+        engine = host.start("nvlink_intra")
+        assert engine.stays_on_host
+
+
+def test_a_pool_that_does_not_exist(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE")
+    assert "'INTRA_NODE' is unknown" in host.refusal("tcp")
 
 
 def test_a_fallback_that_is_allowed_is_said_and_shown(
