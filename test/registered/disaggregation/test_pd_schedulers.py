@@ -88,10 +88,17 @@ def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig
 
 
 @pytest.fixture(scope="module")
-def pair(engine: MooncakeTransferEngine, models: dict[str, Path]) -> Iterator[PdRig]:
-    """Of the dense model."""
-    with make_pair(engine, models["qwen3"]) as pair:
+def pair(
+    engine: MooncakeTransferEngine, models: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[PdRig]:
+    """Of the dense model. Its parameter: whether metadata is told; None: as by default."""
+    with envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(getattr(request, "param", None)):
+        pair = make_pair(engine, models["qwen3"])
+    with pair:
         yield pair
+
+
+both_ways = pytest.mark.parametrize("pair", [None, False], indirect=True, ids=["told", "in rows"])
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +188,7 @@ def sampled(max_new_tokens: int) -> SamplingParams:
     return params
 
 
+@both_ways
 def test_sampling_with_a_seed(pair: PdRig, single: SchedulerRig) -> None:
     messages = [pair.request(f"seed {n}", PROMPTS[5], sampled(30), seed=n) for n in range(4)]
     check(pair, single, *messages)
@@ -193,6 +201,7 @@ def test_penalties_count_the_first_token_too(pair: PdRig, single: SchedulerRig) 
     check(pair, single, pair.request("penalties", PROMPTS[4], params))
 
 
+@both_ways
 def test_logprobs_and_the_most_likely_tokens(pair: PdRig, single: SchedulerRig) -> None:
     message = pair.request(
         "tops", PROMPTS[6], greedy(9), return_logprob=True, top_logprobs_num=3, stream=False
@@ -231,6 +240,7 @@ def test_stop_tokens_and_stop_strings(pair: PdRig, single: SchedulerRig, place: 
     assert reason is not None and (reason.type, reason.matched) == ("stop", text)
 
 
+@both_ways
 @pytest.mark.parametrize("length", [5, 16, 100])
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_few_words(pair: PdRig, single: SchedulerRig, wanted: int, length: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
@@ -117,6 +118,25 @@ def test_the_words_are_those_of_one_rank(
             check_words(pair, alone, turn)
         for rig in pair.decode.rigs:
             assert rig.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
+
+
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"), [("qwen3", 2, 1), ("deepseek_v32", 1, 2), ("qwen3_next", 1, 2)]
+)
+def test_the_words_with_metadata_in_rows(
+    models: Callable[[str], Path], family: str, prefill: int, decode: int
+) -> None:
+    """Each rank reads them of its own peers; where the recurrent state is, is in them too."""
+    path = models(family)
+    alone = SchedulerRig(path, **ARGS)
+    with (
+        envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(False),
+        PdRanks(path, prefill, decode, **ARGS) as pair,
+    ):
+        check_words(pair, alone, "in rows")
+        for mover in pair.movers:
+            rows = [one for one in mover.begun if [b.length for b in one.blocks] == [ROW_BYTES]]
+            assert len(rows) == len(PROMPTS) * len(pair.prefill.rigs)
 
 
 def test_states_are_those_behind_the_prompt_while_steps_overlap(
