@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 import xxhash
 
+from sglang.srt.disaggregation.common.conversation import RoomFailed
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.room import RoomFailed
 
 ROW_BYTES: Final = 4096
 """Of each row: 128 top logprobs take 1,900 bytes."""

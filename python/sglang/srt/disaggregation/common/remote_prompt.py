@@ -8,35 +8,35 @@ server that is gone fails the request before the transport has given up.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import msgspec
 import zmq
 
+from sglang.srt.disaggregation.common.conversation import (
+    POLL_S,
+    Cancellation,
+    Conversation,
+    Patience,
+    RoomFailed,
+)
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, Portion
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
-from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.common.protocol import (
-    Answer,
-    Answered,
     Ask,
-    Asked,
     FirstToken,
     GiveUp,
     Hello,
     Offer,
-    Question,
     Received,
     Released,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.room import Cancellation, ReadFailed, RoomFailed, Source
 from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -44,18 +44,11 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
     TransferOp,
 )
-from sglang.srt.utils.bad_messages import MALFORMED
 
 logger = logging.getLogger(__name__)
 
-REPEAT_S: Final = 1.0
-"""After so long without an answer a question is asked again, earlier where patience is short."""
-_POLL_S: Final = 0.1
-"""How soon an abort is seen."""
 STEPS: Final = ("asking", "reading", "confirming")
 """Of a prompt, where tests let it fail."""
-_A = TypeVar("_A", Offer, RoomNews, Released)
-_T = TypeVar("_T")
 
 
 class Mover(Protocol):
@@ -64,23 +57,6 @@ class Mover(Protocol):
     def begin(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """Seconds that a room waits."""
-
-    bootstrap: float
-    """For the prefill server to know the room."""
-    waiting: float
-    """For the next pages, once it does."""
-    silence: float
-    """For any answer of the prefill server."""
-
-    @property
-    def repeat(self) -> float:
-        """For an answer, before a question is asked again."""
-        return min(REPEAT_S, self.silence / 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +72,27 @@ class OwnSlots:
     pages: Sequence[int]
     first_page: int = 0
     state: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A rank of a prefill server, and how it knows who asks.
+
+    Attributes:
+        where: The prefill server, for errors.
+        endpoint: Of the rank.
+        room: There.
+        reader: See `Reader`.
+        part: Of those of the reader's ranks that ask this one, which is asking.
+        num_parts: How many ask.
+    """
+
+    where: str
+    endpoint: str
+    room: int
+    reader: str
+    part: int = 0
+    num_parts: int = 1
 
 
 class RemotePrompt:
@@ -140,8 +137,7 @@ class RemotePrompt:
         self._buffer: StagingBuffer | None = None
         """While pages of a rank with other heads are read."""
         self._metadata = metadata
-        self._row: int | None = None
-        """Of this rank's `MetadataBuffers`, while one is read into."""
+        self._row_read = metadata.row_read(mover, patience.waiting)
         self._patience = patience
         self._context = context
         self._cancelled = cancelled
@@ -183,13 +179,13 @@ class RemotePrompt:
         transfer = self._transfer
         if transfer is None or transfer.wait():
             self._give_buffer_back()
-            self._give_row_back()
             self._ended.set()
         else:
             logger.error(
                 "room %d: its pages are lost, since the transport does not let go of them",
                 self._source.room,
             )
+        self._row_read.settle()
         self._returned.set()
 
     def _receive(self) -> FirstToken:
@@ -294,24 +290,21 @@ class RemotePrompt:
         self._read(talk, offer, portion.page_blocks(theirs, own), coming)
         if not portion.cuts:
             return
-        what = "memory for pages of ranks with other heads"
-        self._buffer = buffer = self._take(talk, coming, what, self._staging.take)
+        self._buffer = buffer = self._take_buffer(talk, coming)
         for pieces in rounds(portion.cuts, theirs, own, STAGING_BYTES):
             self._read(talk, offer, buffer.blocks(pieces), coming)
             buffer.unpack(pieces)
         self._give_buffer_back()
 
-    def _take(
-        self, talk: Conversation, have: int, what: str, take: Callable[[float], _T | None]
-    ) -> _T:
-        """What `take` gives, as soon as it gives it."""
+    def _take_buffer(self, talk: Conversation, have: int) -> StagingBuffer:
         deadline = time.monotonic() + self._patience.waiting
         while time.monotonic() < deadline:
-            taken = take(_POLL_S)
-            if taken is not None:
-                return taken
+            buffer = self._staging.take(POLL_S)
+            if buffer is not None:
+                return buffer
             _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
-        raise RoomFailed(f"no {what} was free in {self._patience.waiting:g} s")
+        seconds = f"{self._patience.waiting:g} s"
+        raise RoomFailed(f"no memory for pages of ranks with other heads was free in {seconds}")
 
     def _give_buffer_back(self) -> None:
         """Nothing is read into it any more."""
@@ -320,27 +313,17 @@ class RemotePrompt:
             buffer.give_back()
 
     def _read_row(self, talk: Conversation, offer: Offer, row: int) -> FirstToken | None:
-        """What is in row `row` there. None: the transport does not move it; it has to be told."""
-        reader, have = self._metadata, len(self._own.pages)
-        self._row = index = self._take(talk, have, "row for metadata", reader.take)
-        try:
-            words = reader.read(
-                offer, row, index, self._source.room, lambda b: self._move(talk, offer, [b], have)
-            )
-            self.metadata_bytes[TRANSPORT] += ROW_BYTES
-        except ReadFailed as error:
-            words = None
-            reader.be_told(offer, self._source.where, str(error))
-            if self._transfer is not None and self._transfer.is_left:
-                self._transfer = self._row = None  # A row less; the pages are not concerned.
-        self._give_row_back()
+        """The first token from its row; None: it has to be told."""
+        alive = self._ask(len(self._own.pages), may_wait=False)
+        words = self._row_read.run(
+            offer,
+            row,
+            self._source.room,
+            self._source.where,
+            lambda: _check(talk.keep_alive(alive, RoomNews)),
+        )
+        self.metadata_bytes[TRANSPORT] += self._row_read.num_bytes
         return words
-
-    def _give_row_back(self) -> None:
-        """Nothing is read into it any more."""
-        row, self._row = self._row, None
-        if row is not None:
-            self._metadata.give_back(row)
 
     def _read_state(
         self, talk: Conversation, offer: Offer, portion: Portion, first_token: FirstToken
@@ -353,38 +336,33 @@ class RemotePrompt:
             self._read(talk, offer, portion.state_blocks(theirs, own), len(self._own.pages))
 
     def _read(self, talk: Conversation, offer: Offer, blocks: Sequence[Block], have: int) -> None:
-        """Read keys, values and states.
-
-        Args:
-            have: Pages that are there when it has ended.
+        """Args:
+        have: Pages that are there when it has ended.
         """
-        if blocks:
-            started = time.monotonic()
-            self._move(talk, offer, blocks, have)
-            self.read_seconds += time.monotonic() - started
-            self.num_bytes_read += sum(block.length for block in blocks)
-
-    def _move(self, talk: Conversation, offer: Offer, blocks: Sequence[Block], have: int) -> None:
-        """Raises ReadFailed: not all of it came."""
+        if not blocks:
+            return
+        started = time.monotonic()
         try:
             transfer = self._mover.begin(
                 offer.session_id, TransferOp.READ, blocks, timeout=self._patience.waiting
             )
         except TransferError as error:
-            raise ReadFailed(f"reading from the prefill server failed: {error}") from error
+            raise RoomFailed(f"reading from the prefill server failed: {error}") from error
         self._transfer = transfer
         try:
-            while not transfer.wait(_POLL_S):
+            while not transfer.wait(POLL_S):
                 if transfer.is_left:
-                    raise ReadFailed("reading from the prefill server failed, and cannot end")
+                    raise RoomFailed("reading from the prefill server failed, and cannot end")
                 _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
         except BaseException:
             transfer.abandon()
             raise
+        self.read_seconds += time.monotonic() - started
+        self.num_bytes_read += sum(block.length for block in blocks)
         if transfer.error is not None:
-            raise ReadFailed(f"reading from the prefill server failed: {transfer.error}")
+            raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
         if not transfer.is_done:
-            raise ReadFailed(
+            raise RoomFailed(
                 "the prefill server's pages could not be read within "
                 f"{self._patience.waiting:g} s, or it refuses their addresses"
             )
@@ -398,99 +376,3 @@ def cannot_serve(where: str, refusal: str) -> RoomFailed:
 def _check(news: RoomNews | None) -> None:
     if news is not None and news.failure is not None:
         raise RoomFailed(f"the prefill server ended the request: {news.failure}")
-
-
-class Conversation:
-    """Questions to one prefill server, one at a time, over a socket of its own."""
-
-    def __init__(
-        self,
-        endpoint: str,
-        context: zmq.Context[zmq.Socket[bytes]],
-        patience: Patience,
-        cancelled: Cancellation,
-    ) -> None:
-        self._endpoint = endpoint
-        self._patience = patience
-        self._cancelled = cancelled
-        self._number = 0
-        self._heard = time.monotonic()
-        """When the prefill server was last heard of, or began to be asked."""
-        self._sent = 0.0
-        self._instance_id: str | None = None
-        self._decoder = msgspec.msgpack.Decoder(Answered)
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._socket.connect(endpoint)
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def tell(self, question: Question) -> None:
-        """Say it once, without waiting for an answer."""
-        self._number += 1
-        self._send(question)
-
-    def ask(self, question: Question, kind: type[_A]) -> _A:
-        """The answer, however often it takes to ask.
-
-        Raises:
-            RoomFailed: There is none for too long, another instance answers, or the room was
-                cancelled.
-        """
-        self._number += 1
-        self._sent = 0.0
-        self._heard = time.monotonic()
-        while not self._cancelled.is_set():
-            self._repeat(question)
-            answer = self._receive(_POLL_S)
-            if isinstance(answer, kind):
-                return answer
-        raise RoomFailed(self._cancelled.why)
-
-    def keep_alive(self, question: Question, kind: type[_A]) -> _A | None:
-        """Now and then ask, without waiting for the answer: an answer to this or to one before.
-
-        Raises:
-            RoomFailed: As `ask`. The silence begins with the last answer.
-        """
-        if self._cancelled.is_set():
-            raise RoomFailed(self._cancelled.why)
-        self._repeat(question)
-        answer = self._receive(0.0)
-        return answer if isinstance(answer, kind) else None
-
-    def _repeat(self, question: Question) -> None:
-        now = time.monotonic()
-        if now >= self._heard + self._patience.silence:
-            raise RoomFailed(
-                f"the prefill server at {self._endpoint} has not answered for "
-                f"{self._patience.silence:g} s"
-            )
-        if now >= self._sent + self._patience.repeat:
-            self._send(question)
-            self._sent = now
-
-    def _send(self, question: Question) -> None:
-        message = msgspec.msgpack.encode(Asked(self._number, question))
-        with contextlib.suppress(zmq.Again):  # Without a connection: the question is repeated.
-            self._socket.send(message, zmq.NOBLOCK)
-
-    def _receive(self, timeout: float) -> Answer | None:
-        """The answer to the last question, after at most `timeout` seconds; None: there is none."""
-        if not self._socket.poll(round(timeout * 1000)):
-            return None
-        try:
-            message = self._decoder.decode(self._socket.recv())
-        except MALFORMED as error:
-            logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
-            return None
-        if self._instance_id not in (None, message.instance_id):
-            raise RoomFailed("the prefill server was replaced by another instance")
-        self._instance_id = message.instance_id
-        self._heard = time.monotonic()
-        return message.answer if message.number == self._number else None

@@ -21,23 +21,23 @@ import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.conversation import (
+    ABORTED,
+    Cancellation,
+    Conversation,
+    Patience,
+    RoomFailed,
+)
 from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
 from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import (
-    Conversation,
     Mover,
     OwnSlots,
-    Patience,
     RemotePrompt,
-    cannot_serve,
-)
-from sglang.srt.disaggregation.common.room import (
-    ABORTED,
-    Cancellation,
-    RoomFailed,
     Source,
+    cannot_serve,
 )
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.managers.messages.io_struct import Bootstrap

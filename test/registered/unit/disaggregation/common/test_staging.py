@@ -14,11 +14,12 @@ import zmq
 
 from sglang.srt.disaggregation.common import staging
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, Staging, rounds
 from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
