@@ -28,6 +28,7 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 NUM_ROWS: Final = 512
 """Of a rank: 2 MiB. Requests that need one more wait."""
+_WORD_BYTES: Final = 4
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -104,6 +105,7 @@ class MetadataBuffers:
         self._indices = ReqToMetadataIdxAllocator(size)
         self._runtime = device_runtime(device)
         self._stream = self._runtime.make_side_stream()
+        self._stream.follow()  # Of the zeros.
 
     @property
     def device(self) -> torch.device:
@@ -135,6 +137,8 @@ class MetadataBuffers:
         raw = pack_row(room, words)
         if raw is None:
             return False
+        # Of whole words: such short copies to a GPU do not wait behind long ones.
+        raw = raw.ljust(-(-len(raw) // _WORD_BYTES) * _WORD_BYTES, b"\0")
         row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         with self._beside_steps():
             self._rows[index, : len(raw)].copy_(self._runtime.stage_to_device(row))
@@ -152,8 +156,9 @@ class MetadataBuffers:
             BadRow: Nothing, or something else.
         """
         with self._stream.use():
-            raw = self._rows[index].cpu()
-        return unpack_row(raw.numpy().tobytes(), room)
+            (row,) = self._runtime.copy_to_host([self._rows[index]]).wait()
+        assert row is not None
+        return unpack_row(row.numpy().tobytes(), room)
 
     @contextmanager
     def _beside_steps(self) -> Iterator[None]:

@@ -215,8 +215,7 @@ def test_rows_that_the_transport_does_not_move_are_told_with_one_warning(
     (warning,) = warnings_of(caplog)
     assert warning == (
         "metadata of the prefill server at host:1 comes over the control connection (TCP), not "
-        "over the transport of the pages: peer p maps no "
-        "such memory"
+        "over the transport of the pages: peer p maps no such memory"
     )
     scene.assert_row_is_free()
 
