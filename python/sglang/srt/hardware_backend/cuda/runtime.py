@@ -111,7 +111,8 @@ class CudaRuntime(AcceleratorRuntime):
 class _CudaMemPool:
     def __init__(self, api: Any, allocator: object, device: torch.device) -> None:
         self._api = api
-        self._device = device
+        self._device = None if device.index is None else device
+        """None: the current one; torch takes no device without an index here."""
         self._pool = api.MemPool(allocator)
 
     def use(self) -> AbstractContextManager[Any]:

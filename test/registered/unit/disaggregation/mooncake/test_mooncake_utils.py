@@ -28,7 +28,7 @@ class Allocators:
     def __init__(self) -> None:
         self.asked: list[tuple[str, torch.device]] = []
         self.pools: list[object] = []
-        self.used: list[tuple[object, torch.device]] = []
+        self.used: list[tuple[object, torch.device | None]] = []
 
     def module(self, *names: str) -> ModuleType:
         module = ModuleType("mooncake.allocator")
@@ -45,7 +45,7 @@ class Allocators:
         self.pools.append(allocator)
         return f"pool of {allocator}"
 
-    def use_mem_pool(self, pool: object, device: torch.device) -> Any:
+    def use_mem_pool(self, pool: object, device: torch.device | None) -> Any:
         self.used.append((pool, device))
         return nullcontext()
 
@@ -70,19 +70,20 @@ def test_none_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "allocator"), [("NVLINK", "NVLinkAllocator"), ("BAREX", "BarexAllocator")]
 )
+@pytest.mark.parametrize("device", ["cuda:1", "cuda"])
 def test_tensors_are_made_in_the_pool_of_the_wheels_allocator(
-    monkeypatch: pytest.MonkeyPatch, made: Allocators, name: str, allocator: str
+    monkeypatch: pytest.MonkeyPatch, made: Allocators, name: str, allocator: str, device: str
 ) -> None:
     module = made.module("NVLinkAllocator", "BarexAllocator")
     monkeypatch.setitem(sys.modules, "mooncake.allocator", module)
     with envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.override(name):
-        pool = init_mooncake_custom_mem_pool("cuda:1")
+        pool = init_mooncake_custom_mem_pool(device)
     assert pool is not None
     with pool.use():
         pass
-    device = torch.device("cuda:1")
-    assert made.asked == [(allocator, device)] and made.pools == [allocator]
-    assert made.used == [(f"pool of {allocator}", device)]
+    assert made.asked == [(allocator, torch.device(device))] and made.pools == [allocator]
+    current = None if device == "cuda" else torch.device(device)
+    assert made.used == [(f"pool of {allocator}", current)]
 
 
 def test_plain_memory_is_what_nvlink_within_a_node_exports(made: Allocators) -> None:
