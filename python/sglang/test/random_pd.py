@@ -27,7 +27,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
-from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
@@ -112,17 +112,17 @@ def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Bounds of seconds, and questions that are repeated soon."""
-    repeat = remote_prompt.REPEAT_S
+    repeat = conversation.REPEAT_S
     with (
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),
     ):
-        remote_prompt.REPEAT_S = 0.03  # type: ignore[misc]
+        conversation.REPEAT_S = 0.03  # type: ignore[misc]
         try:
             yield
         finally:
-            remote_prompt.REPEAT_S = repeat  # type: ignore[misc]
+            conversation.REPEAT_S = repeat  # type: ignore[misc]
 
 
 class RandomPd:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.halves import DECODE
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -468,7 +468,7 @@ def test_control_messages_that_are_lost_doubled_and_late(
             return ()
         return (0.0, rng.random() * 0.05) if kind < 2 else (rng.random() * 0.005,)
 
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.1)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.1)
     with ControlProxy(pair.prefill.endpoint, fate) as proxy:
         monkeypatch.setattr(pair, "endpoint", proxy.endpoint)
         for turn in range(3):

@@ -21,18 +21,21 @@ import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
-from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
-from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import (
+from sglang.srt.disaggregation.common.conversation import (
     ABORTED,
     Cancellation,
     Conversation,
-    Mover,
-    OwnSlots,
     Patience,
-    RemotePrompt,
     RoomFailed,
+)
+from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
+from sglang.srt.disaggregation.common.page_reads import Mover
+from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import (
+    OwnSlots,
+    RemotePrompt,
     Source,
     cannot_serve,
 )
@@ -56,7 +59,8 @@ class Means:
     Attributes:
         place: This rank, among those of the decode server.
         geometry: Of its pools.
-        staging: For pages of ranks with other heads.
+        staging: For pages of ranks with other heads, and for packed ones.
+        link: See `RemotePrompt`.
     """
 
     place: RankPlace
@@ -66,6 +70,7 @@ class Means:
     find_rank: FindRank
     patience: Patience
     context: zmq.Context[zmq.Socket[bytes]]
+    link: LinkCosts | None = None
 
 
 class WholePrompt:
@@ -185,6 +190,7 @@ class WholePrompt:
             on_failure=self._fail,
             mover=means.mover,
             staging=means.staging,
+            link=means.link,
             patience=means.patience,
             context=means.context,
             cancelled=self._cancelled,
