@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.whole_prompt import FindRank
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, Engine, MakeHalf, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -38,6 +39,9 @@ LOOPBACK = "127.0.0.1"
 NEVER_ASKED = 1
 """A port: rigs find each other without a bootstrap server."""
 _TIMEOUT_S = 60.0
+SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0)
+"""A link on which pages are packed wherever that makes fewer blocks of them, however long the
+prefill server takes for the first unit."""
 
 
 def one_rank(endpoint: str) -> Route:
@@ -137,6 +141,24 @@ class MooncakeMover(LocalMover):
             raise TransferError(f"{[outcome.value for outcome in done.outcomes]}")
 
 
+class RecordedEngine:
+    """What it has registered can be taken back."""
+
+    def __init__(self, engine: RigEngine) -> None:
+        self._engine = engine
+        self._registered: list[int] = []
+        self.get_session_id = engine.get_session_id
+        self.begin = engine.begin
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        self._registered += ptrs
+        return self._engine.batch_register(ptrs, lengths)
+
+    def deregister_all(self) -> None:
+        registered, self._registered = self._registered, []
+        self._engine.batch_deregister(registered)
+
+
 class RigEngine(Engine, Protocol):
     """An engine whose memory can be taken back."""
 
@@ -151,6 +173,7 @@ class HalfRig(SchedulerRig):
         engine: Moves the bytes.
         find_rank: How a decode server finds prefill servers.
         identity: Of the weights.
+        unit_bytes: Of packed pages; None: they are not packed.
     """
 
     tick_s: ClassVar[float] = 0.001
@@ -159,17 +182,30 @@ class HalfRig(SchedulerRig):
         self,
         model_path: Path,
         mode: str,
-        engine: Engine,
+        engine: RigEngine,
         find_rank: FindRank,
         *,
         identity: str = "rig",
+        unit_bytes: int | None = None,
         **args: Any,
     ) -> None:
         self.routes: list[Route] = []
+        self.engine = RecordedEngine(engine)
+        link = None if unit_bytes is None else SLOW_BLOCKS
 
         def make_half(pools: Sequence[BaseDevicePool]) -> MakeHalf:
             group = args.get("group")
-            server = make_half_server(mode, LOOPBACK, pools, identity, engine, find_rank, group)
+            server = make_half_server(
+                mode,
+                LOOPBACK,
+                pools,
+                identity,
+                self.engine,
+                find_rank,
+                group,
+                link=link,
+                unit_bytes=unit_bytes or UNIT_BYTES,
+            )
             self.routes = server.routes
             return server.make
 
@@ -179,11 +215,6 @@ class HalfRig(SchedulerRig):
     def endpoint(self) -> str:
         """Where a prefill server's first rank answers."""
         return self.routes[0].endpoint
-
-    @property
-    def addresses(self) -> list[int]:
-        """Of the memory that is registered."""
-        return [address for pool in self.pools for address in pool.get_contiguous_buf_infos()[0]]
 
 
 class CheckableHalfRig(HalfRig):
@@ -245,7 +276,7 @@ class PdRig:
         self.prefill.close()
         # The next pair's pools may be where these were.
         for rig in self.rigs:
-            self.engine.batch_deregister(rig.addresses)
+            rig.engine.deregister_all()
 
     @property
     def rigs(self) -> tuple[HalfRig, HalfRig]:

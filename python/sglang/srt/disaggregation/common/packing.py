@@ -32,6 +32,8 @@ class _Packing:
 
     number: int
     pages: Sequence[int]
+    end_page: int
+    """Of the prompt: behind `pages`."""
     rows: Sequence[torch.Tensor]
     units: list[list[Piece]]
     done: int = 0
@@ -44,6 +46,13 @@ class _Packing:
     """`pages` on the device."""
     failure: str | None = None
     has_ended: bool = False
+
+    def give_back(self, done: int) -> None:
+        """So many units were read."""
+        self.done = max(self.done, min(done, len(self.units)))
+        self.next = max(self.next, self.done)
+        for unit in [unit for unit in self.packed if unit < self.done]:
+            self.packed.pop(unit).give_back()
 
     @property
     def wants_buffer(self) -> bool:
@@ -106,15 +115,20 @@ class Packer:
                 self._packings[key] = packing
             elif packing.number > ask.number:
                 return Packed(ask.room, ask.number)  # A message that was late.
-            if packing.done < ask.done:
-                packing.done = min(ask.done, len(packing.units))
-                packing.next = max(packing.next, packing.done)
-                for unit in [unit for unit in packing.packed if unit < packing.done]:
-                    packing.packed.pop(unit).give_back()
+            packing.give_back(ask.done)
             self._changed.notify()
             # They are packed one after the other.
             places = [packing.packed[unit].address for unit in sorted(packing.packed)]
             return Packed(ask.room, ask.number, packing.done, places, packing.failure)
+
+    def note_read(self, room: int, part: int, have_pages: int) -> None:
+        """The reader has pages of the prompt up to `have_pages`: a packing of these is over,
+        though the question that says so may be lost."""
+        with self._changed:
+            packing = self._packings.get((room, part))
+            if packing is not None and have_pages >= packing.end_page:
+                packing.give_back(len(packing.units))
+                self._changed.notify()
 
     def end(self, room: int) -> None:
         """The room has ended: its units are nobody's. Idempotent."""
@@ -135,7 +149,8 @@ class Packer:
         rows = [self._rows[address] for address in ask.buffers]
         sizes = [_page_bytes(one) for one in rows]
         units = list(rounds(sizes, len(pages), ask.unit_bytes))
-        return _Packing(ask.number, list(pages), rows, units)
+        end_page = ask.first_page + len(pages)
+        return _Packing(ask.number, list(pages), end_page, rows, units)
 
     def _why_not(self, ask: Pack, pages: Sequence[int]) -> str | None:
         """Why it cannot be packed."""

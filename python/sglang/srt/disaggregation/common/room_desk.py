@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Pack,
     Packed,
     Question,
+    Received,
     Released,
     RoomNews,
 )
@@ -319,6 +320,7 @@ class RoomDesk:
             if one.failure is None and one.is_complete and question.part in one.reading:
                 del one.reading[question.part]
                 one.received.add(question.part)
+                self._note_read(question, len(one.pages))
             return Released(question.room, was_held=question.part in one.received)
 
     def _on_give_up(self, question: GiveUp, one: _Room | None, now: float) -> None:
@@ -390,6 +392,7 @@ class RoomDesk:
             return RoomNews(ask.room, is_known=True, failure=failure)
         if ask.part in one.reading:
             one.reading[ask.part] = now
+            self._note_read(ask, ask.have_pages)
         if one.failure is not None:
             return RoomNews(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)
@@ -400,6 +403,10 @@ class RoomDesk:
             pages=one.pages[first:],
             first_token=one.first_token,
         )
+
+    def _note_read(self, question: Ask | Received, have_pages: int) -> None:
+        if self._packer is not None:
+            self._packer.note_read(question.room, question.part, have_pages)
 
     def _reply(self, sender: bytes, number: int, answer: Answer) -> None:
         message = Answered(number, self._offer.instance_id, answer)
