@@ -289,6 +289,10 @@ class RoomDesk:
             self._bad.add(error)
             return
         question = asked.question
+        if isinstance(question, Pack):
+            # What it says counts, also where the sender asks for something else before the answer.
+            with self._lock:
+                self._packed_of(question, self._clock())
         if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
             self._keep_waiting(sender, asked.number, question)
         else:

@@ -187,6 +187,11 @@ class Staging:
         self._num_made = 0
         self._changed = threading.Condition()
 
+    @property
+    def registered(self) -> frozenset[int]:
+        """Addresses of the allocations that the transport knows by now."""
+        return frozenset(self._registered)
+
     def prepare(self) -> None:
         """Make all buffers now, while nothing is transferred. Once a server was ended by SIGSEGV
         when it made its first; whether registering beside transfers was the cause is not known."""
