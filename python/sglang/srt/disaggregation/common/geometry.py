@@ -244,9 +244,14 @@ class Portion:
     cuts: list[CutBuffer]
 
     @property
+    def buffers(self) -> list[WholeBuffer | CutBuffer]:
+        """All buffers of pages."""
+        return [*self.wholes, *self.cuts]
+
+    @property
     def page_bytes(self) -> int:
         """That are read for a page."""
-        return sum(one.page_bytes for one in (*self.wholes, *self.cuts))
+        return sum(buffer.page_bytes for buffer in self.buffers)
 
     def num_blocks(self, theirs: Sequence[int], own: Sequence[int]) -> int:
         """How many blocks pages `theirs` are, where they are read from their pools."""

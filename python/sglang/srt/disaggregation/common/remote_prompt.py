@@ -283,7 +283,7 @@ class RemotePrompt:
         """As `_read_pages`, packed by the prefill server. False: that does not pay, or there is no
         memory for it soon; then nothing was read."""
         own = self._own.pages[have : have + len(theirs)]
-        buffers = [*portion.wholes, *portion.cuts]
+        buffers = portion.buffers
         unit_bytes = min(offer.unit_bytes, self._reads.staging.num_bytes)
         if self._link is None or max((b.page_bytes for b in buffers), default=0) > unit_bytes:
             return False
