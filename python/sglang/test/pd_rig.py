@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.whole_prompt import FindRank
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, Engine, MakeHalf, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -38,6 +39,9 @@ LOOPBACK = "127.0.0.1"
 NEVER_ASKED = 1
 """A port: rigs find each other without a bootstrap server."""
 _TIMEOUT_S = 60.0
+SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0)
+"""A link on which pages are packed wherever that makes fewer blocks of them, however long the
+prefill server takes for the first unit."""
 
 
 def one_rank(endpoint: str) -> Route:
@@ -145,37 +149,33 @@ class MooncakeMover(LocalMover):
             raise TransferError(f"{[outcome.value for outcome in done.outcomes]}")
 
 
-class RigEngine(Engine, Protocol):
-    """An engine whose memory can be taken back."""
-
-    def batch_deregister(self, ptrs: Sequence[int]) -> int: ...
-
-
-class _Recording:
-    """An engine, and the addresses of what was registered through this."""
+class RecordedEngine:
+    """What it has registered can be taken back."""
 
     def __init__(self, engine: RigEngine) -> None:
         self._engine = engine
-        self.registered: list[int] = []
+        self._registered: list[int] = []
+        self.get_session_id = engine.get_session_id
+        self.begin = engine.begin
+        self.is_registered = engine.is_registered
 
     @property
     def stays_on_host(self) -> bool:
         return self._engine.stays_on_host
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
-        self.registered += ptrs
+        self._registered += ptrs
         return self._engine.batch_register(ptrs, lengths)
 
-    def is_registered(self, ptr: int, length: int) -> bool:
-        return self._engine.is_registered(ptr, length)
+    def deregister_all(self) -> None:
+        registered, self._registered = self._registered, []
+        self._engine.batch_deregister(registered)
 
-    def get_session_id(self) -> str:
-        return self._engine.get_session_id()
 
-    def begin(
-        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
-    ) -> Transfer:
-        return self._engine.begin(peer, op, blocks, timeout=timeout)
+class RigEngine(Engine, Protocol):
+    """An engine whose memory can be taken back."""
+
+    def batch_deregister(self, ptrs: Sequence[int]) -> int: ...
 
 
 class HalfRig(SchedulerRig):
@@ -186,6 +186,7 @@ class HalfRig(SchedulerRig):
         engine: Moves the bytes.
         find_rank: How a decode server finds prefill servers.
         identity: Of the weights.
+        unit_bytes: Of packed pages; None: they are not packed.
     """
 
     tick_s: ClassVar[float] = 0.001
@@ -194,17 +195,30 @@ class HalfRig(SchedulerRig):
         self,
         model_path: Path,
         mode: str,
-        engine: Engine,
+        engine: RigEngine,
         find_rank: FindRank,
         *,
         identity: str = "rig",
+        unit_bytes: int | None = None,
         **args: Any,
     ) -> None:
         self.routes: list[Route] = []
+        self.engine = RecordedEngine(engine)
+        link = None if unit_bytes is None else SLOW_BLOCKS
 
         def make_half(pools: Sequence[BaseDevicePool]) -> MakeHalf:
             group = args.get("group")
-            server = make_half_server(mode, LOOPBACK, pools, identity, engine, find_rank, group)
+            server = make_half_server(
+                mode,
+                LOOPBACK,
+                pools,
+                identity,
+                self.engine,
+                find_rank,
+                group,
+                link=link,
+                unit_bytes=unit_bytes or UNIT_BYTES,
+            )
             self.routes = server.routes
             return server.make
 
@@ -252,13 +266,10 @@ class PdRig:
     ) -> None:
         kind = CheckableHalfRig if checkable else HalfRig
         self.engine = engine
-        self._recording = recording = _Recording(engine)
         self.endpoint: str | None = None
         """Where the decode scheduler finds the prefill scheduler; None: where that listens."""
-        self.prefill = kind(
-            model_path, PREFILL, recording, self._find, **{**args, **(prefill or {})}
-        )
-        self.decode = kind(model_path, DECODE, recording, self._find, **{**args, **(decode or {})})
+        self.prefill = kind(model_path, PREFILL, engine, self._find, **{**args, **(prefill or {})})
+        self.decode = kind(model_path, DECODE, engine, self._find, **{**args, **(decode or {})})
         self._rooms = itertools.count(1)
 
     def _find(self, host: str, port: int, rank: int) -> Route:
@@ -277,7 +288,8 @@ class PdRig:
         self.decode.close()
         self.prefill.close()
         # The next pair's pools may be where these were.
-        self.engine.batch_deregister(self._recording.registered)
+        for rig in self.rigs:
+            rig.engine.deregister_all()
 
     @property
     def rigs(self) -> tuple[HalfRig, HalfRig]:

@@ -137,6 +137,8 @@ class RandomPd:
         """The reading threads have it."""
         self.page_size = self.rng.choice((1, 4, 16))
         self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
+        # Drawn apart, so that a seed is the same otherwise.
+        self.unit_bytes = random.Random(~seed).choice((None, 4096, 20_000))
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = LocalMover()
@@ -171,6 +173,7 @@ class RandomPd:
                     self._mover,
                     checkable=True,
                     page_size=self.page_size,
+                    unit_bytes=self.unit_bytes,
                     prefill=self.args["prefill"],
                     decode=self.args["decode"],
                 )
@@ -183,7 +186,9 @@ class RandomPd:
                 while self.outcome.steps < steps:
                     self._round(injects=prob > 0)
             except BaseException as error:
-                error.add_note(f"after {self.outcome.steps} steps, {self.args}")
+                error.add_note(
+                    f"after {self.outcome.steps} steps, units of {self.unit_bytes}, {self.args}"
+                )
                 error.add_note(self.pair.describe())
                 raise
             for name, count in proxy.counts.items():

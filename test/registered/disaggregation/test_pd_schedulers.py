@@ -143,12 +143,15 @@ def check(pair: PdRig, single: SchedulerRig, *messages: TokenizedGenerateReqInpu
         assert_same(pair.result(message.rid), want)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "unit_bytes"),
+    [*((family, None) for family in FAMILIES), ("qwen3", 1 << 16), ("deepseek_v32", 1 << 16)],
+)
 def test_every_kind_of_model_says_the_same_cold_and_cached(
-    engine: MooncakeTransferEngine, models: dict[str, Path], family: str
+    engine: MooncakeTransferEngine, models: dict[str, Path], family: str, unit_bytes: int | None
 ) -> None:
     alone = SchedulerRig(models[family], **ARGS)
-    with make_pair(engine, models[family]) as pair:
+    with make_pair(engine, models[family], unit_bytes=unit_bytes) as pair:
         for turn in ("cold", "cached on both sides"):
             messages = [
                 pair.request(f"{turn} {number}", ids, greedy(24), return_logprob=True)

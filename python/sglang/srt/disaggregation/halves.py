@@ -16,11 +16,14 @@ import zmq
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import Patience
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry
+from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
+from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.page_reads import Mover
 from sglang.srt.disaggregation.common.protocol import RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import STEPS, Mover, OwnSlots
+from sglang.srt.disaggregation.common.remote_prompt import STEPS, OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import (
@@ -94,6 +97,8 @@ def make_half_server(
     find_rank: FindRank | None = None,
     group: RankGroup | None = None,
     *,
+    link: LinkCosts | None = None,
+    unit_bytes: int = UNIT_BYTES,
     prepares_staging: bool = False,
 ) -> HalfServer:
     """Register the pools with the Transfer Engine, and listen. A collective.
@@ -104,7 +109,9 @@ def make_half_server(
         pools: Of the model.
         find_rank: How a decode server finds prefill servers; None: by their bootstrap servers.
         group: The ranks of this server; None: this one alone.
-        prepares_staging: Make the staging buffers of a decode server now; see `Staging.prepare`.
+        link: For a link on which packing pages may pay; both servers of a pair need one.
+        unit_bytes: With it: of a unit of packed pages, at least `STAGING_BYTES`.
+        prepares_staging: Make the staging buffers now; see `Staging.prepare`.
 
     Raises:
         ValueError: The host is not this machine's, or a bound in the environment is not positive;
@@ -112,7 +119,6 @@ def make_half_server(
         RuntimeError: The transport refuses the memory.
     """
     ranks = group or SingleRank()
-    place = RankPlace(ranks.rank, ranks.size, ranks.attn_tp_size)
     geometry = PoolGeometry.of(pools, weights_identity)
     # Whole allocations: a peer on the same host maps those, and nothing smaller, over NVLink.
     ranges = device_runtime(pools[0].device).allocations_of(geometry.tensors)
@@ -122,15 +128,17 @@ def make_half_server(
     ), "a pool has memory that its geometry does not name"
     engine.batch_register(list(ranges), list(ranges.values()))
     metadata = _make_metadata(engine, pools[0].device, ranges)
-    if mode == PREFILL:
-        return _prefill(host, geometry, engine, ranks, place, metadata)
-    staging = Staging(engine, pools[0].device, ranges)
-    if prepares_staging:
+    packs = link is not None
+    staging = Staging(engine, pools[0].device, ranges, unit_bytes if packs else STAGING_BYTES)
+    if prepares_staging and (packs or mode == DECODE):
         staging.prepare()
+    if mode == PREFILL:
+        packer = Packer(geometry.page_rows(), staging) if packs else None
+        return _prefill(host, geometry, engine, ranks, packer, metadata)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
     means = Means(
-        place=place,
+        place=_place(ranks),
         geometry=geometry,
         mover=engine,
         staging=staging,
@@ -138,8 +146,13 @@ def make_half_server(
         find_rank=find_rank or _find_rank,
         patience=_patience(),
         context=context,
+        link=link,
     )
     return HalfServer(_decode(means, ranks), [])
+
+
+def _place(ranks: RankGroup) -> RankPlace:
+    return RankPlace(ranks.rank, ranks.size, ranks.attn_tp_size)
 
 
 def _make_metadata(
@@ -183,9 +196,10 @@ def _prefill(
     geometry: PoolGeometry,
     engine: Engine,
     ranks: RankGroup,
-    place: RankPlace,
+    packer: Packer | None,
     metadata: MetadataBuffers | None,
 ) -> HalfServer:
+    place = _place(ranks)
     instance_id = uuid.uuid4().hex
     wait_s = _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
     silent_s = _silence()
@@ -193,9 +207,11 @@ def _prefill(
     rows = None if metadata is None else _rows_offer(metadata, engine)
 
     def listen() -> RoomDesk:
-        offer = geometry.offer(instance_id, engine.get_session_id(), rows)
+        unit_bytes = packer.unit_bytes if packer is not None else 0
+        session_id = engine.get_session_id()
+        offer = geometry.offer(instance_id, session_id, unit_bytes=unit_bytes, rows=rows)
         try:
-            return RoomDesk(offer, host, unwanted_s=wait_s, silent_s=silent_s)
+            return RoomDesk(offer, host, unwanted_s=wait_s, silent_s=silent_s, packer=packer)
         except zmq.ZMQError as error:
             raise ValueError(f"--host {host}: cannot listen for decode servers: {error}") from error
 

@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.control_proxy import ControlProxy
 from sglang.test.pd_ranks import PdRanks
@@ -137,6 +138,28 @@ def test_the_words_with_metadata_in_rows(
         for mover in pair.movers:
             rows = [one for one in mover.begun if [b.length for b in one.blocks] == [ROW_BYTES]]
             assert len(rows) == len(PROMPTS) * len(pair.prefill.rigs)
+
+
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"), [("qwen3", 2, 1), ("deepseek_v32", 1, 2), ("qwen3_next", 2, 2)]
+)
+def test_the_words_are_those_of_one_rank_where_pages_are_packed(
+    models: Callable[[str], Path], family: str, prefill: int, decode: int
+) -> None:
+    """Also those of ranks with other heads."""
+    path = models(family)
+    alone = SchedulerRig(path, **ARGS)
+    with PdRanks(path, prefill, decode, unit_bytes=40_000, **ARGS) as pair:
+        check_words(pair, alone, "cold")
+        pools = [
+            range(address, address + size)
+            for rig in pair.decode.rigs
+            for pool in rig.pools
+            if pool.spec.item is not ItemKind.STATE
+            for address, size in zip(*pool.get_contiguous_buf_infos()[:2], strict=True)
+        ]
+        blocks = [block for mover in pair.movers for one in mover.begun for block in one.blocks]
+        assert blocks and not any(block.local in pool for block in blocks for pool in pools)
 
 
 def test_states_are_those_behind_the_prompt_while_steps_overlap(

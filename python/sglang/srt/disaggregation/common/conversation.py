@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Answered,
     Asked,
     Offer,
+    Packed,
     Question,
     Released,
     RoomNews,
@@ -30,7 +31,7 @@ REPEAT_S: Final = 1.0
 POLL_S: Final = 0.1
 """How soon an abort is seen."""
 ABORTED: Final = "the request was aborted"
-_A = TypeVar("_A", Offer, RoomNews, Released)
+_A = TypeVar("_A", Offer, RoomNews, Packed, Released)
 
 
 class RoomFailed(RuntimeError):

@@ -19,7 +19,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.remote_prompt import Mover
+    from sglang.srt.disaggregation.common.page_reads import Mover
 
 logger = logging.getLogger(__name__)
 

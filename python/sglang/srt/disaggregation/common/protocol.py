@@ -68,6 +68,8 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     layout_facts: dict[str, str]
     """What the digest is of, for errors."""
     pools: list[PoolOffer]
+    unit_bytes: int = 0
+    """Pages are packed into units of at most so many bytes; 0: they are not packed."""
     rows: RowsOffer | None = None
     """None: what is found beside keys and values is told."""
 
@@ -117,6 +119,32 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """False: the first token is read from its row, where it has one."""
 
 
+class Pack(msgspec.Struct, frozen=True, tag=True):
+    """Copy pages of a room into units of contiguous memory, which are then read each at once. How
+    far is that? The answer may wait until there are units that the asker does not know.
+
+    Both servers know by `rounds` which pages are in which unit. A unit's memory belongs to the
+    asker until it says that it has read it, or the room ends.
+    """
+
+    room: int
+    reader: Reader
+    part: Part
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    """Of this packing, among those of this room and part. A larger one ends those before it."""
+    buffers: list[int]
+    """Addresses of the buffers whose pages are wanted."""
+    first_page: Annotated[int, msgspec.Meta(ge=0)]
+    """Of the prompt."""
+    num_pages: Annotated[int, msgspec.Meta(ge=1)]
+    unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    """Of a unit, at most."""
+    done: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """So many units were read, or are not wanted any more."""
+    known: int = 0
+    """So many the asker has been told of."""
+
+
 class Received(msgspec.Struct, frozen=True, tag=True):
     """A rank of the decode server has all: once all parts do, the prefill server may let go of the
     room."""
@@ -156,6 +184,19 @@ class RoomNews(msgspec.Struct, frozen=True, tag=True):
         return self.first_token is not None or self.row is not None
 
 
+class Packed(msgspec.Struct, frozen=True, tag=True):
+    """How far a packing is."""
+
+    room: int
+    number: int
+    first: int = 0
+    """The first unit that was not read yet."""
+    places: list[int] = []
+    """Addresses of units that are there, from `first` on."""
+    failure: str | None = None
+    """Why there will be no further ones."""
+
+
 class Released(msgspec.Struct, frozen=True, tag=True):
     """The prefill server has let go of the room."""
 
@@ -164,8 +205,8 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """Until now nothing else was written to its pages: what was read of them is right."""
 
 
-Question = Hello | Ask | Received | GiveUp
-Answer = Offer | RoomNews | Released
+Question = Hello | Ask | Pack | Received | GiveUp
+Answer = Offer | RoomNews | Packed | Released
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):

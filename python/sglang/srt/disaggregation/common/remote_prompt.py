@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import zmq
@@ -25,38 +25,29 @@ from sglang.srt.disaggregation.common.conversation import (
     Patience,
     RoomFailed,
 )
-from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.geometry import PoolGeometry, Portion
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
+from sglang.srt.disaggregation.common.packed_read import PackedRead
+from sglang.srt.disaggregation.common.page_reads import Mover, PageReads
 from sglang.srt.disaggregation.common.protocol import (
     Ask,
     FirstToken,
     GiveUp,
     Hello,
     Offer,
+    Pack,
     Received,
     Released,
     RoomNews,
 )
 from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
-from sglang.srt.distributed.device_communicators.transfer_types import (
-    Block,
-    Transfer,
-    TransferError,
-    TransferOp,
-)
+from sglang.srt.distributed.device_communicators.transfer_types import Block
 
 logger = logging.getLogger(__name__)
 
 STEPS: Final = ("asking", "reading", "confirming")
 """Of a prompt, where tests let it fail."""
-
-
-class Mover(Protocol):
-    """What a room asks of the Transfer Engine; see `MooncakeTransferEngine.begin`."""
-
-    def begin(
-        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
-    ) -> Transfer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +95,8 @@ class RemotePrompt:
         own: Where it goes.
         portion_of: What to read of a rank with this offer. May wait for the offers of others;
             raises RoomFailed.
-        staging: For pages of a rank with other heads.
+        staging: For pages of a rank with other heads, and for packed ones.
+        link: What decides whether pages are packed; None: they are not.
         metadata: Reads the first token, where the rank has it in a row.
         on_failure: Called with the reason where it will not come, maybe long before `has_ended`.
         cancelled: Ends it soon, when set.
@@ -121,6 +113,7 @@ class RemotePrompt:
         on_failure: Callable[[str], None],
         mover: Mover,
         staging: Staging,
+        link: LinkCosts | None,
         metadata: MetadataReader,
         patience: Patience,
         context: zmq.Context[zmq.Socket[bytes]],
@@ -132,18 +125,15 @@ class RemotePrompt:
         self._geometry = geometry
         self._portion_of = portion_of
         self._on_failure = on_failure
-        self._mover = mover
-        self._staging = staging
-        self._buffer: StagingBuffer | None = None
-        """While pages of a rank with other heads are read."""
+        self._reads = PageReads(mover, staging, patience.waiting)
+        self._link = link
+        self._num_packings = 0
         self._metadata = metadata
         self._row_read = metadata.row_read(mover, patience.waiting)
         self._patience = patience
         self._context = context
         self._cancelled = cancelled
         self._fails_at = fails_at
-        self._transfer: Transfer | None = None
-        """The last one that was begun."""
         self._ended = threading.Event()
         self._returned = threading.Event()
         self.first_token: FirstToken | None = None
@@ -151,11 +141,13 @@ class RemotePrompt:
         self.has_met = False
         """Whether the prefill server has said that it has the request too."""
         self.read_seconds = 0.0
-        """With a read in flight."""
-        self.num_bytes_read = 0
-        """Of keys, values and states."""
+        """With a read in flight, or pages being packed for one."""
         self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
         """That the first token came in, by their way."""
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._reads.num_bytes
 
     @property
     def has_ended(self) -> bool:
@@ -176,9 +168,7 @@ class RemotePrompt:
         except Exception as error:
             logger.exception("a prompt could not be received")
             self._on_failure(f"receiving the prompt failed: {type(error).__name__}: {error}")
-        transfer = self._transfer
-        if transfer is None or transfer.wait():
-            self._give_buffer_back()
+        if self._reads.settle():
             self._ended.set()
         else:
             logger.error(
@@ -194,6 +184,7 @@ class RemotePrompt:
             try:
                 return self._converse(talk)
             except Exception as error:
+                self._reads.abandon()
                 talk.tell(GiveUp(source.room, source.reader, str(error)))
                 raise
 
@@ -287,30 +278,73 @@ class RemotePrompt:
         """Read pages `theirs`, which follow the `have` ones that there are."""
         coming = have + len(theirs)
         own = self._own.pages[have:coming]
+        if self._read_packed(talk, offer, portion, theirs, have):
+            return
         self._read(talk, offer, portion.page_blocks(theirs, own), coming)
         if not portion.cuts:
             return
-        self._buffer = buffer = self._take_buffer(talk, coming)
-        for pieces in rounds(portion.cuts, theirs, own, STAGING_BYTES):
-            self._read(talk, offer, buffer.blocks(pieces), coming)
-            buffer.unpack(pieces)
-        self._give_buffer_back()
+        buffer = self._take_buffer(talk, coming)
+        index = self._reads.staging.index(own)
+        sizes = [cut.page_bytes for cut in portion.cuts]
+        for pieces in rounds(sizes, len(own), self._reads.staging.num_bytes):
+            blocks = [
+                block
+                for piece in pieces
+                for block in piece.blocks(buffer.address, portion.cuts[piece.place].address, theirs)
+            ]
+            self._read(talk, offer, blocks, coming)
+            buffer.unpack(portion.cuts, pieces, index)
+        self._reads.give_back(buffer)
+
+    def _read_packed(
+        self, talk: Conversation, offer: Offer, portion: Portion, theirs: Sequence[int], have: int
+    ) -> bool:
+        """As `_read_pages`, packed by the prefill server. False: that does not pay, or there is no
+        memory for it soon; then nothing was read."""
+        own = self._own.pages[have : have + len(theirs)]
+        buffers = portion.buffers
+        unit_bytes = min(offer.unit_bytes, self._reads.staging.num_bytes)
+        if self._link is None or max((b.page_bytes for b in buffers), default=0) > unit_bytes:
+            return False
+        num_blocks, num_bytes = portion.num_blocks(theirs, own), portion.page_bytes * len(own)
+        if not (buffers and self._link.packing_pays(num_blocks, num_bytes, unit_bytes)):
+            return False
+        source, number = self._source, self._num_packings
+        self._num_packings += 1
+        first = Pack(
+            source.room,
+            source.reader,
+            source.part,
+            number,
+            [buffer.address for buffer in buffers],
+            self._own.first_page + have,
+            len(own),
+            unit_bytes,
+        )
+        packed = PackedRead(
+            first,
+            offer.session_id,
+            buffers,
+            own,
+            talk=talk,
+            reads=self._reads,
+            waiting=self._patience.waiting,
+        )
+        started = time.monotonic()
+        # Who waits as long as it would take without waits at most twice as long as with it.
+        has_come = packed.run(self._link.direct_s(num_blocks, num_bytes))
+        self.read_seconds += time.monotonic() - started
+        return has_come
 
     def _take_buffer(self, talk: Conversation, have: int) -> StagingBuffer:
         deadline = time.monotonic() + self._patience.waiting
         while time.monotonic() < deadline:
-            buffer = self._staging.take(POLL_S)
+            buffer = self._reads.take(POLL_S)
             if buffer is not None:
                 return buffer
             _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
         seconds = f"{self._patience.waiting:g} s"
         raise RoomFailed(f"no memory for pages of ranks with other heads was free in {seconds}")
-
-    def _give_buffer_back(self) -> None:
-        """Nothing is read into it any more."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            buffer.give_back()
 
     def _read_row(self, talk: Conversation, offer: Offer, row: int) -> FirstToken | None:
         """The first token from its row; None: it has to be told."""
@@ -342,30 +376,12 @@ class RemotePrompt:
         if not blocks:
             return
         started = time.monotonic()
+        transfer = self._reads.begin(offer.session_id, blocks)
+        alive = self._ask(have, may_wait=False)
         try:
-            transfer = self._mover.begin(
-                offer.session_id, TransferOp.READ, blocks, timeout=self._patience.waiting
-            )
-        except TransferError as error:
-            raise RoomFailed(f"reading from the prefill server failed: {error}") from error
-        self._transfer = transfer
-        try:
-            while not transfer.wait(POLL_S):
-                if transfer.is_left:
-                    raise RoomFailed("reading from the prefill server failed, and cannot end")
-                _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
-        except BaseException:
-            transfer.abandon()
-            raise
-        self.read_seconds += time.monotonic() - started
-        self.num_bytes_read += sum(block.length for block in blocks)
-        if transfer.error is not None:
-            raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
-        if not transfer.is_done:
-            raise RoomFailed(
-                "the prefill server's pages could not be read within "
-                f"{self._patience.waiting:g} s, or it refuses their addresses"
-            )
+            self._reads.finish(transfer, lambda: _check(talk.keep_alive(alive, RoomNews)))
+        finally:
+            self.read_seconds += time.monotonic() - started
 
 
 def cannot_serve(where: str, refusal: str) -> RoomFailed:

@@ -29,11 +29,12 @@ from sglang.srt.disaggregation.common.conversation import (
     RoomFailed,
 )
 from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
+from sglang.srt.disaggregation.common.page_reads import Mover
 from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import (
-    Mover,
     OwnSlots,
     RemotePrompt,
     Source,
@@ -59,7 +60,8 @@ class Means:
     Attributes:
         place: This rank, among those of the decode server.
         geometry: Of its pools.
-        staging: For pages of ranks with other heads.
+        staging: For pages of ranks with other heads, and for packed ones.
+        link: See `RemotePrompt`.
         metadata: Reads first tokens.
     """
 
@@ -71,6 +73,7 @@ class Means:
     find_rank: FindRank
     patience: Patience
     context: zmq.Context[zmq.Socket[bytes]]
+    link: LinkCosts | None = None
 
 
 class WholePrompt:
@@ -197,6 +200,7 @@ class WholePrompt:
             mover=means.mover,
             staging=means.staging,
             metadata=means.metadata,
+            link=means.link,
             patience=means.patience,
             context=means.context,
             cancelled=self._cancelled,

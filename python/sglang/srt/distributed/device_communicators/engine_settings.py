@@ -15,6 +15,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     RdmaDevice,
     resolve_mooncake_protocol,
 )
+from sglang.srt.distributed.device_communicators.transfer_plan import BATCH_BYTES, REQUEST_BYTES
 from sglang.srt.environ import EnvOptionalStr, envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, NPU, device_kind
 from sglang.srt.utils.network import get_free_port
@@ -55,6 +56,12 @@ class EngineSettings:
     def is_fallback(self) -> bool:
         """Whether the user allowed another protocol than the one asked for, and it came to that."""
         return self.requested != self.protocol
+
+    @property
+    def request_bytes(self) -> int:
+        """Most bytes of a request. Where each is a copy by itself, one after the other, parts of a
+        block would gain nothing, and each costs 5 us."""
+        return BATCH_BYTES if self.protocol == "nvlink_intra" else REQUEST_BYTES
 
     def export(self) -> None:
         """Make Mooncake's engine install the transport of this protocol, for good.

@@ -148,6 +148,11 @@ class MooncakeTransferEngine:
         bracketed = f"[{host}]" if ":" in host else host
         return f"{bracketed}:{self._pool.home.raw.get_rpc_port()}"
 
+    @property
+    def protocol(self) -> str:
+        """The transport in use, one of `SUPPORTED_PROTOCOLS`."""
+        return self._settings.protocol
+
     def get_engine(self) -> RawEngine:
         """The engine object of Mooncake's that peers know. Whoever calls it bypasses all checks."""
         return self._pool.home.raw
@@ -262,7 +267,8 @@ class MooncakeTransferEngine:
         ranges = self._book.pin(blocks)
         transfer = Transfer(blocks, on_settled=lambda: self._book.unpin(ranges))
         deadline = None if timeout is None else time.monotonic() + timeout
-        worker = TransferWorker(remote, op, transfer, merge_blocks(blocks, ranges), deadline)
+        requests = merge_blocks(blocks, ranges, self._settings.request_bytes)
+        worker = TransferWorker(remote, op, transfer, requests, deadline)
         self._threads.submit(worker.run)
         return transfer
 

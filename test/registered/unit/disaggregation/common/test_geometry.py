@@ -227,12 +227,15 @@ def read_cuts(
     """What a prompt does with a staging buffer of `capacity` bytes."""
     memory = torch.full((capacity,), 7, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 8 :]
-    for pieces in rounds(portion.cuts, theirs, own, len(memory) - len(memory) % 8):
+    index = torch.tensor(own)
+    sizes = [cut.page_bytes for cut in portion.cuts]
+    for pieces in rounds(sizes, len(own), len(memory)):
         for piece in pieces:
-            move(piece.blocks(memory.data_ptr()))
+            address = portion.cuts[piece.place].address
+            move(list(piece.blocks(memory.data_ptr(), address, theirs)))
         for piece in pieces:
-            end = piece.offset + len(piece.own) * piece.cut.page_bytes
-            piece.cut.unpack(memory[piece.offset : end], piece.own)
+            cut = portion.cuts[piece.place]
+            cut.unpack(piece.span(memory), index[piece.begin : piece.end])
 
 
 def cut_bytes(portion: Portion) -> int:

@@ -43,7 +43,7 @@ class RowScene(Scene):
         self.theirs = MetadataBuffers(NUM_ROWS, torch.device("cpu"))
         self.own = MetadataBuffers(1, torch.device("cpu"))
         self.reader = MetadataReader(self.own, HERE)
-        super().__init__(RowsOffer(self.theirs.address(0), row_bytes, NUM_ROWS, host))
+        super().__init__(rows=RowsOffer(self.theirs.address(0), row_bytes, NUM_ROWS, host))
 
     def begin(self, own_pages: Sequence[int], *args: Any, **fields: Any) -> WholePrompt:
         return super().begin(own_pages, *args, **{"metadata": self.reader, **fields})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.constants import MIB
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as module
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -212,6 +213,17 @@ def test_mooncake_is_made_to_install_what_was_chosen(
     host.add_device("mlx5_0", "mlx5_core")
     host.start(protocol)
     assert host.engines.made[0].forced == forced
+
+
+@pytest.mark.parametrize(
+    ("protocol", "wanted"), [("tcp", 16 * MIB), ("rdma", 16 * MIB), ("nvlink_intra", 256 * MIB)]
+)
+def test_requests_are_cut_where_several_move_at_once(
+    host: Host, protocol: str, wanted: int
+) -> None:
+    host.add_device("mlx5_0", "mlx5_core")
+    engine = host.start(protocol)
+    assert (engine.protocol, engine._settings.request_bytes) == (protocol, wanted)
 
 
 @pytest.mark.parametrize(("wheel", "forced"), [(ALL, ["MC_FORCE_TCP"]), (PLAIN, [])])
