@@ -191,7 +191,6 @@ def sampled(max_new_tokens: int) -> SamplingParams:
     return params
 
 
-@both_ways
 def test_sampling_with_a_seed(pair: PdRig, single: SchedulerRig) -> None:
     messages = [pair.request(f"seed {n}", PROMPTS[5], sampled(30), seed=n) for n in range(4)]
     check(pair, single, *messages)
