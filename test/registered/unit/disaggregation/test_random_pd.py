@@ -22,7 +22,7 @@ from sglang.test.random_pd import RandomPd
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 6])
 def test_a_run(seed: int) -> None:
     torch.set_num_threads(1)
     outcome = RandomPd(seed).run(200)
