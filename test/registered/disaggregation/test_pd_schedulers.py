@@ -31,7 +31,7 @@ from sglang.test.pd_rig import LOOPBACK, MooncakeMover, PdRig
 from sglang.test.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 PAGE: Final = 16
 CHUNK: Final = 64
@@ -164,6 +164,8 @@ def test_every_kind_of_model_says_the_same_cold_and_cached(
         assert last.cached_tokens_details == again.last.cached_tokens_details, "prefill's count"
         assert pair.decode.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
         assert pair.prefill.scheduler.state.counters.decode_steps == 0
+        staging = pair.decode.scheduler._parts.half._remote._means.staging  # type: ignore[attr-defined]
+        assert bool(staging._num_made) == (unit_bytes is not None), "pages came as units"
 
 
 def test_a_prefix_that_only_one_side_has(

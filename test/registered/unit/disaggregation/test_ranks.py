@@ -22,7 +22,7 @@ from sglang.test.rank_rigs import RankRigs
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cpu_ci(est_time=66, suite="base-a-test-cpu")
 
 PAGE: Final = 16
 LENGTHS: Final = (1, 16, 17, 64, 90)

@@ -177,16 +177,25 @@ class Packer:
                 if self._is_closing:
                     return
                 key, packing = next(one for one in self._packings.items() if one[1].wants_buffer)
-                buffer = self._staging.take(0)
-                if buffer is None:
+                buffer = self._take_buffer(packing)
+                if buffer is None and packing.failure is None:
                     # All are with readers: one that comes back is told by `ask` or `end`.
                     self._changed.wait()
                     continue
                 unit = packing.next
                 packing.next += 1
                 self._packings[key] = self._packings.pop(key)
-            self._pack(packing, unit, buffer)
+            if buffer is not None:
+                self._pack(packing, unit, buffer)
             self._on_packed()
+
+    def _take_buffer(self, packing: _Packing) -> StagingBuffer | None:
+        try:
+            return self._staging.take(0)
+        except Exception as error:
+            logger.exception("there is no memory for packed pages")
+            packing.failure = f"packing pages failed: {type(error).__name__}: {error}"
+            return None
 
     def _has_work(self) -> bool:
         return any(packing.wants_buffer for packing in self._packings.values())

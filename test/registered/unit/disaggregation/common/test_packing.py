@@ -167,14 +167,15 @@ def test_what_is_not_wanted_any_more_is_not_packed(place: Place) -> None:
     place.until_free(NUM_BUFFERS)
 
 
+@pytest.mark.parametrize("what", [(StagingBuffer, "pack"), (Staging, "take")])
 def test_a_packing_that_fails_says_why_and_the_next_goes_on(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch, what: tuple[type, str]
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(StagingBuffer, "pack", fail)
+        patched.setattr(*what, fail)
         assert wait_until(lambda: place.ask().failure is not None, 10, interval=0.002)
     assert place.ask().failure == "packing pages failed: RuntimeError: no memory"
     place.until_free(NUM_BUFFERS)
