@@ -1,45 +1,102 @@
-"""KV pages from one GPU to another by the Transfer Engine, against a peer copy in the same run.
+"""KV pages from one GPU to another as a decode server reads them, against a peer copy.
 
-    python benchmark/gpu_pages.py [--tokens 8192 32768] [--protocol nvlink_intra] [--json FILE]
+    python benchmark/gpu_pages.py [--tokens 8192 32768] [--unit-mib 64 128] [--json FILE]
 
-Two processes with a pool of Qwen3-8B's shape each, pages of 64 tokens. The second reads pages of
-the first as a decode server does: `run` is one run of pages on both sides, `scattered` pages in
-random order on both. The bytes are compared afterwards. `target`: 0.80 of the peer copy for a run.
+Two processes with a pool of Qwen3-8B's shape each, pages of 64 tokens. The second reads prompts of
+the first with all that a decode server does for it: questions, reads, copies. `run` is one run of
+pages on both sides, `scattered` pages in random order on both. `direct` reads from pool to pool,
+`packed` lets the first process pack pages into units of `--unit-mib`, and `chosen` is what servers
+do (`link_costs.py`). Bytes are compared afterwards. The time is from the first question about pages
+until all are there; `prompt_s` has the other questions too. `copies` are those of one unit between
+a pool and its buffer. Target: 0.80 of the peer copy in the same run.
+
+`--device cpu --layers 2 --tokens 512 --protocol tcp` tries it without GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+import zmq
 
 from sglang.benchmark.report import emit, provenance
 from sglang.embedded_mooncake import LOOPBACK
+from sglang.srt.constants import MIB
+from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.protocol import Offer
+from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
+from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.staging import Staging, rounds
+from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.distributed.device_communicators.transfer_types import TransferOp
 from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.test.qwen3_8b import KV_BYTES
 from sglang.test.rank_processes import run_ranks
 
 PAGE: Final = 64
 REPEATS: Final = 7
-LAYERS, KV_HEADS, HEAD_DIM = 36, 8, 128
+KV_HEADS, HEAD_DIM = 8, 128
 TARGET: Final = 0.8
-EXPECTED_GB_S: Final = {"run": 340.0, "scattered": 25.0}
-"""A run of 8,192 tokens is 72 blocks of 16 MB, a page 72 of 128 KB."""
+TOKEN: Final = FirstToken(token_id=1, prompt_len=1, prompt_digest="")
+ALWAYS: Final = LinkCosts(block_s=1.0, bytes_per_s=1e12, packing_s=0.0)
+"""Where packing always pays."""
+CHOSEN: Final = LINKS["nvlink_intra"]
+PATIENCE: Final = Patience(bootstrap=60, waiting=60, silence=60)
+
+
+class Case(NamedTuple):
+    """Prompts of one kind; each has a room of its own."""
+
+    tokens: int
+    pages: str
+    way: str
+    unit_mib: int
+    first_room: int
+
+    @property
+    def link(self) -> LinkCosts | None:
+        return {"direct": None, "packed": ALWAYS, "chosen": CHOSEN}[self.way]
+
+    def places(self, pool_pages: int) -> tuple[list[int], list[int]]:
+        """Pages there and here."""
+        count = self.tokens // PAGE
+        if self.pages == "run":
+            return list(range(1, count + 1)), list(range(1, count + 1))
+        rng = np.random.default_rng(self.tokens)
+        there, here = ((rng.permutation(pool_pages)[:count] + 1).tolist() for _ in range(2))
+        return there, here
+
+
+def cases(sizes: Sequence[int], units: Sequence[int]) -> Iterator[Case]:
+    """What is measured, in an order that both processes know."""
+    room = 1
+    for unit in units:
+        for size in sizes:
+            for pages in ("run", "scattered"):
+                for way in ("direct", "packed", "chosen"):
+                    if way == "packed" or unit == units[-1]:
+                        yield Case(size, pages, way, unit, room)
+                        room += REPEATS
 
 
 def peer_copy_gb_s(num_bytes: int) -> float:
@@ -53,50 +110,177 @@ def peer_copy_gb_s(num_bytes: int) -> float:
         target.copy_(source)
         torch.cuda.synchronize("cuda:1")
         seconds.append(time.perf_counter() - begun)
-    return num_bytes / sorted(seconds)[len(seconds) // 2] / 1e9
+    return num_bytes / statistics.median(seconds) / 1e9
 
 
-def measure(protocol: str, sizes: list[int]) -> list[dict[str, Any]]:
-    """One rank's part: the first has the pages, the second reads them."""
-    os.environ["MOONCAKE_PROTOCOL"] = protocol
-    ranks = TorchRankGroup.of_world()
-    device = f"cuda:{ranks.rank}"
-    mark_device_set(device)
-    tokens = 2 * max(sizes)
-    pool = MHATokenToKVPool(tokens, PAGE, torch.bfloat16, KV_HEADS, HEAD_DIM, LAYERS, device)
-    tensors = [buffer for part in pool.parts for buffer in part]
-    if ranks.rank == 0:
-        for buffer in tensors:
-            buffer.normal_()
-    torch.cuda.synchronize()
-    engine = MooncakeTransferEngine(LOOPBACK, ranks.rank)
-    found = device_runtime(device).allocations_of(tensors)
-    engine.batch_register(list(found), list(found.values()))
-    geometry = PoolGeometry.of([pool], "dummy")
-    told = geometry.offer("source", engine.get_session_id())
-    offer = msgspec.msgpack.decode(
-        ranks.broadcast(msgspec.msgpack.encode(told) if ranks.rank == 0 else None), type=Offer
-    )
-    rows: list[dict[str, Any]] = []
-    for size in sizes if ranks.rank == 1 else ():
-        limit = peer_copy_gb_s(size * KV_BYTES)
-        rng = np.random.default_rng(size)
-        one_run = np.arange(1, size // PAGE + 1)
-        scattered = [rng.permutation(tokens // PAGE)[: size // PAGE] + 1 for _ in range(2)]
-        for name, there, here in (("run", one_run, one_run), ("scattered", *scattered)):
+def pattern(pages: torch.Tensor, number: int) -> torch.Tensor:
+    """What buffer `number` has in each page; exact in bfloat16."""
+    return ((pages * 7 + number * 13) % 251).to(torch.bfloat16)
+
+
+def fill(pool: MHATokenToKVPool) -> None:
+    """Pages that can be told apart."""
+    for number, buffer in enumerate(buffer for part in pool.parts for buffer in part):
+        rows = buffer.view(-1, PAGE * KV_HEADS * HEAD_DIM)
+        pages = torch.arange(len(rows), device=rows.device)
+        rows.copy_(pattern(pages, number)[:, None].expand_as(rows))
+
+
+def check(pool: MHATokenToKVPool, there: list[int], here: list[int]) -> None:
+    """The pages have come, every byte of them."""
+    for number, buffer in enumerate(buffer for part in pool.parts for buffer in part):
+        rows = buffer.view(-1, PAGE * KV_HEADS * HEAD_DIM)
+        theirs, own = (torch.tensor(pages, device=rows.device) for pages in (there, here))
+        assert (rows[own] == pattern(theirs, number)[:, None]).all(), f"buffer {number}"
+        rows[own] = -1.0
+
+
+class Side:
+    """What both processes have: a pool, the engine, buffers for each size of units."""
+
+    def __init__(
+        self, ranks: RankGroup, device: str, layers: int, args: argparse.Namespace
+    ) -> None:
+        pool_tokens = 2 * max(args.tokens)
+        self.pool = MHATokenToKVPool(
+            pool_tokens, PAGE, torch.bfloat16, KV_HEADS, HEAD_DIM, layers, device
+        )
+        self.pool_pages = pool_tokens // PAGE
+        tensors = [buffer for part in self.pool.parts for buffer in part]
+        self.engine = MooncakeTransferEngine(LOOPBACK, ranks.rank)
+        found = device_runtime(device).allocations_of(tensors)
+        self.engine.batch_register(list(found), list(found.values()))
+        self.geometry = PoolGeometry.of([self.pool], "dummy")
+        self.staging: dict[int, Staging] = {}
+        known = set(found)
+        for unit in args.unit_mib:
+            staging = Staging(self.engine, torch.device(device), known, unit * MIB)
+            staging.prepare()
+            known |= staging.registered
+            self.staging[unit] = staging
+
+    def copies_gb_s(self, unit: int, page_bytes: int) -> dict[str, float]:
+        """Of one unit between pool and buffer, in random order."""
+        rows = list(self.geometry.page_rows().values())
+        buffer = self.staging[unit].take(0)
+        assert buffer is not None
+        count = min(128, self.pool_pages)
+        pages = np.random.default_rng(1).permutation(self.pool_pages)[:count] + 1
+        index = self.staging[unit].index(pages.tolist())
+        pieces = next(rounds([page_bytes] * len(rows), count, unit * MIB))
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        (portion,) = self.geometry.portions([self.geometry.offer("i", "s")], 0)
+        found = {}
+        for name, work in (
+            ("pack", lambda: buffer.pack(rows, pieces, index)),
+            ("unpack", lambda: buffer.unpack(portion.wholes, pieces, index)),
+        ):
             seconds = []
             for _ in range(REPEATS):
                 begun = time.perf_counter()
-                blocks = geometry.blocks(offer, there.tolist(), here.tolist())
-                transfer = engine.transfer(offer.session_id, TransferOp.READ, blocks, timeout=60)
+                work()
                 seconds.append(time.perf_counter() - begun)
-                assert transfer.is_done, transfer.error
-            speed = size * KV_BYTES / sorted(seconds)[REPEATS // 2] / 1e9
-            rows.append(
-                {"tokens": size, "pages": name, "blocks": len(blocks), "gb_s": round(speed, 1),
-                 "first_s": round(seconds[0], 4), "peer_copy_gb_s": round(limit, 1),
-                 "of_limit": round(speed / limit, 3)}
-            )  # fmt: skip
+            found[f"{name}_gb_s"] = round(num_bytes / statistics.median(seconds) / 1e9, 1)
+        buffer.give_back()
+        return found | {"unit_pieces": len(pieces)}
+
+
+def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, tuple[str, bytes]]:
+    """The prefill server's part: all prompts are computed. Where each desk is, and its offer."""
+    found = {}
+    for unit in units:
+        packer = Packer(side.geometry.page_rows(), side.staging[unit])
+        offer = side.geometry.offer(f"desk {unit}", side.engine.get_session_id(), packer.unit_bytes)
+        desk = RoomDesk(offer, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
+        for case in all_cases:
+            if case.unit_mib == unit:
+                there, _ = case.places(side.pool_pages)
+                for room in range(case.first_room, case.first_room + REPEATS):
+                    desk.open(room)
+                    desk.add_pages(room, there)
+                    desk.complete(room, TOKEN)
+        found[unit] = f"tcp://{LOOPBACK}:{desk.port}", msgspec.msgpack.encode(offer)
+    return found
+
+
+def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> dict[str, Any]:
+    """The decode server's part."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    route = Route(rank=0, endpoint=endpoint, instance_id="i", num_ranks=1, attn_tp_size=1)
+    means = Means(
+        place=RankPlace(),
+        geometry=side.geometry,
+        mover=side.engine,
+        staging=side.staging[case.unit_mib],
+        find_rank=lambda *_: route,
+        patience=PATIENCE,
+        context=context,
+        link=case.link,
+    )
+    there, here = case.places(side.pool_pages)
+    reads, prompts = [], []
+    for repeat in range(REPEATS):
+        meeting = Bootstrap(LOOPBACK, 1, case.first_room + repeat)
+        prompt = WholePrompt(meeting, OwnSlots(pages=here), means, f"reader {repeat}")
+        begun = time.perf_counter()
+        prompt.run()
+        prompts.append(time.perf_counter() - begun)
+        assert prompt.failure is None, prompt.failure
+        reads.append(prompt.read_seconds)
+        if repeat in (0, REPEATS - 1):
+            check(side.pool, there, here)
+    context.destroy(linger=0)
+    (portion,) = side.geometry.portions([offer], 0)
+    num_bytes = portion.page_bytes * len(here)
+    speed = num_bytes / statistics.median(reads) / 1e9
+    return {
+        "tokens": case.tokens,
+        "pages": case.pages,
+        "way": case.way,
+        "unit_mib": case.unit_mib if case.way != "direct" else None,
+        "blocks": portion.num_blocks(there, here),
+        "gb_s": round(speed, 1),
+        "best_gb_s": round(num_bytes / min(reads) / 1e9, 1),
+        "first_s": round(reads[0], 4),
+        "prompt_s": round(statistics.median(prompts), 5),
+        "peer_copy_gb_s": round(limit, 1),
+        "of_limit": round(speed / limit, 3) if limit else None,
+        "target": TARGET if case.way == "chosen" else None,
+    }
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One rank's part: the first has the pages, the second reads them."""
+    os.environ["MOONCAKE_PROTOCOL"] = args.protocol
+    ranks = TorchRankGroup.of_world()
+    device = f"cuda:{ranks.rank}" if args.device == "cuda" else args.device
+    mark_device_set(device)
+    side = Side(ranks, device, args.layers, args)
+    all_cases = list(cases(args.tokens, args.unit_mib))
+    told = None
+    if ranks.rank == 0:
+        fill(side.pool)
+        device_runtime(device).synchronize()
+        told = msgspec.msgpack.encode(serve(side, all_cases, args.unit_mib))
+    desks = msgspec.msgpack.decode(
+        ranks.broadcast(told), type=dict[int, tuple[str, bytes]], strict=False
+    )
+    rows: list[dict[str, Any]] = []
+    if ranks.rank == 1:
+        page_bytes = PAGE * KV_HEADS * HEAD_DIM * 2
+        for unit in args.unit_mib:
+            rows.append({"copies": "one unit", "unit_mib": unit})
+            rows[-1] |= side.copies_gb_s(unit, page_bytes)
+        limits = {
+            size: peer_copy_gb_s(size * 2 * args.layers * KV_HEADS * HEAD_DIM * 2)
+            if args.device == "cuda"
+            else 0.0
+            for size in args.tokens
+        }
+        for case in all_cases:
+            endpoint, offer = desks[case.unit_mib]
+            told_offer = msgspec.msgpack.decode(offer, type=Offer)
+            rows.append(read(side, case, endpoint, told_offer, limits[case.tokens]))
     ranks.reduce_min(torch.zeros(1, dtype=torch.int64))  # Until both have come here.
     return rows
 
@@ -106,12 +290,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--unit-mib", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--protocol", default="nvlink_intra")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for row in run_ranks(2, measure, args.protocol, args.tokens, device="cuda")[1]:
-        record = {"benchmark": "gpu_pages", "protocol": args.protocol, **row, "target": TARGET}
-        emit(record | {"expected_gb_s": EXPECTED_GB_S[row["pages"]], **provenance()}, args.json)
+    for row in run_ranks(2, measure, args, device=args.device)[1]:
+        record = {"benchmark": "gpu_pages", "protocol": args.protocol, **row}
+        emit(record | provenance(), args.json)
 
 
 if __name__ == "__main__":

@@ -83,12 +83,17 @@ def staged(portion: Portion, pages: Sequence[int], read: Callable[[Sequence[Bloc
     num_bytes = sum(block.length for block in blocks)
     if blocks:
         read(blocks)
-    for pieces in rounds(portion.cuts, pages, pages, STAGING_BYTES):
+    index = staging.index(pages)
+    for pieces in rounds([cut.page_bytes for cut in portion.cuts], len(pages), STAGING_BYTES):
         buffer = staging.take(0)
         assert buffer is not None
-        blocks = buffer.blocks(pieces)
+        blocks = [
+            block
+            for piece in pieces
+            for block in piece.blocks(buffer.address, portion.cuts[piece.place].address, pages)
+        ]
         read(blocks)
-        buffer.unpack(pieces)
+        buffer.unpack(portion.cuts, pieces, index)
         buffer.give_back()
         num_bytes += sum(block.length for block in blocks)
     return num_bytes

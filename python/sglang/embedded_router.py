@@ -1,4 +1,4 @@
-"""`sglang_router` as a child process, in front of prefill and decode servers."""
+"""`sglang_router` as a child process, in front of prefill and decode servers, or of plain ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _READY_TIMEOUT_S: Final = 2.0
 
 
 class Router(ManagedProcess):
-    """The package's router, for pairs of servers that compute halves of requests."""
+    """The package's router, for pairs of servers that compute halves of requests, or for servers
+    that compute whole ones."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Router(ManagedProcess):
         port: int,
         log_dir: Path,
         flags: Sequence[str] = (),
+        plain: Sequence[str] = (),
     ) -> None:
         """Describe the router; `start` waits until it knows healthy servers.
 
@@ -40,6 +42,7 @@ class Router(ManagedProcess):
             port: There.
             log_dir: An existing directory.
             flags: Further ones of the router.
+            plain: URLs of servers that compute whole requests; then there are no others.
 
         Raises:
             ChildStartError: The package is not installed.
@@ -47,8 +50,9 @@ class Router(ManagedProcess):
         if importlib.util.find_spec(_PACKAGE) is None:
             raise ChildStartError(f"the package {_PACKAGE} is missing: pip install sglang-router")
         self.url = base_url(LOOPBACK if host in ("0.0.0.0", "::") else host, port)
+        kind = ("--worker-urls", *plain) if plain else ("--pd-disaggregation",)
         command = [
-            *(sys.executable, "-m", f"{_PACKAGE}.launch_router", "--pd-disaggregation"),
+            *(sys.executable, "-m", f"{_PACKAGE}.launch_router", *kind),
             *(word for url, port in prefills for word in ("--prefill", url, str(port))),
             *(word for url in decodes for word in ("--decode", url)),
             *("--host", host, "--port", str(port)),

@@ -172,6 +172,24 @@ class EnvBool(EnvField[bool]):
         return "1" if value else "0"
 
 
+class EnvOptionalBool(EnvField[bool | None]):
+    """`None` if the variable is not set or empty."""
+
+    expects = EnvBool.expects
+
+    def __init__(self, doc: str) -> None:
+        super().__init__(None, doc)
+
+    def parse(self, text: str) -> bool | None:
+        word = text.strip().lower()
+        if word not in _TRUE | _FALSE:
+            raise ValueError(text)
+        return word in _TRUE if word else None
+
+    def render(self, value: bool | None) -> str:
+        return "" if value is None else str(int(value))
+
+
 class EnvSize(EnvField[int]):
     """A size in bytes; see `parse_size`. The default is text, as a user would write it."""
 
@@ -219,7 +237,12 @@ class Envs:
         False, "Use `tcp` in place of `rdma`, with a warning, if there is no RDMA device."
     )
     SGLANG_MOONCAKE_CUSTOM_MEM_POOL = EnvOptionalStr(
-        "Memory pool of KV that is transferred: NVLINK, BAREX or INTRA_NODE_NVLINK."
+        "Memory of KV that is transferred: NVLINK, BAREX (Mooncake's allocators) or "
+        "INTRA_NODE_NVLINK (plain memory; metadata moves as the pages do)."
+    )
+    SGLANG_MOONCAKE_SEND_AUX_TCP = EnvOptionalBool(
+        "1: metadata of prompts comes over the control connection; 0: Mooncake moves it; unset: as "
+        "the pool of the last setting says."
     )
     ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE = EnvBool(
         False, "Transfer over Ascend's links, whatever MOONCAKE_PROTOCOL says."

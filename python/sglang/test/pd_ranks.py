@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, MakeHalf, make_half_server
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import Bootstrap, ToScheduler
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.pd_rig import LOOPBACK, NEVER_ASKED, LocalMover
+from sglang.test.pd_rig import LOOPBACK, NEVER_ASKED, SLOW_BLOCKS, LocalMover
 from sglang.test.rank_rigs import RankRigs
 from sglang.test.scheduler_rig import Collected
 
@@ -35,6 +36,7 @@ class PdRanks:
         cp_size: Over how many of its ranks the prefill server splits prefills.
         prefill_args: Of the prefill server alone.
         decode_args: Of the decode server alone.
+        unit_bytes: Of packed pages; None: they are not packed.
         args: Of both; as of `SchedulerRig`.
 
     Attributes:
@@ -51,8 +53,11 @@ class PdRanks:
         cp_size: int = 1,
         prefill_args: dict[str, Any] | None = None,
         decode_args: dict[str, Any] | None = None,
+        unit_bytes: int | None = None,
         **args: Any,
     ) -> None:
+        link = None if unit_bytes is None else SLOW_BLOCKS
+        self._packing: dict[str, Any] = {"link": link, "unit_bytes": unit_bytes or UNIT_BYTES}
         self.movers = [LocalMover() for _ in range(decode)]
         self.routes: list[Route] = []
         self.endpoints: dict[int, str] = {}
@@ -75,14 +80,18 @@ class PdRanks:
         self._rooms = itertools.count(1)
 
     def _prefill_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
-        server = make_half_server(PREFILL, LOOPBACK, pools, "w", LocalMover(), group=group)
+        server = make_half_server(
+            PREFILL, LOOPBACK, pools, "w", LocalMover(), group=group, **self._packing
+        )
         if group.rank == 0:
             self.routes = server.routes
         return server.make
 
     def _decode_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
         mover = self.movers[group.rank]
-        return make_half_server(DECODE, LOOPBACK, pools, "w", mover, self._find, group).make
+        return make_half_server(
+            DECODE, LOOPBACK, pools, "w", mover, self._find, group, **self._packing
+        ).make
 
     def _find(self, host: str, port: int, rank: int) -> Route:
         assert (host, port) == (LOOPBACK, NEVER_ASKED)

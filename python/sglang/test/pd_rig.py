@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.whole_prompt import FindRank
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, Engine, MakeHalf, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -38,6 +39,9 @@ LOOPBACK = "127.0.0.1"
 NEVER_ASKED = 1
 """A port: rigs find each other without a bootstrap server."""
 _TIMEOUT_S = 60.0
+SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0)
+"""A link on which pages are packed wherever that makes fewer blocks of them, however long the
+prefill server takes for the first unit."""
 
 
 def one_rank(endpoint: str) -> Route:
@@ -52,9 +56,11 @@ class LocalMover:
         hold: Whether reads stay in flight until `release`.
         fails: Called with each read's blocks; what it gives is the read's error.
         begun: Reads so far.
+        stays_on_host: As of a Transfer Engine.
     """
 
     def __init__(self) -> None:
+        self.stays_on_host = False
         self.hold = False
         self.fails: Callable[[Sequence[Block]], TransferError | None] = lambda blocks: None
         self.begun: list[Transfer] = []
@@ -66,6 +72,9 @@ class LocalMover:
 
     def batch_deregister(self, ptrs: Sequence[int]) -> int:
         return 0
+
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return False
 
     def get_session_id(self) -> str:
         return "this process"
@@ -127,6 +136,9 @@ class MooncakeMover(LocalMover):
     def batch_deregister(self, ptrs: Sequence[int]) -> int:
         return self._engine.batch_deregister(ptrs)
 
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return self._engine.is_registered(ptr, length)
+
     def get_session_id(self) -> str:
         return self._engine.get_session_id()
 
@@ -135,6 +147,29 @@ class MooncakeMover(LocalMover):
         done.wait()
         if not done.is_done:
             raise TransferError(f"{[outcome.value for outcome in done.outcomes]}")
+
+
+class RecordedEngine:
+    """What it has registered can be taken back."""
+
+    def __init__(self, engine: RigEngine) -> None:
+        self._engine = engine
+        self._registered: list[int] = []
+        self.get_session_id = engine.get_session_id
+        self.begin = engine.begin
+        self.is_registered = engine.is_registered
+
+    @property
+    def stays_on_host(self) -> bool:
+        return self._engine.stays_on_host
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        self._registered += ptrs
+        return self._engine.batch_register(ptrs, lengths)
+
+    def deregister_all(self) -> None:
+        registered, self._registered = self._registered, []
+        self._engine.batch_deregister(registered)
 
 
 class RigEngine(Engine, Protocol):
@@ -151,6 +186,7 @@ class HalfRig(SchedulerRig):
         engine: Moves the bytes.
         find_rank: How a decode server finds prefill servers.
         identity: Of the weights.
+        unit_bytes: Of packed pages; None: they are not packed.
     """
 
     tick_s: ClassVar[float] = 0.001
@@ -159,17 +195,30 @@ class HalfRig(SchedulerRig):
         self,
         model_path: Path,
         mode: str,
-        engine: Engine,
+        engine: RigEngine,
         find_rank: FindRank,
         *,
         identity: str = "rig",
+        unit_bytes: int | None = None,
         **args: Any,
     ) -> None:
         self.routes: list[Route] = []
+        self.engine = RecordedEngine(engine)
+        link = None if unit_bytes is None else SLOW_BLOCKS
 
         def make_half(pools: Sequence[BaseDevicePool]) -> MakeHalf:
             group = args.get("group")
-            server = make_half_server(mode, LOOPBACK, pools, identity, engine, find_rank, group)
+            server = make_half_server(
+                mode,
+                LOOPBACK,
+                pools,
+                identity,
+                self.engine,
+                find_rank,
+                group,
+                link=link,
+                unit_bytes=unit_bytes or UNIT_BYTES,
+            )
             self.routes = server.routes
             return server.make
 
@@ -179,11 +228,6 @@ class HalfRig(SchedulerRig):
     def endpoint(self) -> str:
         """Where a prefill server's first rank answers."""
         return self.routes[0].endpoint
-
-    @property
-    def addresses(self) -> list[int]:
-        """Of the memory that is registered."""
-        return [address for pool in self.pools for address in pool.get_contiguous_buf_infos()[0]]
 
 
 class CheckableHalfRig(HalfRig):
@@ -245,7 +289,7 @@ class PdRig:
         self.prefill.close()
         # The next pair's pools may be where these were.
         for rig in self.rigs:
-            self.engine.batch_deregister(rig.addresses)
+            rig.engine.deregister_all()
 
     @property
     def rigs(self) -> tuple[HalfRig, HalfRig]:

@@ -10,17 +10,21 @@ from typing import Any
 import torch
 import zmq
 
+from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
+from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.network import wait_until
-from sglang.test.pd_rig import LocalMover, one_rank
+from sglang.test.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 
 PAGE, PAGES, ROOM = 2, 16, 5
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
@@ -50,17 +54,42 @@ class Place:
 
 
 class Scene:
-    """Both places, the desk, and what moves bytes."""
+    """Both places, the desk, and what moves bytes.
 
-    def __init__(self) -> None:
+    Args:
+        unit_bytes: Of packed pages; None: they are not packed.
+        link: On which they are.
+        rows: Of metadata, that the desk offers.
+    """
+
+    def __init__(
+        self,
+        unit_bytes: int | None = None,
+        link: LinkCosts = SLOW_BLOCKS,
+        rows: RowsOffer | None = None,
+    ) -> None:
         self.there, self.here = Place(100), Place(500)
         self.mover = LocalMover()
-        offer = self.there.geometry.offer("instance", self.mover.get_session_id())
-        self.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+        self.unit_bytes = unit_bytes
+        self.link = None if unit_bytes is None else link
+        self.units, self.staging = self._make_staging(), self._make_staging()
+        """Of the desk, and of the prompts."""
+        session_id = self.mover.get_session_id()
+        offer = self.there.geometry.offer(
+            "instance", session_id, unit_bytes=unit_bytes or 0, rows=rows
+        )
+        packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
+        self.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
         self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._readers = itertools.count()
         self.prompts: list[tuple[WholePrompt, threading.Thread]] = []
+
+    def _make_staging(self) -> Staging:
+        cpu = torch.device("cpu")
+        if self.unit_bytes is None:
+            return Staging(self.mover, cpu)
+        return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
 
     def begin(
         self,
@@ -73,10 +102,12 @@ class Scene:
             place=RankPlace(),
             geometry=self.here.geometry,
             mover=fields.pop("mover", self.mover),
-            staging=Staging(self.mover, torch.device("cpu")),
+            staging=self.staging,
+            metadata=fields.pop("metadata", MetadataReader()),
             find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
             patience=patience,
             context=self.context,
+            link=self.link,
         )
         prompt = WholePrompt(
             Bootstrap("host", 1, fields.pop("room", ROOM)),

@@ -27,7 +27,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
-from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
@@ -112,23 +112,24 @@ def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Bounds of seconds, and questions that are repeated soon."""
-    repeat = remote_prompt.REPEAT_S
+    repeat = conversation.REPEAT_S
     with (
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),
     ):
-        remote_prompt.REPEAT_S = 0.03  # type: ignore[misc]
+        conversation.REPEAT_S = 0.03  # type: ignore[misc]
         try:
             yield
         finally:
-            remote_prompt.REPEAT_S = repeat  # type: ignore[misc]
+            conversation.REPEAT_S = repeat  # type: ignore[misc]
 
 
 class RandomPd:
     """One run."""
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self.rng = random.Random(seed)
         self._network = random.Random(self.rng.random())
         """The proxy's thread has it."""
@@ -136,6 +137,8 @@ class RandomPd:
         """The reading threads have it."""
         self.page_size = self.rng.choice((1, 4, 16))
         self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
+        # Drawn apart, so that a seed is the same otherwise.
+        self.unit_bytes = random.Random(~seed).choice((None, 4096, 20_000))
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = LocalMover()
@@ -161,6 +164,8 @@ class RandomPd:
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
             stack.enter_context(envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(prob))
+            # Metadata in rows for every other seed, told for the others.
+            stack.enter_context(envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(self._seed % 2 == 1))
             stack.enter_context(self._watchdog)
             self._pair = stack.enter_context(
                 PdRig(
@@ -168,6 +173,7 @@ class RandomPd:
                     self._mover,
                     checkable=True,
                     page_size=self.page_size,
+                    unit_bytes=self.unit_bytes,
                     prefill=self.args["prefill"],
                     decode=self.args["decode"],
                 )
@@ -180,7 +186,9 @@ class RandomPd:
                 while self.outcome.steps < steps:
                     self._round(injects=prob > 0)
             except BaseException as error:
-                error.add_note(f"after {self.outcome.steps} steps, {self.args}")
+                error.add_note(
+                    f"after {self.outcome.steps} steps, units of {self.unit_bytes}, {self.args}"
+                )
                 error.add_note(self.pair.describe())
                 raise
             for name, count in proxy.counts.items():
@@ -310,11 +318,16 @@ class RandomPd:
 
     def _come_to_rest(self, may_fail: bool) -> None:
         pair = self.pair
-        began = time.monotonic()
+        began = ticked = time.monotonic()
         while self._pending or self._late or not all(rig.scheduler.is_idle() for rig in pair.rigs):
             self._mover.release()
             self._step(may_fail)
-            if time.monotonic() - began > _REST_S:
+            now = time.monotonic()
+            for rig in pair.rigs:
+                # Their clocks go on by the tick: on a busy machine bounds would take minutes.
+                rig.now += now - ticked
+            ticked = now
+            if now - began > _REST_S:
                 raise AssertionError(f"no rest: {self._pending}")
         self._has_faults = False
         pair.assert_clean()

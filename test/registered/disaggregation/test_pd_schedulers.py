@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.halves import DECODE
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -31,7 +31,7 @@ from sglang.test.pd_rig import LOOPBACK, MooncakeMover, PdRig
 from sglang.test.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 PAGE: Final = 16
 CHUNK: Final = 64
@@ -88,10 +88,17 @@ def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig
 
 
 @pytest.fixture(scope="module")
-def pair(engine: MooncakeTransferEngine, models: dict[str, Path]) -> Iterator[PdRig]:
-    """Of the dense model."""
-    with make_pair(engine, models["qwen3"]) as pair:
+def pair(
+    engine: MooncakeTransferEngine, models: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[PdRig]:
+    """Of the dense model. Its parameter: whether metadata is told; None: as by default."""
+    with envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(getattr(request, "param", None)):
+        pair = make_pair(engine, models["qwen3"])
+    with pair:
         yield pair
+
+
+both_ways = pytest.mark.parametrize("pair", [None, False], indirect=True, ids=["told", "in rows"])
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +143,15 @@ def check(pair: PdRig, single: SchedulerRig, *messages: TokenizedGenerateReqInpu
         assert_same(pair.result(message.rid), want)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "unit_bytes"),
+    [*((family, None) for family in FAMILIES), ("qwen3", 1 << 16), ("deepseek_v32", 1 << 16)],
+)
 def test_every_kind_of_model_says_the_same_cold_and_cached(
-    engine: MooncakeTransferEngine, models: dict[str, Path], family: str
+    engine: MooncakeTransferEngine, models: dict[str, Path], family: str, unit_bytes: int | None
 ) -> None:
     alone = SchedulerRig(models[family], **ARGS)
-    with make_pair(engine, models[family]) as pair:
+    with make_pair(engine, models[family], unit_bytes=unit_bytes) as pair:
         for turn in ("cold", "cached on both sides"):
             messages = [
                 pair.request(f"{turn} {number}", ids, greedy(24), return_logprob=True)
@@ -154,6 +164,8 @@ def test_every_kind_of_model_says_the_same_cold_and_cached(
         assert last.cached_tokens_details == again.last.cached_tokens_details, "prefill's count"
         assert pair.decode.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
         assert pair.prefill.scheduler.state.counters.decode_steps == 0
+        staging = pair.decode.scheduler._parts.half._remote._means.staging  # type: ignore[attr-defined]
+        assert bool(staging._num_made) == (unit_bytes is not None), "pages came as units"
 
 
 def test_a_prefix_that_only_one_side_has(
@@ -193,6 +205,7 @@ def test_penalties_count_the_first_token_too(pair: PdRig, single: SchedulerRig) 
     check(pair, single, pair.request("penalties", PROMPTS[4], params))
 
 
+@both_ways
 def test_logprobs_and_the_most_likely_tokens(pair: PdRig, single: SchedulerRig) -> None:
     message = pair.request(
         "tops", PROMPTS[6], greedy(9), return_logprob=True, top_logprobs_num=3, stream=False
@@ -231,6 +244,7 @@ def test_stop_tokens_and_stop_strings(pair: PdRig, single: SchedulerRig, place: 
     assert reason is not None and (reason.type, reason.matched) == ("stop", text)
 
 
+@both_ways
 @pytest.mark.parametrize("length", [5, 16, 100])
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_few_words(pair: PdRig, single: SchedulerRig, wanted: int, length: int) -> None:
@@ -468,7 +482,7 @@ def test_control_messages_that_are_lost_doubled_and_late(
             return ()
         return (0.0, rng.random() * 0.05) if kind < 2 else (rng.random() * 0.005,)
 
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.1)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.1)
     with ControlProxy(pair.prefill.endpoint, fate) as proxy:
         monkeypatch.setattr(pair, "endpoint", proxy.endpoint)
         for turn in range(3):

@@ -1,5 +1,6 @@
 """Prefill and decode servers on GPUs: the words of one server, over TCP and over NVLink.
 
+Over NVLink with metadata told, and with metadata in rows on the GPUs, of which nothing is told.
 With two GPUs each server has one; else they share it. The requests go to both as the router sends
 them.
 """
@@ -11,8 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import pytest
+import torch
 
 from sglang.serve_pd import count_gpus
+from sglang.srt.disaggregation.common.metadata_row import BadRow
+from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_protocols
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.utils.network import get_free_port
@@ -20,13 +25,14 @@ from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.engine_server import EngineServer
 from sglang.test.scheduler_rig import prompt
 
-register_cuda_ci(est_time=90, suite="base-b-test-1-gpu-large")
+register_cuda_ci(est_time=120, suite="base-b-test-1-gpu-large")
 
 pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 
+INTRA_NODE: Final = "INTRA_NODE_NVLINK"
 FLAGS: Final = (
     "--device", "cuda", "--mem-fraction-static", "0.2", "--page-size", "16", "--dtype", "float32",
-    "--chunked-prefill-size", "256", "--max-total-tokens", "16384",
+    "--enable-metrics", "--chunked-prefill-size", "256", "--max-total-tokens", "16384",
 )  # fmt: skip
 LENGTHS: Final = (5, 16, 700, 1500, 40, 260, 900, 64)
 rooms = itertools.count(1)
@@ -63,11 +69,22 @@ def expected() -> list[list[int]]:
         ]
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "nvlink_intra"])
-def test_the_words_of_one_server(protocol: str, expected: list[list[int]]) -> None:
+def metadata_bytes(decode: EngineServer, way: str) -> float:
+    """`control`: told; `transport`: moved as pages are."""
+    return decode.metrics()[f'sglang:kv_transfer_metadata_bytes_total{{way="{way}"}}']
+
+
+@pytest.mark.parametrize(
+    ("protocol", "memory"), [("tcp", ""), ("nvlink_intra", ""), ("nvlink_intra", INTRA_NODE)]
+)
+def test_the_words_of_one_server(protocol: str, memory: str, expected: list[list[int]]) -> None:
     if protocol not in wheel_protocols():
         pytest.skip(f"the installed mooncake wheel was built without {protocol}")
-    env = {"MOONCAKE_PROTOCOL": protocol, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
+    env = {
+        "MOONCAKE_PROTOCOL": protocol,
+        "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": memory,
+    }
     port = get_free_port()
     mode = "--disaggregation-mode"
     other = str(int(count_gpus() > 1))
@@ -81,8 +98,26 @@ def test_the_words_of_one_server(protocol: str, expected: list[list[int]]) -> No
             requests = [body(seed, length, 24) for seed, length in enumerate(LENGTHS)]
             found = list(pool.map(lambda one: through_both(prefill, port, decode, one), requests))
             assert found == expected
+        used, unused = ("transport", "control") if memory else ("control", "transport")
+        assert metadata_bytes(decode, used) > 0
+        assert metadata_bytes(decode, unused) == 0
         for server in (prefill, decode):
             server.flush()  # checks the books, too
+
+
+def test_rows_on_a_gpu() -> None:
+    """What one thread writes another one reads, in whatever order rows are used."""
+    rows = MetadataBuffers(8, torch.device("cuda"))
+    words = [FirstToken(token_id=n, prompt_len=9, prompt_digest="d" * n) for n in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda n: rows.set_buf(n, 100 + n, words[n]), range(8)))
+        assert list(pool.map(lambda n: rows.get_buf(n, 100 + n), range(8))) == words
+        pool.submit(rows.clear, 3).result()
+        with pytest.raises(BadRow, match="empty"):
+            rows.get_buf(3, 103)
+        assert rows.get_buf(4, 104) == words[4]
+    ((address, size),) = rows.allocations().items()
+    assert address <= rows.address(0) and rows.address(8) <= address + size
 
 
 if __name__ == "__main__":

@@ -34,6 +34,22 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("", None), (" ", None), ("0", False), ("off", False), ("1", True), ("True", True)],
+)
+def test_switches_of_three_positions(
+    monkeypatch: pytest.MonkeyPatch, text: str, value: bool | None
+) -> None:
+    field = envs.SGLANG_MOONCAKE_SEND_AUX_TCP
+    monkeypatch.setenv(field.name, text)
+    assert field.get() is value
+    with field.override(value):
+        assert field.get() is value
+    monkeypatch.delenv(field.name)
+    assert field.get() is None
+
+
 @pytest.mark.parametrize(("text", "share"), [("0", 0.0), ("0.25", 0.25), (" 1 ", 1.0)])
 def test_shares(monkeypatch: pytest.MonkeyPatch, text: str, share: float) -> None:
     monkeypatch.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", text)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
+from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.votes import FAILED, Votes
 from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest, sampling_digest
@@ -55,6 +56,8 @@ class Prompt(Protocol):
     def read_seconds(self) -> float: ...
     @property
     def num_bytes_read(self) -> int: ...
+    @property
+    def metadata_bytes(self) -> Mapping[str, int]: ...
     def cancel(self, reason: str) -> None: ...
 
 
@@ -142,7 +145,7 @@ class DecodeHalf:
                 "num_decode_lingering_reqs": lambda: len(self._lingering),
             },
         )
-        self._transfers = TransferMetrics(registry)
+        self._transfers = TransferMetrics(registry, (CONTROL, TRANSPORT))
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         meeting = req.spec.bootstrap
@@ -237,6 +240,7 @@ class DecodeHalf:
         stages.queue = (stages.queue or 0.0) + first.queue_seconds
         stages.prefill, stages.transfer = first.prefill_seconds, prompt.read_seconds
         self._transfers.on_read(prompt.num_bytes_read, prompt.read_seconds)
+        self._transfers.on_metadata(prompt.metadata_bytes)
         self._received.append((req, first))
 
     def _fail(self, req: Req, why: str, *, had_met: bool) -> None:

@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
+import torch
 import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry
+from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
+from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.page_reads import Mover
+from sglang.srt.disaggregation.common.protocol import RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import STEPS, Mover, OwnSlots, Patience
+from sglang.srt.disaggregation.common.remote_prompt import STEPS, OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import (
@@ -27,6 +34,12 @@ from sglang.srt.disaggregation.common.whole_prompt import (
 )
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.disaggregation.utils import (
+    NUM_ROWS,
+    MetadataBuffers,
+    host_identity,
+    metadata_device,
+)
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.environ import EnvInt, envs
@@ -60,7 +73,10 @@ class Engine(Mover, Protocol):
     """What halves ask of the Transfer Engine; see `MooncakeTransferEngine`."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
+    def is_registered(self, ptr: int, length: int) -> bool: ...
     def get_session_id(self) -> str: ...
+    @property
+    def stays_on_host(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +97,8 @@ def make_half_server(
     find_rank: FindRank | None = None,
     group: RankGroup | None = None,
     *,
+    link: LinkCosts | None = None,
+    unit_bytes: int = UNIT_BYTES,
     prepares_staging: bool = False,
 ) -> HalfServer:
     """Register the pools with the Transfer Engine, and listen. A collective.
@@ -91,7 +109,9 @@ def make_half_server(
         pools: Of the model.
         find_rank: How a decode server finds prefill servers; None: by their bootstrap servers.
         group: The ranks of this server; None: this one alone.
-        prepares_staging: Make the staging buffers of a decode server now; see `Staging.prepare`.
+        link: For a link on which packing pages may pay; both servers of a pair need one.
+        unit_bytes: With it: of a unit of packed pages, at least `STAGING_BYTES`.
+        prepares_staging: Make the staging buffers now; see `Staging.prepare`.
 
     Raises:
         ValueError: The host is not this machine's, or a bound in the environment is not positive;
@@ -99,7 +119,6 @@ def make_half_server(
         RuntimeError: The transport refuses the memory.
     """
     ranks = group or SingleRank()
-    place = RankPlace(ranks.rank, ranks.size, ranks.attn_tp_size)
     geometry = PoolGeometry.of(pools, weights_identity)
     # Whole allocations: a peer on the same host maps those, and nothing smaller, over NVLink.
     ranges = device_runtime(pools[0].device).allocations_of(geometry.tensors)
@@ -108,23 +127,64 @@ def make_half_server(
         for address in geometry.addresses
     ), "a pool has memory that its geometry does not name"
     engine.batch_register(list(ranges), list(ranges.values()))
-    if mode == PREFILL:
-        return _prefill(host, geometry, engine, ranks, place)
-    staging = Staging(engine, pools[0].device, ranges)
-    if prepares_staging:
+    metadata = _make_metadata(engine, pools[0].device, ranges)
+    packs = link is not None
+    staging = Staging(engine, pools[0].device, ranges, unit_bytes if packs else STAGING_BYTES)
+    if prepares_staging and (packs or mode == DECODE):
         staging.prepare()
+    if mode == PREFILL:
+        packer = Packer(geometry.page_rows(), staging) if packs else None
+        return _prefill(host, geometry, engine, ranks, packer, metadata)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
     means = Means(
-        place=place,
+        place=_place(ranks),
         geometry=geometry,
         mover=engine,
         staging=staging,
+        metadata=MetadataReader(metadata, host_identity()),
         find_rank=find_rank or _find_rank,
         patience=_patience(),
         context=context,
+        link=link,
     )
     return HalfServer(_decode(means, ranks), [])
+
+
+def _place(ranks: RankGroup) -> RankPlace:
+    return RankPlace(ranks.rank, ranks.size, ranks.attn_tp_size)
+
+
+def _make_metadata(
+    engine: Engine, pages: torch.device, ranges: dict[int, int]
+) -> MetadataBuffers | None:
+    """Rows for metadata, registered; None: it is told.
+
+    Args:
+        ranges: What is registered already; what the rows lie in is added.
+    """
+    device = metadata_device(pages)
+    if device is None:
+        return None
+    metadata = MetadataBuffers(NUM_ROWS, device)
+    # On a GPU it may lie in an allocation in which weights or pools are.
+    new = {
+        address: size
+        for address, size in metadata.allocations().items()
+        if not engine.is_registered(address, size)
+    }
+    try:
+        if new:
+            engine.batch_register(list(new), list(new.values()))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to have "
+            "it told, or SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to have it beside the "
+            "pages"
+        ) from error
+    ranges.update(new)
+    logger.info("metadata is in rows in memory of %s, and moves as pages do", device)
+    return metadata
 
 
 def _find_rank(host: str, port: int, rank: int) -> Route:
@@ -132,16 +192,26 @@ def _find_rank(host: str, port: int, rank: int) -> Route:
 
 
 def _prefill(
-    host: str, geometry: PoolGeometry, engine: Engine, ranks: RankGroup, place: RankPlace
+    host: str,
+    geometry: PoolGeometry,
+    engine: Engine,
+    ranks: RankGroup,
+    packer: Packer | None,
+    metadata: MetadataBuffers | None,
 ) -> HalfServer:
+    place = _place(ranks)
     instance_id = uuid.uuid4().hex
     wait_s = _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
     silent_s = _silence()
 
+    rows = None if metadata is None else _rows_offer(metadata, engine)
+
     def listen() -> RoomDesk:
-        offer = geometry.offer(instance_id, engine.get_session_id())
+        unit_bytes = packer.unit_bytes if packer is not None else 0
+        session_id = engine.get_session_id()
+        offer = geometry.offer(instance_id, session_id, unit_bytes=unit_bytes, rows=rows)
         try:
-            return RoomDesk(offer, host, unwanted_s=wait_s, silent_s=silent_s)
+            return RoomDesk(offer, host, unwanted_s=wait_s, silent_s=silent_s, packer=packer)
         except zmq.ZMQError as error:
             raise ValueError(f"--host {host}: cannot listen for decode servers: {error}") from error
 
@@ -158,7 +228,13 @@ def _prefill(
     logger.info("decode servers are answered at %s, instance %s", route.endpoint, instance_id)
     texts = gather_texts(ranks, msgspec.json.encode(route).decode(), _ROUTE_BYTES)
     routes = [msgspec.json.decode(text, type=Route) for text in texts]
-    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s, ranks), routes)
+    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s, ranks, metadata), routes)
+
+
+def _rows_offer(metadata: MetadataBuffers, engine: Engine) -> RowsOffer:
+    (address,), (num_bytes,), (row_bytes,) = metadata.get_buf_infos()
+    host = host_identity() if engine.stays_on_host else ""
+    return RowsOffer(address, row_bytes, num_bytes // row_bytes, host)
 
 
 class PrefillServers:

@@ -13,6 +13,7 @@ import xxhash
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.votes import FAILED, Votes
+from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
@@ -49,7 +50,7 @@ class Desk(Protocol):
     def open(self, room: int) -> None: ...
     def add_pages(self, room: int, pages: Sequence[int]) -> None: ...
     def num_pages(self, room: int) -> int: ...
-    def complete(self, room: int, first_token: FirstToken) -> None: ...
+    def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None: ...
     def end(self, room: int, failure: str | None = None) -> None: ...
     def forget(self, room: int) -> None: ...
     def take_claimed(self) -> Sequence[int]: ...
@@ -98,10 +99,17 @@ class PrefillHalf:
         desk: Answers decode servers.
         wait_s: Seconds for which a request waits to be asked for.
         group: The ranks.
+        metadata: Rows for the first tokens; None: the desk tells them. A request whose row is not
+            free yet waits for it, computed and held.
     """
 
     def __init__(
-        self, state: SchedulerState, desk: Desk, wait_s: float, group: RankGroup | None = None
+        self,
+        state: SchedulerState,
+        desk: Desk,
+        wait_s: float,
+        group: RankGroup | None = None,
+        metadata: MetadataBuffers | None = None,
     ) -> None:
         self._state = state
         self._desk = desk
@@ -114,6 +122,11 @@ class PrefillHalf:
         """By room: `time.monotonic()` at which a decode server was found to ask for it."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
         """By id: requests that are complete, and how they end if all goes well."""
+        self._metadata = metadata
+        self._rows: dict[int, int] = {}
+        """By room: its row."""
+        self._rowless: dict[int, FirstToken] = {}
+        """By room: what waits for a row; in this order."""
         self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
         """By room: the id of the request that has it."""
@@ -167,6 +180,10 @@ class PrefillHalf:
         self._votes.close(room)
         self._past[room] = self._state.now
         self._desk.end(room, why)
+        self._rowless.pop(room, None)
+        row = self._rows.pop(room, None)
+        if self._metadata is not None and row is not None:
+            self._metadata.give_back(row)
 
     def is_remote(self, req: Req) -> bool:
         return False
@@ -212,13 +229,31 @@ class PrefillHalf:
             state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),
         )
         self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
-        self._desk.complete(meeting.room, first_token)
+        self._rowless[meeting.room] = first_token
+        self._complete()
+
+    def _complete(self) -> None:
+        """Let the desk know of first tokens, as far as there are rows for them."""
+        for room, first_token in list(self._rowless.items()):
+            row = None
+            if self._metadata is not None:
+                row = self._metadata.take()
+                if row is None:
+                    return
+                if self._metadata.set_buf(row, room, first_token):
+                    self._rows[room] = row
+                else:
+                    self._metadata.give_back(row)
+                    row = None
+            del self._rowless[room]
+            self._desk.complete(room, first_token, row)
 
     def tick(self) -> None:
         now = self._state.now
         while self._past and now - (oldest := next(iter(self._past.items())))[1] > REMEMBER_S:
             del self._past[oldest[0]]
             self._desk.forget(oldest[0])
+        self._complete()
         self._look()
         for room, vote, why in self._votes.count():
             if vote == RoomVote.FAILED:

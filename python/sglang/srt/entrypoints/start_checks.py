@@ -18,6 +18,7 @@ from sglang.srt.arg_groups.remote_weights import (
     seed_host_port,
 )
 from sglang.srt.configs.config_file import supported_architecture
+from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.distributed.device_communicators.ib_devices import parse_ib_device_config
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
@@ -119,11 +120,14 @@ def check_disaggregation(args: ServerArgs) -> None:
     """Look for what a prefill or decode server needs: Mooncake, and on prefill a free port.
 
     Raises:
-        ValueError: Mooncake is not there or cannot work here, or the bootstrap port is taken.
+        ValueError: Mooncake is not there or cannot work here, the bootstrap port is taken, or a
+            setting of the memory that is transferred is none.
     """
     mode = args.disaggregation_mode
     if mode == WHOLE:
         return
+    check_mooncake_custom_mem_pool_enabled()
+    envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
     devices = args.disaggregation_ib_device or envs.MOONCAKE_DEVICE.get()
     _check_transfer_engine(
         f"--disaggregation-mode {mode}", "" if parse_ib_device_config(devices) else devices

@@ -74,6 +74,14 @@ class SideStream(ABC):
         """Order the current stream after what this one has queued until now."""
 
 
+class MemPool(Protocol):
+    """Memory of the device that another allocator than torch's gives. Kept as long as tensors in it
+    live."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Inside, new tensors of the calling thread on the device are made in it."""
+
+
 class HostCopies(ABC):
     """Copies of tensors on their way to the CPU, begun when this is made.
 
@@ -178,6 +186,14 @@ class DeviceRuntime(ABC):
         """
         storages = (tensor.untyped_storage() for tensor in tensors)
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+    def make_mem_pool(self, allocator: object) -> MemPool:
+        """A pool of what `allocator` gives: the device's own kind of object, as torch takes it.
+
+        Raises:
+            ValueError: The kind has no such pools.
+        """
+        raise ValueError(f"{self.kind.title} has no pools of other allocators")
 
     @property
     def pins_memory(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
+from sglang.srt.disaggregation.mooncake.utils import init_mooncake_custom_mem_pool
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
     get_mooncake_transfer_engine,
@@ -288,8 +290,9 @@ class ModelRunner:
                 has no such states.
 
         Raises:
-            ValueError: `max_total_tokens` is not a positive multiple of the page size, or there is
-                no pool for a kind of state that the model keeps.
+            ValueError: `max_total_tokens` is not a positive multiple of the page size, there is no
+                pool for a kind of state that the model keeps, or the memory that
+                SGLANG_MOONCAKE_CUSTOM_MEM_POOL names cannot be had here.
         """
         page_size = self.config.page_size
         if max_total_tokens < page_size or max_total_tokens % page_size:
@@ -297,13 +300,15 @@ class ModelRunner:
                 f"max_total_tokens={max_total_tokens} must be a positive multiple of "
                 f"page_size={page_size}"
             )
-        self.pools = make_pools(
-            self.state_specs,
-            max_total_tokens,
-            page_size,
-            self.config.device,
-            max_running_requests if num_states is None else num_states,
-        )
+        self._kv_memory = init_mooncake_custom_mem_pool(self.config.device)
+        with self._kv_memory.use() if self._kv_memory else contextlib.nullcontext():
+            self.pools = make_pools(
+                self.state_specs,
+                max_total_tokens,
+                page_size,
+                self.config.device,
+                max_running_requests if num_states is None else num_states,
+            )
         self.req_to_token_pool = self._make_row_pool(max_running_requests)
         self.token_to_kv_pool = kv_pool(self.pools)
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)

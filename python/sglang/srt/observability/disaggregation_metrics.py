@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -54,9 +54,13 @@ class DisaggregationMetrics:
 
 
 class TransferMetrics:
-    """What a decode server read, prompt by prompt. Scheduler thread only."""
+    """What a decode server read, prompt by prompt. Scheduler thread only.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Args:
+        ways: Of metadata.
+    """
+
+    def __init__(self, registry: CollectorRegistry, ways: Sequence[str]) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"sglang:{name}", text, registry=registry, buckets=buckets)
 
@@ -67,6 +71,14 @@ class TransferMetrics:
             "kv_transfer_speed_gb_s", "Speed of reading a prompt's pages, in GB/s", _GB_PER_S
         )
         self._total = histogram("kv_transfer_total_mb", "What was read of a prompt, in MB", _MB)
+        self._metadata = Counter(
+            "sglang:kv_transfer_metadata_bytes",
+            "Bytes of metadata of prompts: told over the control connection, or moved as pages are",
+            ["way"],
+            registry=registry,
+        )
+        for way in ways:
+            self._metadata.labels(way)
 
     def on_read(self, num_bytes: int, seconds: float) -> None:
         """A prompt has come.
@@ -79,3 +91,8 @@ class TransferMetrics:
         if num_bytes and seconds > 0:
             self._latency.observe(seconds * 1e3)
             self._speed.observe(num_bytes / seconds / 1e9)
+
+    def on_metadata(self, num_bytes: Mapping[str, int]) -> None:
+        """The metadata of a prompt has come: bytes by their way."""
+        for way, count in num_bytes.items():
+            self._metadata.labels(way).inc(count)

@@ -46,6 +46,7 @@ class FakePrompt:
     has_ended: bool = False
     is_cancelled: bool = False
     has_met, read_seconds, num_bytes_read = False, 0.0, 0
+    metadata_bytes: dict[str, int] = field(default_factory=dict)
 
     def cancel(self, reason: str) -> None:
         self.is_cancelled = True

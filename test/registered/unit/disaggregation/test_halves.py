@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.remote_prompt import STEPS
 from sglang.srt.disaggregation.halves import make_half_server
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
@@ -32,7 +32,7 @@ PROMPTS = [prompt(seed, length, 1000) for seed, length in enumerate(LENGTHS)]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers that are gone are missed after two seconds."""
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.05)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
     with (
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),

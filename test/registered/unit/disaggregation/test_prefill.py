@@ -38,6 +38,8 @@ class FakeDesk:
         self.told: list[tuple[int, int]] = []
         """(room, pages), in order."""
         self.tokens: dict[int, FirstToken] = {}
+        self.rows: dict[int, int | None] = {}
+        """Of `tokens`."""
         self.ended: dict[int, str] = {}
         self.claimed: list[int] = []
         self.claims = True
@@ -60,9 +62,10 @@ class FakeDesk:
     def num_pages(self, room: int) -> int:
         return len(self.pages[room])
 
-    def complete(self, room: int, first_token: FirstToken) -> None:
+    def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None:
         assert room not in self.tokens
         self.tokens[room] = first_token
+        self.rows[room] = row
 
     def end(self, room: int, failure: str | None = None) -> None:
         assert room in self.pages and room not in self.ended

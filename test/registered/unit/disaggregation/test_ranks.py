@@ -9,10 +9,12 @@ from typing import Any, Final
 
 import pytest
 
-from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common import conversation
+from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.control_proxy import ControlProxy
 from sglang.test.pd_ranks import PdRanks
@@ -20,7 +22,7 @@ from sglang.test.rank_rigs import RankRigs
 from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.test.tiny_models import save_tiny_checkpoint
 
-register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cpu_ci(est_time=66, suite="base-a-test-cpu")
 
 PAGE: Final = 16
 LENGTHS: Final = (1, 16, 17, 64, 90)
@@ -46,7 +48,7 @@ ARGS: Final[dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers that are gone are missed after two seconds."""
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.05)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
     with (
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),
@@ -117,6 +119,47 @@ def test_the_words_are_those_of_one_rank(
             check_words(pair, alone, turn)
         for rig in pair.decode.rigs:
             assert rig.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
+
+
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"), [("qwen3", 2, 1), ("deepseek_v32", 1, 2), ("qwen3_next", 1, 2)]
+)
+def test_the_words_with_metadata_in_rows(
+    models: Callable[[str], Path], family: str, prefill: int, decode: int
+) -> None:
+    """Each rank reads them of its own peers; where the recurrent state is, is in them too."""
+    path = models(family)
+    alone = SchedulerRig(path, **ARGS)
+    with (
+        envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(False),
+        PdRanks(path, prefill, decode, **ARGS) as pair,
+    ):
+        check_words(pair, alone, "in rows")
+        for mover in pair.movers:
+            rows = [one for one in mover.begun if [b.length for b in one.blocks] == [ROW_BYTES]]
+            assert len(rows) == len(PROMPTS) * len(pair.prefill.rigs)
+
+
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"), [("qwen3", 2, 1), ("deepseek_v32", 1, 2), ("qwen3_next", 2, 2)]
+)
+def test_the_words_are_those_of_one_rank_where_pages_are_packed(
+    models: Callable[[str], Path], family: str, prefill: int, decode: int
+) -> None:
+    """Also those of ranks with other heads."""
+    path = models(family)
+    alone = SchedulerRig(path, **ARGS)
+    with PdRanks(path, prefill, decode, unit_bytes=40_000, **ARGS) as pair:
+        check_words(pair, alone, "cold")
+        pools = [
+            range(address, address + size)
+            for rig in pair.decode.rigs
+            for pool in rig.pools
+            if pool.spec.item is not ItemKind.STATE
+            for address, size in zip(*pool.get_contiguous_buf_infos()[:2], strict=True)
+        ]
+        blocks = [block for mover in pair.movers for one in mover.begun for block in one.blocks]
+        assert blocks and not any(block.local in pool for block in blocks for pool in pools)
 
 
 def test_states_are_those_behind_the_prompt_while_steps_overlap(

@@ -99,6 +99,11 @@ def test_halves_need_mooncake_with_its_transfer_engine(
 ) -> None:
     with envs.MOONCAKE_PROTOCOL.override("bogus"), pytest.raises(ValueError, match="bogus"):
         check_disaggregation(half(mode))
+    with (
+        envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.override("NVLINKS"),
+        pytest.raises(ValueError, match="'NVLINKS' is unknown; use one of: NVLINK, BAREX"),
+    ):
+        check_disaggregation(half(mode))
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))

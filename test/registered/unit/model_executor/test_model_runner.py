@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,30 @@ def test_pools_have_the_sizes_that_were_asked_for(checkpoint: Path) -> None:
     assert runner.req_to_token_pool.req_to_token.shape == (3, 512)
     assert sum(runner.token_to_kv_pool.get_kv_size_bytes()) == (256 + 16) * 512
     assert runner.weight_bytes() == sum(p.numel() * 4 for p in runner.model.parameters())
+
+
+def test_pools_are_made_in_the_memory_that_is_asked_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Memory:
+        @contextlib.contextmanager
+        def use(self) -> Iterator[None]:
+            calls.append("begin")
+            yield
+            calls.append("end")
+
+    make: Any = vars(model_runner)["make_pools"]
+
+    def made(*args: Any) -> Any:
+        calls.append("pools")
+        return make(*args)
+
+    monkeypatch.setattr(model_runner, "init_mooncake_custom_mem_pool", lambda device: Memory())
+    monkeypatch.setattr(model_runner, "make_pools", made)
+    make_runner(checkpoint, page_size=16).init_memory_pool(256, 3)
+    assert calls == ["begin", "pools", "end"]
 
 
 @pytest.mark.parametrize(

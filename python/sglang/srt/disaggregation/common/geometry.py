@@ -13,18 +13,25 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
 from sglang.srt.constants import MIB
-from sglang.srt.disaggregation.common.protocol import VERSION, Offer, PoolBuffer, PoolOffer
+from sglang.srt.disaggregation.common.protocol import (
+    VERSION,
+    Offer,
+    PoolBuffer,
+    PoolOffer,
+    RowsOffer,
+)
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateSpec
 
 STAGING_BYTES: Final = 32 * MIB
-"""Of a buffer that pages of other heads are read into."""
+"""Of a buffer that pages are read into, at least."""
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """By bytes: what copies of raw memory move at once."""
 
@@ -82,9 +89,40 @@ class PoolGeometry:
         """Equal where heads of two servers can be exchanged."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(self.facts.items())))
 
-    def offer(self, instance_id: str, session_id: str) -> Offer:
-        """What is told to those who want to read."""
-        return Offer(VERSION, instance_id, session_id, self.digest, self.facts, list(self.pools))
+    def page_rows(self) -> dict[int, torch.Tensor]:
+        """The buffers of pages by address, as words `[pages, words of a page]`."""
+        tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
+        return {
+            buffer.address: _page_rows(tensors[buffer.address], buffer.page_bytes)
+            for pool in self.pools
+            if not pool.is_state
+            for buffer in pool.buffers
+        }
+
+    def offer(
+        self,
+        instance_id: str,
+        session_id: str,
+        *,
+        unit_bytes: int = 0,
+        rows: RowsOffer | None = None,
+    ) -> Offer:
+        """What is told to those who want to read.
+
+        Args:
+            unit_bytes: See `Offer`.
+            rows: Of metadata.
+        """
+        return Offer(
+            VERSION,
+            instance_id,
+            session_id,
+            self.digest,
+            self.facts,
+            list(self.pools),
+            unit_bytes,
+            rows,
+        )
 
     def why_not(self, offer: Offer) -> str | None:
         """Why nothing of `offer` can be read into these pools; None: its heads can."""
@@ -131,7 +169,8 @@ class PoolGeometry:
                     if own.is_state:
                         portion.states.append(_States(mine, other, strips))
                     elif is_whole:
-                        portion.wholes.append((mine, other))
+                        tensor = tensors[mine.address]
+                        portion.wholes.append(WholeBuffer(other.address, mine.page_bytes, tensor))
                     else:
                         tensor = tensors[mine.address]
                         portion.cuts.append(CutBuffer.of(tensor, own.page_size, other, strips))
@@ -140,6 +179,26 @@ class PoolGeometry:
 
 _Strip = tuple[int, int, int]
 """Bytes of an item that belong together: where they are here, and there, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBuffer:
+    """A buffer of a rank whose pages are those of this rank's buffer.
+
+    Attributes:
+        address: Of the buffer there.
+        page_bytes: On both sides.
+        own: This rank's buffer, `[slots, ...]`.
+    """
+
+    address: int
+    page_bytes: int
+    own: torch.Tensor
+
+    def unpack(self, pages: torch.Tensor, own: torch.Tensor) -> None:
+        """As `CutBuffer.unpack`."""
+        rows = _page_rows(self.own, self.page_bytes)
+        rows.index_copy_(0, own, pages.view(rows.dtype).view(len(own), -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +231,17 @@ class CutBuffer:
         in_words = [(own // size, their // size, length // size) for own, their, length in strips]
         return cls(other.address, other.page_bytes, raw.view(_WORDS[size]), in_words)
 
-    def unpack(self, pages: torch.Tensor, own: Sequence[int]) -> None:
-        """Copy strips to this rank's pages.
+    def unpack(self, pages: torch.Tensor, own: torch.Tensor) -> None:
+        """Copy what this rank needs of pages to its own.
 
         Args:
             pages: uint8 `[n * page_bytes]` on the device: pages of the other rank.
-            own: n pages.
+            own: int64 `[n]` on the device: this rank's pages.
         """
         theirs = pages.view(self.own.dtype).view(len(own), self.own.shape[1], -1)
-        index = torch.tensor(own, dtype=torch.int64, device=self.own.device)
         for here, there, length in self.strips:
             target = self.own[:, :, here : here + length]
-            target.index_copy_(0, index, theirs[:, :, there : there + length])
+            target.index_copy_(0, own, theirs[:, :, there : there + length])
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,35 +256,49 @@ class Portion:
     """What this rank reads of one rank of a prefill server; nothing, where others give it all.
 
     Attributes:
-        wholes: Buffers of pages with the same heads on both sides: here, there.
+        wholes: Buffers of pages with the same heads on both sides.
         states: Buffers of recurrent states.
         cuts: Buffers of pages with other heads.
     """
 
-    wholes: list[tuple[PoolBuffer, PoolBuffer]]
+    wholes: list[WholeBuffer]
     states: list[_States]
     cuts: list[CutBuffer]
+
+    @property
+    def buffers(self) -> list[WholeBuffer | CutBuffer]:
+        """All buffers of pages."""
+        return [*self.wholes, *self.cuts]
+
+    @property
+    def page_bytes(self) -> int:
+        """That are read for a page."""
+        return sum(buffer.page_bytes for buffer in self.buffers)
+
+    def num_blocks(self, theirs: Sequence[int], own: Sequence[int]) -> int:
+        """How many blocks pages `theirs` are, where they are read from their pools."""
+        both, there = (len(_begins(pages)) for pages in ((theirs, own), (theirs,)))
+        return both * len(self.wholes) + there * len(self.cuts)
 
     def page_blocks(self, theirs: Sequence[int], own: Sequence[int]) -> list[Block]:
         """What to read for pages `theirs` to get them as pages `own`, but for `cuts`.
 
         Pages that follow one another on both sides are one block of each buffer.
         """
-        there, here = np.asarray(theirs, dtype=np.int64), np.asarray(own, dtype=np.int64)
-        assert len(there) == len(here)
-        if not len(there):
-            return []
-        breaks = np.flatnonzero((np.diff(there) != 1) | (np.diff(here) != 1)) + 1
-        begins = np.concatenate([[0], breaks])
-        lengths = np.diff(np.concatenate([begins, [len(there)]])).tolist()
-        runs = list(zip(here[begins].tolist(), there[begins].tolist(), lengths, strict=True))
+        assert len(theirs) == len(own)
+        begins = _begins((theirs, own))
+        lengths = np.diff(np.append(begins, len(theirs))).tolist()
+        runs = [
+            (own[begin], theirs[begin], length)
+            for begin, length in zip(begins.tolist(), lengths, strict=True)
+        ]
         return [
             Block(
-                mine.address + page * mine.page_bytes,
-                other.address + remote * mine.page_bytes,
-                count * mine.page_bytes,
+                one.own.data_ptr() + page * one.page_bytes,
+                one.address + remote * one.page_bytes,
+                count * one.page_bytes,
             )
-            for mine, other in self.wholes
+            for one in self.wholes
             for page, remote, count in runs
         ]
 
@@ -241,6 +313,21 @@ class Portion:
             for one in self.states
             for here, there, length in one.strips
         ]
+
+
+def _page_rows(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    """A buffer as the widest words `[pages, words of a page]`."""
+    offset = tensor.storage_offset() * tensor.element_size()
+    size = next(size for size in _WORDS if not (page_bytes % size or offset % size))
+    return tensor.view(-1).view(torch.uint8).view(_WORDS[size]).view(-1, page_bytes // size)
+
+
+def _begins(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Where runs of pages begin, which follow one another in all lists; equally many in each."""
+    if not lists[0]:
+        return np.empty(0, dtype=np.int64)
+    breaks = [np.diff(np.asarray(pages, dtype=np.int64)) != 1 for pages in lists]
+    return np.append(0, np.flatnonzero(np.logical_or.reduce(breaks)) + 1)
 
 
 def _parts(buffer: StateBuffer, num_heads: int) -> list[int]:

@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of these messages, and of what they mean."""
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 """Who reads a prompt, drawn for each, the same on all ranks of the decode server: a room belongs to
@@ -45,6 +45,16 @@ class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
     buffers: list[PoolBuffer]
 
 
+class RowsOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of a rank's `MetadataBuffers`, one for each room that is complete."""
+
+    address: int
+    row_bytes: int
+    num_rows: int
+    host: str = ""
+    """Where alone they can be read, as `host_identity` says; "": wherever pages can."""
+
+
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """What a prefill server holds, and where."""
 
@@ -58,6 +68,10 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     layout_facts: dict[str, str]
     """What the digest is of, for errors."""
     pools: list[PoolOffer]
+    unit_bytes: int = 0
+    """Pages are packed into units of at most so many bytes; 0: they are not packed."""
+    rows: RowsOffer | None = None
+    """None: what is found beside keys and values is told."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +115,34 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     part: Part = 0
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
     """Of this reader's ranks so many read from this rank."""
+    wants_words: bool = True
+    """False: the first token is read from its row, where it has one."""
+
+
+class Pack(msgspec.Struct, frozen=True, tag=True):
+    """Copy pages of a room into units of contiguous memory, which are then read each at once. How
+    far is that? The answer may wait until there are units that the asker does not know.
+
+    Both servers know by `rounds` which pages are in which unit. A unit's memory belongs to the
+    asker until it says that it has read it, or the room ends.
+    """
+
+    room: int
+    reader: Reader
+    part: Part
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    """Of this packing, among those of this room and part. A larger one ends those before it."""
+    buffers: list[int]
+    """Addresses of the buffers whose pages are wanted."""
+    first_page: Annotated[int, msgspec.Meta(ge=0)]
+    """Of the prompt."""
+    num_pages: Annotated[int, msgspec.Meta(ge=1)]
+    unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    """Of a unit, at most."""
+    done: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """So many units were read, or are not wanted any more."""
+    known: int = 0
+    """So many the asker has been told of."""
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
@@ -130,9 +172,29 @@ class RoomNews(msgspec.Struct, frozen=True, tag=True):
     pages: list[int] = []
     """Pages of the prefill server's pools that hold the prompt, from `first_page` on."""
     first_token: FirstToken | None = None
-    """Set once all pages are there."""
+    """Set once all pages are there, but where `row` is."""
+    row: int | None = None
+    """Set once all pages are there: the first token is in this row of `Offer.rows`."""
     failure: str | None = None
     """Why the room has ended without success."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pages are there."""
+        return self.first_token is not None or self.row is not None
+
+
+class Packed(msgspec.Struct, frozen=True, tag=True):
+    """How far a packing is."""
+
+    room: int
+    number: int
+    first: int = 0
+    """The first unit that was not read yet."""
+    places: list[int] = []
+    """Addresses of units that are there, from `first` on."""
+    failure: str | None = None
+    """Why there will be no further ones."""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
@@ -143,8 +205,8 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """Until now nothing else was written to its pages: what was read of them is right."""
 
 
-Question = Hello | Ask | Received | GiveUp
-Answer = Offer | RoomNews | Released
+Question = Hello | Ask | Pack | Received | GiveUp
+Answer = Offer | RoomNews | Packed | Released
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):

@@ -8,103 +8,46 @@ server that is gone fails the request before the transport has given up.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 import msgspec
 import zmq
 
-from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.conversation import (
+    POLL_S,
+    Cancellation,
+    Conversation,
+    Patience,
+    RoomFailed,
+)
+from sglang.srt.disaggregation.common.geometry import PoolGeometry, Portion
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
+from sglang.srt.disaggregation.common.packed_read import PackedRead
+from sglang.srt.disaggregation.common.page_reads import Mover, PageReads
 from sglang.srt.disaggregation.common.protocol import (
-    Answer,
-    Answered,
     Ask,
-    Asked,
     FirstToken,
     GiveUp,
     Hello,
     Offer,
-    Question,
+    Pack,
     Received,
     Released,
     RoomNews,
 )
 from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
-from sglang.srt.distributed.device_communicators.transfer_types import (
-    Block,
-    Transfer,
-    TransferError,
-    TransferOp,
-)
-from sglang.srt.utils.bad_messages import MALFORMED
+from sglang.srt.distributed.device_communicators.transfer_types import Block
 
 logger = logging.getLogger(__name__)
 
-REPEAT_S: Final = 1.0
-"""After so long without an answer a question is asked again, earlier where patience is short."""
-_POLL_S: Final = 0.1
-"""How soon an abort is seen."""
-ABORTED: Final = "the request was aborted"
 STEPS: Final = ("asking", "reading", "confirming")
 """Of a prompt, where tests let it fail."""
-_A = TypeVar("_A", Offer, RoomNews, Released)
-
-
-class RoomFailed(RuntimeError):
-    """The prompt does not come; the message says which step failed, and why."""
-
-
-class Cancellation:
-    """Says that a prompt is not wanted any more, and why. Any thread."""
-
-    def __init__(self) -> None:
-        self.why = ABORTED
-        """Set before `is_set`; the first reason counts."""
-        self._event = threading.Event()
-        self._lock = threading.Lock()
-
-    def set(self, why: str) -> None:
-        with self._lock:
-            if not self._event.is_set():
-                self.why = why
-                self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds; whether it is set then."""
-        return self._event.wait(timeout)
-
-
-class Mover(Protocol):
-    """What a room asks of the Transfer Engine; see `MooncakeTransferEngine.begin`."""
-
-    def begin(
-        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
-    ) -> Transfer: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """Seconds that a room waits."""
-
-    bootstrap: float
-    """For the prefill server to know the room."""
-    waiting: float
-    """For the next pages, once it does."""
-    silence: float
-    """For any answer of the prefill server."""
-
-    @property
-    def repeat(self) -> float:
-        """For an answer, before a question is asked again."""
-        return min(REPEAT_S, self.silence / 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +95,9 @@ class RemotePrompt:
         own: Where it goes.
         portion_of: What to read of a rank with this offer. May wait for the offers of others;
             raises RoomFailed.
-        staging: For pages of a rank with other heads.
+        staging: For pages of a rank with other heads, and for packed ones.
+        link: What decides whether pages are packed; None: they are not.
+        metadata: Reads the first token, where the rank has it in a row.
         on_failure: Called with the reason where it will not come, maybe long before `has_ended`.
         cancelled: Ends it soon, when set.
         fails_at: One of STEPS, which then fails; for tests.
@@ -168,6 +113,8 @@ class RemotePrompt:
         on_failure: Callable[[str], None],
         mover: Mover,
         staging: Staging,
+        link: LinkCosts | None,
+        metadata: MetadataReader,
         patience: Patience,
         context: zmq.Context[zmq.Socket[bytes]],
         cancelled: Cancellation,
@@ -178,16 +125,15 @@ class RemotePrompt:
         self._geometry = geometry
         self._portion_of = portion_of
         self._on_failure = on_failure
-        self._mover = mover
-        self._staging = staging
-        self._buffer: StagingBuffer | None = None
-        """While pages of a rank with other heads are read."""
+        self._reads = PageReads(mover, staging, patience.waiting)
+        self._link = link
+        self._num_packings = 0
+        self._metadata = metadata
+        self._row_read = metadata.row_read(mover, patience.waiting)
         self._patience = patience
         self._context = context
         self._cancelled = cancelled
         self._fails_at = fails_at
-        self._transfer: Transfer | None = None
-        """The last one that was begun."""
         self._ended = threading.Event()
         self._returned = threading.Event()
         self.first_token: FirstToken | None = None
@@ -195,8 +141,13 @@ class RemotePrompt:
         self.has_met = False
         """Whether the prefill server has said that it has the request too."""
         self.read_seconds = 0.0
-        """With a read in flight."""
-        self.num_bytes_read = 0
+        """With a read in flight, or pages being packed for one."""
+        self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
+        """That the first token came in, by their way."""
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._reads.num_bytes
 
     @property
     def has_ended(self) -> bool:
@@ -217,15 +168,14 @@ class RemotePrompt:
         except Exception as error:
             logger.exception("a prompt could not be received")
             self._on_failure(f"receiving the prompt failed: {type(error).__name__}: {error}")
-        transfer = self._transfer
-        if transfer is None or transfer.wait():
-            self._give_buffer_back()
+        if self._reads.settle():
             self._ended.set()
         else:
             logger.error(
                 "room %d: its pages are lost, since the transport does not let go of them",
                 self._source.room,
             )
+        self._row_read.settle()
         self._returned.set()
 
     def _receive(self) -> FirstToken:
@@ -234,6 +184,7 @@ class RemotePrompt:
             try:
                 return self._converse(talk)
             except Exception as error:
+                self._reads.abandon()
                 talk.tell(GiveUp(source.room, source.reader, str(error)))
                 raise
 
@@ -257,9 +208,10 @@ class RemotePrompt:
         if step == self._fails_at:
             raise RoomFailed(f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed")
 
-    def _ask(self, have: int, *, may_wait: bool = True) -> Ask:
+    def _ask(self, have: int, *, may_wait: bool = True, wants_words: bool = False) -> Ask:
         """Args:
         have: Pages that were read or are being read.
+        wants_words: The first token is not read from its row.
         """
         return Ask(
             self._source.room,
@@ -269,6 +221,7 @@ class RemotePrompt:
             may_wait=may_wait,
             part=self._source.part,
             num_parts=self._source.num_parts,
+            wants_words=wants_words,
         )
 
     def _read_all(self, talk: Conversation, offer: Offer, portion: Portion) -> FirstToken:
@@ -276,13 +229,14 @@ class RemotePrompt:
         have, total = 0, len(self._own.pages)
         patience = self._patience
         is_known = False
+        wants_words = not self._metadata.reads(offer, self._source.where)
         deadline = time.monotonic() + patience.bootstrap
         while True:
-            news = talk.ask(self._ask(have), RoomNews)
+            news = talk.ask(self._ask(have, wants_words=wants_words), RoomNews)
             _check(news)
             self.has_met |= news.is_known
             coming = have + len(news.pages)
-            if coming > total or (news.first_token is not None and coming < total):
+            if coming > total or (news.is_complete and coming < total):
                 raise RoomFailed(
                     f"the prefill server computed a prompt of {first_page + coming} pages, "
                     f"this server expects {first_page + total}: both need the same tokenizer "
@@ -296,7 +250,14 @@ class RemotePrompt:
                     )
                 self._read_pages(talk, offer, portion, news.pages, have)
                 have = coming
+            if news.row is not None and not wants_words:
+                words = self._read_row(talk, offer, news.row)
+                if words is not None:
+                    return words
+                wants_words = True
+                continue
             if news.first_token is not None:
+                self.metadata_bytes[CONTROL] += len(msgspec.msgpack.encode(news.first_token))
                 return news.first_token
             now = time.monotonic()
             if news.pages or (news.is_known and not is_known):
@@ -317,30 +278,86 @@ class RemotePrompt:
         """Read pages `theirs`, which follow the `have` ones that there are."""
         coming = have + len(theirs)
         own = self._own.pages[have:coming]
+        if self._read_packed(talk, offer, portion, theirs, have):
+            return
         self._read(talk, offer, portion.page_blocks(theirs, own), coming)
         if not portion.cuts:
             return
-        self._buffer = buffer = self._take_buffer(talk, coming)
-        for pieces in rounds(portion.cuts, theirs, own, STAGING_BYTES):
-            self._read(talk, offer, buffer.blocks(pieces), coming)
-            buffer.unpack(pieces)
-        self._give_buffer_back()
+        buffer = self._take_buffer(talk, coming)
+        index = self._reads.staging.index(own)
+        sizes = [cut.page_bytes for cut in portion.cuts]
+        for pieces in rounds(sizes, len(own), self._reads.staging.num_bytes):
+            blocks = [
+                block
+                for piece in pieces
+                for block in piece.blocks(buffer.address, portion.cuts[piece.place].address, theirs)
+            ]
+            self._read(talk, offer, blocks, coming)
+            buffer.unpack(portion.cuts, pieces, index)
+        self._reads.give_back(buffer)
+
+    def _read_packed(
+        self, talk: Conversation, offer: Offer, portion: Portion, theirs: Sequence[int], have: int
+    ) -> bool:
+        """As `_read_pages`, packed by the prefill server. False: that does not pay, or there is no
+        memory for it soon; then nothing was read."""
+        own = self._own.pages[have : have + len(theirs)]
+        buffers = portion.buffers
+        unit_bytes = min(offer.unit_bytes, self._reads.staging.num_bytes)
+        if self._link is None or max((b.page_bytes for b in buffers), default=0) > unit_bytes:
+            return False
+        num_blocks, num_bytes = portion.num_blocks(theirs, own), portion.page_bytes * len(own)
+        if not (buffers and self._link.packing_pays(num_blocks, num_bytes, unit_bytes)):
+            return False
+        source, number = self._source, self._num_packings
+        self._num_packings += 1
+        first = Pack(
+            source.room,
+            source.reader,
+            source.part,
+            number,
+            [buffer.address for buffer in buffers],
+            self._own.first_page + have,
+            len(own),
+            unit_bytes,
+        )
+        packed = PackedRead(
+            first,
+            offer.session_id,
+            buffers,
+            own,
+            talk=talk,
+            reads=self._reads,
+            waiting=self._patience.waiting,
+        )
+        started = time.monotonic()
+        # Who waits as long as it would take without waits at most twice as long as with it.
+        has_come = packed.run(self._link.direct_s(num_blocks, num_bytes))
+        self.read_seconds += time.monotonic() - started
+        return has_come
 
     def _take_buffer(self, talk: Conversation, have: int) -> StagingBuffer:
         deadline = time.monotonic() + self._patience.waiting
         while time.monotonic() < deadline:
-            buffer = self._staging.take(_POLL_S)
+            buffer = self._reads.take(POLL_S)
             if buffer is not None:
                 return buffer
             _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
         seconds = f"{self._patience.waiting:g} s"
         raise RoomFailed(f"no memory for pages of ranks with other heads was free in {seconds}")
 
-    def _give_buffer_back(self) -> None:
-        """Nothing is read into it any more."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            buffer.give_back()
+    def _read_row(self, talk: Conversation, offer: Offer, row: int) -> FirstToken | None:
+        """The first token from its row; None: it has to be told."""
+        alive = self._ask(len(self._own.pages), may_wait=False)
+        words = self._row_read.run(
+            offer,
+            row,
+            self._source.room,
+            self._source.where,
+            lambda: _check(talk.keep_alive(alive, RoomNews)),
+        )
+        self.metadata_bytes[TRANSPORT] += self._row_read.num_bytes
+        return words
 
     def _read_state(
         self, talk: Conversation, offer: Offer, portion: Portion, first_token: FirstToken
@@ -359,30 +376,12 @@ class RemotePrompt:
         if not blocks:
             return
         started = time.monotonic()
+        transfer = self._reads.begin(offer.session_id, blocks)
+        alive = self._ask(have, may_wait=False)
         try:
-            transfer = self._mover.begin(
-                offer.session_id, TransferOp.READ, blocks, timeout=self._patience.waiting
-            )
-        except TransferError as error:
-            raise RoomFailed(f"reading from the prefill server failed: {error}") from error
-        self._transfer = transfer
-        try:
-            while not transfer.wait(_POLL_S):
-                if transfer.is_left:
-                    raise RoomFailed("reading from the prefill server failed, and cannot end")
-                _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
-        except BaseException:
-            transfer.abandon()
-            raise
-        self.read_seconds += time.monotonic() - started
-        self.num_bytes_read += sum(block.length for block in blocks)
-        if transfer.error is not None:
-            raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
-        if not transfer.is_done:
-            raise RoomFailed(
-                "the prefill server's pages could not be read within "
-                f"{self._patience.waiting:g} s, or it refuses their addresses"
-            )
+            self._reads.finish(transfer, lambda: _check(talk.keep_alive(alive, RoomNews)))
+        finally:
+            self.read_seconds += time.monotonic() - started
 
 
 def cannot_serve(where: str, refusal: str) -> RoomFailed:
@@ -393,99 +392,3 @@ def cannot_serve(where: str, refusal: str) -> RoomFailed:
 def _check(news: RoomNews | None) -> None:
     if news is not None and news.failure is not None:
         raise RoomFailed(f"the prefill server ended the request: {news.failure}")
-
-
-class Conversation:
-    """Questions to one prefill server, one at a time, over a socket of its own."""
-
-    def __init__(
-        self,
-        endpoint: str,
-        context: zmq.Context[zmq.Socket[bytes]],
-        patience: Patience,
-        cancelled: Cancellation,
-    ) -> None:
-        self._endpoint = endpoint
-        self._patience = patience
-        self._cancelled = cancelled
-        self._number = 0
-        self._heard = time.monotonic()
-        """When the prefill server was last heard of, or began to be asked."""
-        self._sent = 0.0
-        self._instance_id: str | None = None
-        self._decoder = msgspec.msgpack.Decoder(Answered)
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._socket.connect(endpoint)
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def tell(self, question: Question) -> None:
-        """Say it once, without waiting for an answer."""
-        self._number += 1
-        self._send(question)
-
-    def ask(self, question: Question, kind: type[_A]) -> _A:
-        """The answer, however often it takes to ask.
-
-        Raises:
-            RoomFailed: There is none for too long, another instance answers, or the room was
-                cancelled.
-        """
-        self._number += 1
-        self._sent = 0.0
-        self._heard = time.monotonic()
-        while not self._cancelled.is_set():
-            self._repeat(question)
-            answer = self._receive(_POLL_S)
-            if isinstance(answer, kind):
-                return answer
-        raise RoomFailed(self._cancelled.why)
-
-    def keep_alive(self, question: Question, kind: type[_A]) -> _A | None:
-        """Now and then ask, without waiting for the answer: an answer to this or to one before.
-
-        Raises:
-            RoomFailed: As `ask`. The silence begins with the last answer.
-        """
-        if self._cancelled.is_set():
-            raise RoomFailed(self._cancelled.why)
-        self._repeat(question)
-        answer = self._receive(0.0)
-        return answer if isinstance(answer, kind) else None
-
-    def _repeat(self, question: Question) -> None:
-        now = time.monotonic()
-        if now >= self._heard + self._patience.silence:
-            raise RoomFailed(
-                f"the prefill server at {self._endpoint} has not answered for "
-                f"{self._patience.silence:g} s"
-            )
-        if now >= self._sent + self._patience.repeat:
-            self._send(question)
-            self._sent = now
-
-    def _send(self, question: Question) -> None:
-        message = msgspec.msgpack.encode(Asked(self._number, question))
-        with contextlib.suppress(zmq.Again):  # Without a connection: the question is repeated.
-            self._socket.send(message, zmq.NOBLOCK)
-
-    def _receive(self, timeout: float) -> Answer | None:
-        """The answer to the last question, after at most `timeout` seconds; None: there is none."""
-        if not self._socket.poll(round(timeout * 1000)):
-            return None
-        try:
-            message = self._decoder.decode(self._socket.recv())
-        except MALFORMED as error:
-            logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
-            return None
-        if self._instance_id not in (None, message.instance_id):
-            raise RoomFailed("the prefill server was replaced by another instance")
-        self._instance_id = message.instance_id
-        self._heard = time.monotonic()
-        return message.answer if message.number == self._number else None

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -27,7 +28,10 @@ from sglang.srt.disaggregation.common.protocol import (
     GiveUp,
     Hello,
     Offer,
+    Pack,
+    Packed,
     Question,
+    Received,
     Released,
     RoomNews,
 )
@@ -49,6 +53,8 @@ _LAST_WORDS_MS: Final = 1000
 class _Room:
     pages: list[int] = field(default_factory=list)
     first_token: FirstToken | None = None
+    row: int | None = None
+    """Of `MetadataBuffers`, which has the first token too."""
     is_complete: bool = False
     """All pages were told, and the first token."""
     failure: str | None = None
@@ -72,7 +78,7 @@ class _Waiting:
     """A question without an answer yet."""
 
     number: int
-    ask: Ask
+    question: Ask | Pack
     until: float
 
 
@@ -87,6 +93,7 @@ class RoomDesk:
         unwanted_s: For how many seconds a room is remembered that was given up before its request
             came.
         silent_s: Seconds without a question after which the decode server counts as gone.
+        packer: Packs pages for those that ask for it; the desk starts and closes it.
     """
 
     def __init__(
@@ -96,12 +103,14 @@ class RoomDesk:
         *,
         unwanted_s: float,
         silent_s: float,
+        packer: Packer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises zmq.ZMQError: the host is not an address of this machine."""
         self._offer = offer
         self._unwanted_s = unwanted_s
         self._silent_s = silent_s
+        self._packer = packer
         self._clock = clock
         self._rooms: dict[int, _Room] = {}
         self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
@@ -119,7 +128,8 @@ class RoomDesk:
         bracketed = f"[{host}]" if ":" in host else host
         port = self._socket.bind_to_random_port(f"tcp://{bracketed}")
         self.port = port
-        self._news, self._news_in = self._wake_pair()
+        self._news, self._news_in = self._wake_pair("news")
+        self._units, self._units_in = self._wake_pair("units")
         self._closing = threading.Event()
         self._defect: Exception | None = None
         """What ended the thread."""
@@ -127,6 +137,8 @@ class RoomDesk:
         self._bad = BadMessages(logger, "message of a decode server")
         self._thread = threading.Thread(target=self._serve, name="disagg-desk", daemon=True)
         self._thread.start()
+        if packer is not None:
+            packer.start(lambda: _wake(self._units_in))
 
     # -- the scheduler's side --------------------------------------------------------------------
 
@@ -137,25 +149,29 @@ class RoomDesk:
             self._rooms[room] = one = _Room()
             if room in self._unwanted:
                 self._give_up(room, one, self._unwanted.pop(room)[1])
-        self._wake()
+        _wake(self._news_in)
 
     def add_pages(self, room: int, pages: Sequence[int]) -> None:
         """The next pages of the prompt are computed. Nothing writes to them until the room ends."""
         with self._lock:
             self._rooms[room].pages += pages
-        self._wake()
+        _wake(self._news_in)
 
     def num_pages(self, room: int) -> int:
         """How many pages of the prompt are told."""
         with self._lock:
             return len(self._rooms[room].pages)
 
-    def complete(self, room: int, first_token: FirstToken) -> None:
-        """All pages are told, and the first token is known."""
+    def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None:
+        """All pages are told, and the first token is known.
+
+        Args:
+            row: Of this server's `MetadataBuffers`, where it is written until the room ends.
+        """
         with self._lock:
             one = self._rooms[room]
-            one.first_token, one.is_complete = first_token, True
-        self._wake()
+            one.first_token, one.row, one.is_complete = first_token, row, True
+        _wake(self._news_in)
 
     def end(self, room: int, failure: str | None = None) -> None:
         """The request ends, and its pages may be overwritten from now on. Idempotent.
@@ -172,8 +188,10 @@ class RoomDesk:
                     one.failure = "a decode server has read it already"
                 elif one.failure is None:
                     one.failure = failure or "the request has ended"
-                one.pages, one.first_token = [], None
-        self._wake()
+                one.pages, one.first_token, one.row = [], None, None
+                if self._packer is not None:
+                    self._packer.end(room)
+        _wake(self._news_in)
 
     def forget(self, room: int) -> None:
         """Answer no more for a room that has ended."""
@@ -221,22 +239,20 @@ class RoomDesk:
         """Answer those that wait for news there are, and end the thread. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
-            self._wake()
+            if self._packer is not None:
+                self._packer.close()
+            _wake(self._news_in)
             self._thread.join()
             self._context.destroy(linger=_LAST_WORDS_MS)
 
     # -- the desk's side -------------------------------------------------------------------------
 
-    def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """A socket that the thread polls, and one that the scheduler's thread writes to."""
+    def _wake_pair(self, name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A socket that the thread polls, and one that one other thread writes to."""
         inside, outside = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        inside.bind("inproc://news")
-        outside.connect("inproc://news")
+        inside.bind(f"inproc://{name}")
+        outside.connect(f"inproc://{name}")
         return inside, outside
-
-    def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # The thread has enough to wake up for.
-            self._news_in.send(b"", zmq.NOBLOCK)
 
     def _serve(self) -> None:
         try:
@@ -248,11 +264,13 @@ class RoomDesk:
     def _answer_all(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._news, zmq.POLLIN)
+        wakers = self._news, self._units
+        for waker in wakers:
+            poller.register(waker, zmq.POLLIN)
         while not self._closing.is_set():
             ready = dict(poller.poll(100))
-            if self._news in ready:
-                while self._take(self._news) is not None:
+            for waker in wakers:
+                while waker in ready and self._take(waker) is not None:
                     pass
             if self._socket in ready:
                 while (frames := self._take(self._socket)) is not None:
@@ -277,12 +295,16 @@ class RoomDesk:
             self._bad.add(error)
             return
         question = asked.question
-        if isinstance(question, Ask) and question.may_wait:
+        if isinstance(question, Pack):
+            # What it says counts, also where the sender asks for something else before the answer.
+            with self._lock:
+                self._packed_of(question, self._clock())
+        if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
             self._keep_waiting(sender, asked.number, question)
         else:
             self._reply(sender, asked.number, self._answer(question))
 
-    def _keep_waiting(self, sender: bytes, number: int, ask: Ask) -> None:
+    def _keep_waiting(self, sender: bytes, number: int, question: Ask | Pack) -> None:
         """Of each asker the last question counts."""
         before = self._waiting.get(sender)
         if before is None and len(self._waiting) >= _MAX_WAITING:
@@ -290,15 +312,15 @@ class RoomDesk:
         # A question that is repeated has waited since it came first.
         is_repeated = before is not None and before.number == number
         until = before.until if before is not None and is_repeated else self._clock() + LONG_POLL_S
-        self._waiting[sender] = _Waiting(number, ask, until)
+        self._waiting[sender] = _Waiting(number, question, until)
 
     def _answer(self, question: Question) -> Answer:
         if isinstance(question, Hello):
             return self._offer
         now = self._clock()
         with self._lock:
-            if isinstance(question, Ask):
-                return self._news_of(question, now)
+            if isinstance(question, Ask | Pack):
+                return self._state_of(question, now)
             one = self._rooms.get(question.room)
             if isinstance(question, GiveUp):
                 self._on_give_up(question, one, now)
@@ -308,6 +330,7 @@ class RoomDesk:
             if one.failure is None and one.is_complete and question.part in one.reading:
                 del one.reading[question.part]
                 one.received.add(question.part)
+                self._note_read(question, len(one.pages))
             return Released(question.room, was_held=question.part in one.received)
 
     def _on_give_up(self, question: GiveUp, one: _Room | None, now: float) -> None:
@@ -335,16 +358,35 @@ class RoomDesk:
 
     def _answer_waiting(self) -> None:
         now = self._clock()
-        answers: list[tuple[bytes, int, RoomNews]] = []
+        answers: list[tuple[bytes, int, RoomNews | Packed]] = []
         with self._lock:
             self._forget(now)
             for sender, waiting in self._waiting.items():
-                news = self._news_of(waiting.ask, now)
-                if now >= waiting.until or _is_worth_telling(news, waiting.ask):
-                    answers.append((sender, waiting.number, news))
-        for sender, number, news in answers:
+                answer = self._state_of(waiting.question, now)
+                if now >= waiting.until or _is_worth_telling(answer, waiting.question):
+                    answers.append((sender, waiting.number, answer))
+        for sender, number, answer in answers:
             del self._waiting[sender]
-            self._reply(sender, number, news)
+            self._reply(sender, number, answer)
+
+    def _state_of(self, question: Ask | Pack, now: float) -> RoomNews | Packed:
+        if isinstance(question, Pack):
+            return self._packed_of(question, now)
+        return self._news_of(question, now)
+
+    def _packed_of(self, ask: Pack, now: float) -> Packed:
+        """How far a packing is. The reader is heard of."""
+        one = self._rooms.get(ask.room)
+        failure = None
+        if one is None or one.reader != ask.reader or ask.part not in one.reading:
+            failure = "pages were to be packed of a room that is not being read"
+        elif one.failure is not None:
+            failure = one.failure
+        if one is None or failure is not None or self._packer is None:
+            return Packed(ask.room, ask.number, failure=failure or "it packs no pages")
+        one.reading[ask.part] = now
+        pages = one.pages[ask.first_page : ask.first_page + ask.num_pages]
+        return self._packer.ask(ask, pages)
 
     def _news_of(self, ask: Ask, now: float) -> RoomNews:
         """What there is to say. The reader is heard of."""
@@ -360,16 +402,23 @@ class RoomDesk:
             return RoomNews(ask.room, is_known=True, failure=failure)
         if ask.part in one.reading:
             one.reading[ask.part] = now
+            self._note_read(ask, ask.have_pages)
         if one.failure is not None:
             return RoomNews(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)
+        is_told = ask.wants_words or one.row is None
         return RoomNews(
             ask.room,
             is_known=True,
             first_page=first,
             pages=one.pages[first:],
-            first_token=one.first_token,
+            first_token=one.first_token if is_told else None,
+            row=None if is_told else one.row,
         )
+
+    def _note_read(self, question: Ask | Received, have_pages: int) -> None:
+        if self._packer is not None:
+            self._packer.note_read(question.room, question.part, have_pages)
 
     def _reply(self, sender: bytes, number: int, answer: Answer) -> None:
         message = Answered(number, self._offer.instance_id, answer)
@@ -379,7 +428,17 @@ class RoomDesk:
             logger.debug("an answer was not sent: %s", error)  # It will be asked for again.
 
 
-def _is_worth_telling(news: RoomNews, ask: Ask) -> bool:
+def _is_worth_telling(answer: RoomNews | Packed, question: Ask | Pack) -> bool:
     """Whether the asker does not know it yet."""
-    has_token = news.first_token is not None and not ask.has_token
-    return has_token or bool(news.pages) or news.failure is not None
+    if answer.failure is not None:
+        return True
+    if isinstance(answer, Packed):
+        assert isinstance(question, Pack)
+        return answer.first + len(answer.places) > max(question.known, question.done)
+    assert isinstance(question, Ask)
+    return bool(answer.pages) or (answer.is_complete and not question.has_token)
+
+
+def _wake(waker: zmq.Socket[bytes]) -> None:
+    with contextlib.suppress(zmq.Again):  # The thread has enough to wake up for.
+        waker.send(b"", zmq.NOBLOCK)

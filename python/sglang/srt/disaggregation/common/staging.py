@@ -1,8 +1,10 @@
-"""Memory for pages of ranks that have other heads than this one.
+"""Registered memory that pages go through, where they are not read from pool to pool.
 
-Heads of a page are a strip for each token there, and the transport moves strips of a kilobyte a
-hundred times slower than pages. So whole pages are read into a buffer here, and the heads that this
-rank needs are copied from there into its own pages.
+A decode server reads whole pages into a buffer where the ranks of the prefill server have other
+heads, and copies the heads that it needs from there: in a page these are a strip for each token,
+and the transport moves strips of a kilobyte a hundred times slower than pages. A link that moves
+only large blocks fast has buffers on both sides: pages are packed into one of the prefill server
+(`packing`), read at once into one of the decode server (`packed_read`), and copied from there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Final, Protocol
 import torch
 
 from sglang.srt.constants import MIB
-from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, CutBuffer
+from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, CutBuffer, WholeBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS: Final = 4
 """At most; prompts that need one more wait."""
+_ALIGNMENT: Final = 8
+"""Bytes: what follows in a buffer begins at whole words."""
 
 
 class Registry(Protocol):
@@ -38,42 +42,58 @@ class Piece:
     """Pages of one buffer of a pool, and where they are in a staging buffer.
 
     Attributes:
+        place: Of the pool's buffer, in the list of those that are read.
         offset: Bytes, of the first page.
-        theirs: Pages there.
-        own: The same here.
+        begin: The pages `[begin, end)` of those that are read.
+        page_bytes: Of a page.
     """
 
-    cut: CutBuffer
+    place: int
     offset: int
-    theirs: Sequence[int]
-    own: Sequence[int]
+    begin: int
+    end: int
+    page_bytes: int
 
-    def blocks(self, base: int) -> Iterator[Block]:
-        """What to read into a staging buffer at `base`: pages that follow one another at once."""
-        size, begin = self.cut.page_bytes, 0
-        for at in range(1, len(self.theirs) + 1):
-            if at == len(self.theirs) or self.theirs[at] != self.theirs[at - 1] + 1:
-                local = base + self.offset + begin * size
-                remote = self.cut.address + self.theirs[begin] * size
-                yield Block(local, remote, (at - begin) * size)
-                begin = at
+    @property
+    def num_bytes(self) -> int:
+        """Of all its pages."""
+        return (self.end - self.begin) * self.page_bytes
+
+    def blocks(self, base: int, address: int, theirs: Sequence[int]) -> Iterator[Block]:
+        """What to read into a staging buffer at `base`: pages that follow one another at once.
+
+        Args:
+            address: Of the pool's buffer there.
+            theirs: All pages that are read.
+        """
+        size, first = self.page_bytes, self.begin
+        for at in range(first + 1, self.end + 1):
+            if at == self.end or theirs[at] != theirs[at - 1] + 1:
+                local = base + self.offset + (first - self.begin) * size
+                yield Block(local, address + theirs[first] * size, (at - first) * size)
+                first = at
+
+    def span(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its bytes in a staging buffer."""
+        return memory[self.offset : self.offset + self.num_bytes]
 
 
-def rounds(
-    cuts: Sequence[CutBuffer], theirs: Sequence[int], own: Sequence[int], capacity: int
-) -> Iterator[list[Piece]]:
-    """Pages of all buffers, in as few rounds as fit into `capacity` bytes each."""
+def rounds(page_bytes: Sequence[int], num_pages: int, capacity: int) -> Iterator[list[Piece]]:
+    """Pages of all buffers, in as few rounds as fit into `capacity` bytes each.
+
+    Args:
+        page_bytes: Of each buffer; none is more than `capacity`.
+        num_pages: Of each.
+    """
     pieces: list[Piece] = []
     used = 0
-    for cut in cuts:
+    for place, size in enumerate(page_bytes):
         done = 0
-        while done < len(own):
-            count = min(len(own) - done, (capacity - used) // cut.page_bytes)
-            if count:
-                span = slice(done, done + count)
-                pieces.append(Piece(cut, used, theirs[span], own[span]))
-                # What follows begins at whole words too.
-                used += -(-count * cut.page_bytes // 8) * 8
+        while done < num_pages:
+            count = min(num_pages - done, (capacity - used) // size)
+            if count > 0:
+                pieces.append(Piece(place, used, done, done + count, size))
+                used += -(-count * size // _ALIGNMENT) * _ALIGNMENT
                 done += count
             else:
                 assert pieces, "a page fits into a buffer"
@@ -83,28 +103,58 @@ def rounds(
         yield pieces
 
 
+def unit_bytes_of(pieces: Sequence[Piece]) -> int:
+    """From the begin of a round's buffer to the end of its last piece."""
+    return pieces[-1].offset + pieces[-1].num_bytes
+
+
 class StagingBuffer:
-    """One of them. The thread of the prompt that took it uses it."""
+    """One of them. The thread that took it uses it."""
 
     def __init__(self, memory: torch.Tensor, staging: Staging) -> None:
-        self._memory = memory
+        self.memory = memory
+        """uint8 `[bytes]` on the device."""
         self._staging = staging
 
-    def blocks(self, pieces: Sequence[Piece]) -> list[Block]:
-        """What to read for `pieces`."""
-        base = self._memory.data_ptr()
-        return [block for piece in pieces for block in piece.blocks(base)]
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
 
-    def unpack(self, pieces: Sequence[Piece]) -> None:
-        """Copy the heads of `pieces`, which have been read, into this rank's pages. On the device,
-        beside the scheduler's steps; blocks until it is done."""
+    def unpack(
+        self,
+        buffers: Sequence[WholeBuffer | CutBuffer],
+        pieces: Sequence[Piece],
+        own: torch.Tensor,
+    ) -> None:
+        """Copy what was read as `pieces` to this rank's pages. On the device, beside the
+        scheduler's steps; blocks until it is done.
+
+        Args:
+            buffers: That are read.
+            own: int64 on the device: pages for all that is read, in order.
+        """
         with self._staging.beside_steps():
             for piece in pieces:
-                end = piece.offset + len(piece.own) * piece.cut.page_bytes
-                piece.cut.unpack(self._memory[piece.offset : end], piece.own)
+                target = buffers[piece.place]
+                target.unpack(piece.span(self.memory), own[piece.begin : piece.end])
+
+    def pack(
+        self, rows: Sequence[torch.Tensor], pieces: Sequence[Piece], own: torch.Tensor
+    ) -> None:
+        """Copy `pieces` of this rank's pages here; as `unpack`.
+
+        Args:
+            rows: The pools' buffers as words `[pages, words of a page]`.
+            own: int64 on the device: all pages that are packed, in order.
+        """
+        with self._staging.beside_steps():
+            for piece in pieces:
+                source, index = rows[piece.place], own[piece.begin : piece.end]
+                target = piece.span(self.memory).view(source.dtype).view(len(index), -1)
+                torch.index_select(source, 0, index, out=target)
 
     def give_back(self) -> None:
-        """Nothing reads into it any more."""
+        """Nothing reads into it, or from it, any more."""
         self._staging.give_back(self)
 
 
@@ -116,14 +166,20 @@ class Staging:
         registry: The transport.
         device: Where the pools are.
         registered: Addresses of the allocations that the transport knows already.
+        num_bytes: Of a buffer.
     """
 
     def __init__(
-        self, registry: Registry, device: torch.device, registered: Iterable[int] = ()
+        self,
+        registry: Registry,
+        device: torch.device,
+        registered: Iterable[int] = (),
+        num_bytes: int = STAGING_BYTES,
     ) -> None:
+        self.device = device
+        self.num_bytes = num_bytes
         self._registry = registry
         self._registered = set(registered)
-        self._device = device
         self._runtime = device_runtime(device)
         # Of this thread's device: those of the prompts have another current one.
         self._stream = self._runtime.make_side_stream()
@@ -131,9 +187,15 @@ class Staging:
         self._num_made = 0
         self._changed = threading.Condition()
 
+    @property
+    def registered(self) -> frozenset[int]:
+        """Addresses of the allocations that the transport knows by now."""
+        return frozenset(self._registered)
+
     def prepare(self) -> None:
         """Make all buffers now, while nothing is transferred. Once a server was ended by SIGSEGV
-        when it made its first; whether registering beside transfers was the cause is not known."""
+        when it made its first; why is not known: 60,000 registrations beside transfers over TCP did
+        not repeat it."""
         with self._changed:
             while self._num_made < NUM_BUFFERS:
                 self._free.append(self._make())
@@ -153,6 +215,11 @@ class Staging:
             self._free.append(buffer)
             self._changed.notify()
 
+    def index(self, pages: Sequence[int]) -> torch.Tensor:
+        """Pages as int64 on the device. Blocks until they are there."""
+        with self.beside_steps():
+            return torch.tensor(pages, dtype=torch.int64, device=self.device)
+
     @contextlib.contextmanager
     def beside_steps(self) -> Iterator[None]:
         """What is queued inside runs beside the scheduler's steps, and has run at the end."""
@@ -163,7 +230,7 @@ class Staging:
         event.synchronize()
 
     def _make(self) -> StagingBuffer:
-        memory = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         # It may lie in an allocation that the pools are in too.
         ranges = self._runtime.allocations_of([memory])
         new = [begin for begin in ranges if begin not in self._registered]
@@ -172,9 +239,9 @@ class Staging:
             self._registered.update(new)
         self._num_made += 1
         logger.info(
-            "staging buffer %d of at most %d for pages of other heads: %d MiB",
+            "staging buffer %d of at most %d: %d MiB",
             self._num_made,
             NUM_BUFFERS,
-            STAGING_BYTES // MIB,
+            self.num_bytes // MIB,
         )
         return StagingBuffer(memory, self)

@@ -21,18 +21,22 @@ import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
-from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
-from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import (
+from sglang.srt.disaggregation.common.conversation import (
     ABORTED,
     Cancellation,
     Conversation,
-    Mover,
-    OwnSlots,
     Patience,
-    RemotePrompt,
     RoomFailed,
+)
+from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
+from sglang.srt.disaggregation.common.page_reads import Mover
+from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import (
+    OwnSlots,
+    RemotePrompt,
     Source,
     cannot_serve,
 )
@@ -56,16 +60,20 @@ class Means:
     Attributes:
         place: This rank, among those of the decode server.
         geometry: Of its pools.
-        staging: For pages of ranks with other heads.
+        staging: For pages of ranks with other heads, and for packed ones.
+        link: See `RemotePrompt`.
+        metadata: Reads first tokens.
     """
 
     place: RankPlace
     geometry: PoolGeometry
     mover: Mover
     staging: Staging
+    metadata: MetadataReader
     find_rank: FindRank
     patience: Patience
     context: zmq.Context[zmq.Socket[bytes]]
+    link: LinkCosts | None = None
 
 
 class WholePrompt:
@@ -124,6 +132,12 @@ class WholePrompt:
     def num_bytes_read(self) -> int:
         """By all parts."""
         return sum(part.num_bytes_read for part in self._parts)
+
+    @property
+    def metadata_bytes(self) -> dict[str, int]:
+        """That first tokens came in to all parts, by their way."""
+        ways = (CONTROL, TRANSPORT)
+        return {way: sum(part.metadata_bytes[way] for part in self._parts) for way in ways}
 
     def cancel(self, reason: str = ABORTED) -> None:
         """It is not wanted any more: end soon."""
@@ -185,6 +199,8 @@ class WholePrompt:
             on_failure=self._fail,
             mover=means.mover,
             staging=means.staging,
+            metadata=means.metadata,
+            link=means.link,
             patience=means.patience,
             context=means.context,
             cancelled=self._cancelled,

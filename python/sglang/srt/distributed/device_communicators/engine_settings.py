@@ -7,10 +7,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sglang.srt.disaggregation.mooncake.utils import (
+    CustomMemPool,
+    check_mooncake_custom_mem_pool_enabled,
+)
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     RdmaDevice,
     resolve_mooncake_protocol,
 )
+from sglang.srt.distributed.device_communicators.transfer_plan import BATCH_BYTES, REQUEST_BYTES
 from sglang.srt.environ import EnvOptionalStr, envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, NPU, device_kind
 from sglang.srt.utils.network import get_free_port
@@ -20,6 +25,8 @@ logger = logging.getLogger(__name__)
 _ON_IB: Final = ("rdma", "efa")
 """Protocols that InfiniBand devices carry."""
 _ON_CUDA: Final = ("nvlink", "nvlink_intra")
+_ON_PLAIN_MEMORY: Final = ("efa", "nvlink_intra")
+"""Protocols that register what `cudaMalloc` gives, and no memory that was mapped otherwise."""
 _NEEDS: Final = {
     "tcp": envs.MC_FORCE_TCP,
     "nvlink": envs.MC_FORCE_MNNVL,
@@ -49,6 +56,12 @@ class EngineSettings:
     def is_fallback(self) -> bool:
         """Whether the user allowed another protocol than the one asked for, and it came to that."""
         return self.requested != self.protocol
+
+    @property
+    def request_bytes(self) -> int:
+        """Most bytes of a request. Where each is a copy by itself, one after the other, parts of a
+        block would gain nothing, and each costs 5 us."""
+        return BATCH_BYTES if self.protocol == "nvlink_intra" else REQUEST_BYTES
 
     def export(self) -> None:
         """Make Mooncake's engine install the transport of this protocol, for good.
@@ -96,8 +109,7 @@ def settle_engine(
             f"MOONCAKE_PROTOCOL={protocol}, but MC_FORCE_TCP is set, which makes Mooncake use TCP: "
             "unset MC_FORCE_TCP, or set MOONCAKE_PROTOCOL=tcp"
         )
-    if protocol == "efa":
-        _check_efa_memory()
+    _check_memory(protocol)
     if protocol in _ON_CUDA and device_kind(device) is not CUDA:
         raise ValueError(
             f"MOONCAKE_PROTOCOL={protocol} connects CUDA devices, and this process is on {device}: "
@@ -124,18 +136,21 @@ def _chosen(ib_device: str, devices: Sequence[RdmaDevice]) -> list[RdmaDevice]:
     return [there[name] for name in names if name in there] if names else list(devices)
 
 
-def _check_efa_memory() -> None:
-    """EFA registers memory of plain allocations alone."""
-    pool = envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()
-    if pool is not None:
+def _check_memory(protocol: str) -> None:
+    """Look whether the protocol registers memory of the kind that the settings ask for."""
+    pool = check_mooncake_custom_mem_pool_enabled()
+    if protocol not in _ON_PLAIN_MEMORY:
+        return
+    is_plain = protocol == "nvlink_intra" and pool == CustomMemPool.INTRA_NODE_NVLINK
+    if pool is not None and not is_plain:
         raise ValueError(
-            f"MOONCAKE_PROTOCOL=efa cannot register memory of a custom pool: unset "
+            f"MOONCAKE_PROTOCOL={protocol} cannot register memory of a custom pool: unset "
             f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL ({pool})"
         )
     for field in (envs.PYTORCH_CUDA_ALLOC_CONF, envs.PYTORCH_ALLOC_CONF):
         if _has_expandable_segments(field.get()):
             raise ValueError(
-                "MOONCAKE_PROTOCOL=efa cannot register expandable segments: take "
+                f"MOONCAKE_PROTOCOL={protocol} cannot register expandable segments: take "
                 f"expandable_segments:True out of {field.name} ({field.get()})"
             )
 

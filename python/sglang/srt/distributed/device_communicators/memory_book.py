@@ -83,6 +83,12 @@ class MemoryBook:
             for ptr in ptrs:
                 self._delete(ptr)
 
+    def holds(self, ptr: int, length: int) -> bool:
+        """Whether these bytes are within one range."""
+        with self._lock:
+            known = self._at(ptr)
+            return known is not None and ptr + length <= known.end
+
     def pin(self, blocks: Sequence[Block]) -> list[MemoryRange]:
         """The range of each block, kept until `unpin`.
 

@@ -148,6 +148,11 @@ class MooncakeTransferEngine:
         bracketed = f"[{host}]" if ":" in host else host
         return f"{bracketed}:{self._pool.home.raw.get_rpc_port()}"
 
+    @property
+    def protocol(self) -> str:
+        """The transport in use, one of `SUPPORTED_PROTOCOLS`."""
+        return self._settings.protocol
+
     def get_engine(self) -> RawEngine:
         """The engine object of Mooncake's that peers know. Whoever calls it bypasses all checks."""
         return self._pool.home.raw
@@ -155,6 +160,11 @@ class MooncakeTransferEngine:
     def get_ib_device(self) -> str:
         """InfiniBand devices in use, comma separated; empty: the transport chooses."""
         return self._settings.ib_device
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether peers on other hosts are out of reach."""
+        return self._settings.protocol == "nvlink_intra"
 
     def describe(self) -> dict[str, Any]:
         """For the server info: the transport as it is used, and what it holds now."""
@@ -192,6 +202,10 @@ class MooncakeTransferEngine:
         """`register` for several ranges, all or none. Returns 0."""
         self._pool.register(ptrs, lengths)
         return 0
+
+    def is_registered(self, ptr: int, length: int) -> bool:
+        """Whether these bytes are within one registered range."""
+        return self._book.holds(ptr, length)
 
     def deregister(self, ptr: int) -> None:
         """Undo `register`.
@@ -253,7 +267,8 @@ class MooncakeTransferEngine:
         ranges = self._book.pin(blocks)
         transfer = Transfer(blocks, on_settled=lambda: self._book.unpin(ranges))
         deadline = None if timeout is None else time.monotonic() + timeout
-        worker = TransferWorker(remote, op, transfer, merge_blocks(blocks, ranges), deadline)
+        requests = merge_blocks(blocks, ranges, self._settings.request_bytes)
+        worker = TransferWorker(remote, op, transfer, requests, deadline)
         self._threads.submit(worker.run)
         return transfer
 

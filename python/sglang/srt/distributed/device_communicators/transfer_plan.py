@@ -16,7 +16,8 @@ from sglang.srt.distributed.device_communicators.memory_book import MemoryRange
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 
 REQUEST_BYTES: Final = 16 * MIB
-"""Most bytes of a request. Mooncake's rates grow up to about there."""
+"""Most bytes of a request, where more of them are under way at once. Mooncake's rates grow up to
+about there."""
 BATCH_REQUESTS: Final = 512
 """Most requests of one call: two such calls may share a peer's budget."""
 BATCH_BYTES: Final = 256 * MIB
@@ -34,12 +35,15 @@ class Request:
     last: int
 
 
-def merge_blocks(blocks: Sequence[Block], ranges: Sequence[MemoryRange]) -> list[Request]:
+def merge_blocks(
+    blocks: Sequence[Block], ranges: Sequence[MemoryRange], most: int = REQUEST_BYTES
+) -> list[Request]:
     """Requests for all blocks, in their order.
 
     Args:
         blocks: What to move.
         ranges: The registered range of each; a request never spans two.
+        most: Bytes of a request.
     """
     requests: list[Request] = []
     joined: MemoryRange | None = None
@@ -47,7 +51,7 @@ def merge_blocks(blocks: Sequence[Block], ranges: Sequence[MemoryRange]) -> list
         if requests and known is joined:
             end = requests[-1]
             if (
-                end.length + block.length <= REQUEST_BYTES
+                end.length + block.length <= most
                 and end.local + end.length == block.local
                 and end.remote + end.length == block.remote
             ):
@@ -55,13 +59,13 @@ def merge_blocks(blocks: Sequence[Block], ranges: Sequence[MemoryRange]) -> list
                 end.last = index
                 continue
         joined = known
-        requests.extend(_cut(index, block))
+        requests.extend(_cut(index, block, most))
     return requests
 
 
-def _cut(index: int, block: Block) -> Iterator[Request]:
-    for offset in range(0, block.length, REQUEST_BYTES):
-        length = min(REQUEST_BYTES, block.length - offset)
+def _cut(index: int, block: Block, most: int) -> Iterator[Request]:
+    for offset in range(0, block.length, most):
+        length = min(most, block.length - offset)
         yield Request(block.local + offset, block.remote + offset, length, index, index)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import torch
 
 from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime, copy_to_pinned
 from sglang.srt.hardware_backend.device_kinds import CUDA
+from sglang.srt.hardware_backend.device_runtime import MemPool
 
 _PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
@@ -87,6 +89,9 @@ class CudaRuntime(AcceleratorRuntime):
             found.update([(start, length) if is_inside else (address, size)])
         return found
 
+    def make_mem_pool(self, allocator: object) -> MemPool:
+        return _CudaMemPool(self._api, allocator, self._target)
+
     def host_cpus_near_device(self) -> frozenset[int]:
         """CPUs of the NUMA node that the current CUDA device hangs on; empty where unknown."""
         # torch's type stubs do not know all of the properties.
@@ -101,3 +106,15 @@ class CudaRuntime(AcceleratorRuntime):
             )
         except (OSError, ValueError, AttributeError):
             return frozenset()
+
+
+class _CudaMemPool:
+    def __init__(self, api: Any, allocator: object, device: torch.device) -> None:
+        self._api = api
+        self._device = None if device.index is None else device
+        """None: the current one; torch takes no device without an index here."""
+        self._pool = api.MemPool(allocator)
+
+    def use(self) -> AbstractContextManager[Any]:
+        used: AbstractContextManager[Any] = self._api.use_mem_pool(self._pool, self._device)
+        return used

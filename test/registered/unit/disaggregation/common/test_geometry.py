@@ -143,7 +143,7 @@ def test_a_further_pool_is_named() -> None:
 def test_other_protocols_and_lists_are_refused() -> None:
     here = geometry_of(make_pool())
     why = here.why_not(offer_of(here, version=1))
-    assert why == "it speaks version 1 of the protocol, this server 2"
+    assert why == "it speaks version 1 of the protocol, this server 3"
     # A digest that fits and a list that does not.
     why = here.why_not(offer_of(here, pools=[]))
     assert why == "its pages differ: it has 0 buffers, this server 4"
@@ -227,12 +227,15 @@ def read_cuts(
     """What a prompt does with a staging buffer of `capacity` bytes."""
     memory = torch.full((capacity,), 7, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 8 :]
-    for pieces in rounds(portion.cuts, theirs, own, len(memory) - len(memory) % 8):
+    index = torch.tensor(own)
+    sizes = [cut.page_bytes for cut in portion.cuts]
+    for pieces in rounds(sizes, len(own), len(memory)):
         for piece in pieces:
-            move(piece.blocks(memory.data_ptr()))
+            address = portion.cuts[piece.place].address
+            move(list(piece.blocks(memory.data_ptr(), address, theirs)))
         for piece in pieces:
-            end = piece.offset + len(piece.own) * piece.cut.page_bytes
-            piece.cut.unpack(memory[piece.offset : end], piece.own)
+            cut = portion.cuts[piece.place]
+            cut.unpack(piece.span(memory), index[piece.begin : piece.end])
 
 
 def cut_bytes(portion: Portion) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.common import remote_prompt
+from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.protocol import Ask, Asked, Question
-from sglang.srt.disaggregation.common.remote_prompt import Patience
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.control_proxy import ControlProxy, Fate
@@ -110,7 +110,7 @@ def delayed_by_turns() -> Fate:
 def test_messages_may_be_lost_doubled_and_late(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, fate: Fate
 ) -> None:
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.05)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
     with ControlProxy(scene.endpoint, fate) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9, 2, 3])
@@ -157,7 +157,7 @@ def test_silence_in_the_middle(scene: Scene) -> None:
 def test_a_silence_that_is_shorter_than_the_patience_changes_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.02)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
     is_silent = threading.Event()
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
@@ -203,7 +203,7 @@ def test_a_long_read_is_no_silence_on_either_side(
             heard.append(msgspec.msgpack.decode(message, type=Asked).question)
         return (0.0,)
 
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.02)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
     scene.mover.hold = True
     with ControlProxy(scene.endpoint, listen) as proxy:
         scene.endpoint = proxy.endpoint
@@ -307,7 +307,7 @@ def test_an_abort_while_pages_are_read(scene: Scene) -> None:
 def test_an_end_at_the_prefill_server_ends_a_read_that_hangs(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_prompt, "REPEAT_S", 0.02)
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
     scene.mover.hold = True
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])

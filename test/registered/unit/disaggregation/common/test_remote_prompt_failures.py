@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.conversation import Patience, RoomFailed
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -24,11 +25,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.remote_prompt import (
-    STEPS,
-    Patience,
-    RoomFailed,
-)
+from sglang.srt.disaggregation.common.remote_prompt import STEPS
 from sglang.srt.disaggregation.common.whole_prompt import FindRank, decline_room
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,

@@ -14,12 +14,20 @@ import zmq
 
 from sglang.srt.disaggregation.common import staging
 from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots, Patience
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
-from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, Staging, rounds
+from sglang.srt.disaggregation.common.staging import (
+    NUM_BUFFERS,
+    Piece,
+    Staging,
+    rounds,
+    unit_bytes_of,
+)
 from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.managers.messages.io_struct import Bootstrap
@@ -92,32 +100,31 @@ def test_memory_of_an_allocation_that_is_known_is_not_registered_again(
     assert registry.ranges == [(8192, 1 << 26)]
 
 
-def cut_of(page_bytes: int) -> CutBuffer:
-    own = torch.zeros(10, PAGE, 4, dtype=torch.uint8)
-    return CutBuffer(1000, page_bytes, own, [(0, 0, 4)])
-
-
 def test_rounds_hold_as_much_as_fits() -> None:
-    cuts = [cut_of(10), cut_of(30)]
     found = [
-        [(piece.cut.page_bytes, piece.offset, list(piece.theirs), list(piece.own)) for piece in one]
-        for one in rounds(cuts, [5, 6, 7, 9], [1, 2, 3, 4], 72)
+        [(piece.place, piece.offset, piece.begin, piece.end) for piece in one]
+        for one in rounds([10, 30], 4, 72)
     ]
     assert found == [
-        [(10, 0, [5, 6, 7, 9], [1, 2, 3, 4]), (30, 40, [5], [1])],
-        [(30, 0, [6, 7], [2, 3])],
-        [(30, 0, [9], [4])],
+        [(0, 0, 0, 4), (1, 40, 0, 1)],
+        [(1, 0, 1, 3)],
+        [(1, 0, 3, 4)],
     ]
-    assert not list(rounds(cuts, [], [], 64))
+    assert not list(rounds([10, 30], 0, 64))
+
+
+def test_no_round_is_longer_than_its_buffer() -> None:
+    """What follows begins at whole words, of which the last may be beyond the end."""
+    for capacity in range(9, 60):
+        for pieces in rounds([9, 5, 3], 7, capacity):
+            assert unit_bytes_of(pieces) <= capacity
 
 
 def test_pages_that_follow_one_another_there_are_one_block() -> None:
-    (pieces,) = rounds([cut_of(8)], [5, 6, 9, 8], [4, 1, 2, 3], 64)
-    (piece,) = pieces
-    assert list(piece.blocks(500)) == [
-        Block(500, 1000 + 5 * 8, 16),
-        Block(516, 1000 + 9 * 8, 8),
-        Block(524, 1000 + 8 * 8, 8),
+    assert list(Piece(0, 16, 1, 5, 8).blocks(500, 1000, [3, 5, 6, 9, 8])) == [
+        Block(516, 1000 + 5 * 8, 16),
+        Block(532, 1000 + 9 * 8, 8),
+        Block(540, 1000 + 8 * 8, 8),
     ]
 
 
@@ -130,7 +137,7 @@ def test_heads_of_any_size_are_copied(dtype: torch.dtype, dim: int) -> None:
     theirs = torch.arange(2 * PAGE * 2 * dim).to(dtype).view(2, PAGE, 2, dim)
     other = PoolBuffer(0, PAGE * 2 * head)
     cut = CutBuffer.of(own, PAGE, other, [(2 * head, 1 * head, head)])
-    cut.unpack(theirs.contiguous().view(torch.uint8).flatten(), [4, 1])
+    cut.unpack(theirs.contiguous().view(torch.uint8).flatten(), torch.tensor([4, 1]))
     want = torch.zeros_like(own).view(6, PAGE, 3, dim)
     want[4, :, 2], want[1, :, 2] = theirs[0, :, 1], theirs[1, :, 1]
     assert torch.equal(own.view_as(want), want)
@@ -177,6 +184,7 @@ class Scene:
             geometry=geometry,
             mover=self.mover,
             staging=Staging(self.mover, torch.device("cpu")),
+            metadata=MetadataReader(),
             find_rank=self._find,
             patience=PATIENT,
             context=zmq.Context(),

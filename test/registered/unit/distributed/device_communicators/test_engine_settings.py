@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.constants import MIB
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as module
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -138,6 +139,7 @@ def test_names_that_are_none_of_ours(host: Host, protocol: str, message: str) ->
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,expandable_segments:False", False),
         ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK", True),
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK", True),
         ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "", False),
     ],
 )
@@ -156,6 +158,32 @@ def test_efa_takes_plain_allocations_alone(
         assert variable in host.refusal(protocol)
     else:
         assert host.start(protocol).describe()["protocol"] == protocol
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "refused"),
+    [
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK", False),
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK", True),
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "BAREX", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+    ],
+)
+def test_nvlink_within_a_node_exports_plain_allocations_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, refused: bool
+) -> None:
+    host.set_device("cuda")
+    monkeypatch.setenv(variable, value)
+    if refused:
+        assert variable in host.refusal("nvlink_intra")
+    else:
+        engine = host.start("nvlink_intra")
+        assert engine.stays_on_host
+
+
+def test_a_pool_that_does_not_exist(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE")
+    assert "'INTRA_NODE' is unknown" in host.refusal("tcp")
 
 
 def test_a_fallback_that_is_allowed_is_said_and_shown(
@@ -185,6 +213,17 @@ def test_mooncake_is_made_to_install_what_was_chosen(
     host.add_device("mlx5_0", "mlx5_core")
     host.start(protocol)
     assert host.engines.made[0].forced == forced
+
+
+@pytest.mark.parametrize(
+    ("protocol", "wanted"), [("tcp", 16 * MIB), ("rdma", 16 * MIB), ("nvlink_intra", 256 * MIB)]
+)
+def test_requests_are_cut_where_several_move_at_once(
+    host: Host, protocol: str, wanted: int
+) -> None:
+    host.add_device("mlx5_0", "mlx5_core")
+    engine = host.start(protocol)
+    assert (engine.protocol, engine._settings.request_bytes) == (protocol, wanted)
 
 
 @pytest.mark.parametrize(("wheel", "forced"), [(ALL, ["MC_FORCE_TCP"]), (PLAIN, [])])

@@ -47,6 +47,8 @@ def test_all_engine_objects_know_the_same_memory(
     known = {BASE: 64 * MIB, BASE * 1000: 10, BASE * 1001: 20}
     assert [made.registered for made in fakes.made] == [known, known]
     assert engine.describe()["registered_bytes"] == 64 * MIB + 30
+    assert engine.is_registered(BASE + 1, 64 * MIB - 1) and engine.is_registered(BASE * 1000, 10)
+    assert not engine.is_registered(BASE, 64 * MIB + 1) and not engine.is_registered(BASE - 1, 2)
     assert engine.batch_deregister([BASE * 1001, BASE]) == 0
     engine.deregister(BASE * 1000)
     assert [made.registered for made in fakes.made] == [{}, {}]

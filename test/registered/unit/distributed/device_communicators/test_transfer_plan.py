@@ -57,6 +57,13 @@ def test_large_blocks_are_cut_and_small_ones_joined_up_to_the_bound() -> None:
     assert [(first, last) for *_, first, last in merged(*small)] == [(0, 15), (16, 31), (32, 32)]
 
 
+def test_the_bound_may_be_as_large_as_that_of_a_call() -> None:
+    blocks = [Block(0, 0, 300 * MIB)]
+    requests = merge_blocks(blocks, [ONE], BATCH_BYTES)
+    assert [r.length for r in requests] == [256 * MIB, 44 * MIB]
+    assert [len(batch.requests) for batch in cut_batches(requests)] == [1, 1]
+
+
 def test_batches_hold_what_a_call_takes() -> None:
     tiny = [Request(i * 10, i * 10, 1, i, i) for i in range(1200)]
     assert [len(batch.requests) for batch in cut_batches(tiny)] == [512, 512, 176]

@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.disaggregation.common.link_costs import LINKS
 from sglang.srt.disaggregation.halves import HalfServer, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
@@ -389,6 +390,7 @@ def _make_half_server(
         runner.weight_source.identity(),
         engine,
         group=group,
+        link=LINKS.get(engine.protocol),
         prepares_staging=True,
     )
 

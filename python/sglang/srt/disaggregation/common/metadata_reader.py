@@ -1,0 +1,190 @@
+"""How a rank of a decode server gets the first token of a prompt: read from its row, or told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from sglang.srt.disaggregation.common.conversation import POLL_S, RoomFailed
+from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
+from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    Transfer,
+    TransferError,
+    TransferOp,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.page_reads import Mover
+
+logger = logging.getLogger(__name__)
+
+CONTROL: Final = "control"
+"""Told, over the control connection."""
+TRANSPORT: Final = "transport"
+"""Read, as pages are."""
+
+
+class Rows(Protocol):
+    """Rows of this rank, in registered memory; see `MetadataBuffers`. Any thread."""
+
+    def take(self, timeout: float) -> int | None: ...
+    def give_back(self, index: int) -> None: ...
+    def clear(self, index: int) -> None: ...
+    def address(self, index: int) -> int: ...
+    def get_buf(self, index: int, room: int) -> FirstToken: ...
+
+
+class MetadataReader:
+    """Reads rows of prefill servers into rows here. One for all prompts of a rank; any thread.
+
+    A prefill server whose rows cannot be read tells its first tokens from then on, and the log has
+    one warning about that.
+
+    Args:
+        rows: Here; None: all are told.
+        host: This one, as `host_identity` says.
+    """
+
+    def __init__(self, rows: Rows | None = None, host: str = "") -> None:
+        self._rows = rows
+        self._host = host
+        self._telling: set[str] = set()
+        """Instances of prefill servers whose rows cannot be read."""
+        self._lock = threading.Lock()
+
+    def reads(self, offer: Offer, where: str) -> bool:
+        """Whether to read the rows of the server at `where`, for all that is known."""
+        if self._rows is None:
+            return False
+        with self._lock:
+            if offer.instance_id in self._telling:
+                return False
+        theirs = offer.rows
+        if theirs is None:
+            why = (
+                "it offers no rows (SGLANG_MOONCAKE_CUSTOM_MEM_POOL, SGLANG_MOONCAKE_SEND_AUX_TCP)"
+            )
+        elif theirs.row_bytes != ROW_BYTES:
+            why = f"its rows have {theirs.row_bytes} bytes, those here {ROW_BYTES}"
+        elif theirs.host not in ("", self._host):
+            why = "it is on another host, which NVLink within a node does not reach"
+        else:
+            return True
+        self.be_told(offer, where, why)
+        return False
+
+    def be_told(self, offer: Offer, where: str, why: str) -> None:
+        """Read no more rows of this server."""
+        with self._lock:
+            if offer.instance_id in self._telling:
+                return
+            self._telling.add(offer.instance_id)
+        logger.warning(
+            "metadata of the prefill server at %s comes over the control connection (TCP), not "
+            "over the transport of the pages: %s",
+            where,
+            why,
+        )
+
+    def row_read(self, mover: Mover, timeout: float) -> RowRead:
+        """For one prompt. `timeout`: seconds for a free row, and for the read."""
+        return RowRead(self, self._rows, mover, timeout)
+
+
+class RowRead:
+    """The read of a prompt's row into one here, which belongs to it until it has settled. The
+    prompt's thread; made by `MetadataReader.row_read`.
+
+    Attributes:
+        num_bytes: That were read.
+    """
+
+    def __init__(
+        self, reader: MetadataReader, rows: Rows | None, mover: Mover, timeout: float
+    ) -> None:
+        self.num_bytes = 0
+        self._reader = reader
+        self._rows = rows
+        self._mover = mover
+        self._timeout = timeout
+        self._index: int | None = None
+        """Of the row here."""
+        self._transfer: Transfer | None = None
+
+    def run(
+        self, offer: Offer, row: int, room: int, where: str, stay: Callable[[], None]
+    ) -> FirstToken | None:
+        """What is in row `row` of the prefill server at `where`.
+
+        Args:
+            stay: Called now and then; may raise RoomFailed.
+
+        Returns:
+            None: The transport does not move it, so that it has to be told from now on.
+
+        Raises:
+            BadRow: It is not the row of `room`.
+            RoomFailed: No row here was free in time; or by `stay`.
+        """
+        theirs, rows = offer.rows, self._rows
+        assert theirs is not None and rows is not None, "rows are read"
+        if not 0 <= row < theirs.num_rows:
+            raise BadRow(f"there is no row {row} among {theirs.num_rows}")
+        self._index = index = self._take(rows, stay)
+        rows.clear(index)  # What an earlier room has left could pass for this one's.
+        block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
+        why = self._move(offer.session_id, block, stay)
+        if why is not None:
+            self._reader.be_told(offer, where, why)
+            self.settle()
+            return None
+        self.num_bytes = ROW_BYTES
+        words = rows.get_buf(index, room)
+        self.settle()
+        return words
+
+    def _take(self, rows: Rows, stay: Callable[[], None]) -> int:
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline:
+            index = rows.take(POLL_S)
+            if index is not None:
+                return index
+            stay()
+        raise RoomFailed(f"no row for metadata was free in {self._timeout:g} s")
+
+    def _move(self, session_id: str, block: Block, stay: Callable[[], None]) -> str | None:
+        """Why it has not come; None: it has."""
+        try:
+            transfer = self._mover.begin(
+                session_id, TransferOp.READ, [block], timeout=self._timeout
+            )
+        except TransferError as error:
+            return str(error)
+        self._transfer = transfer
+        while not transfer.wait(POLL_S):
+            if transfer.is_left:
+                return "reading a row failed, and cannot end"
+            stay()
+        if transfer.error is not None:
+            return str(transfer.error)
+        return None if transfer.is_done else "a row was not read in time, or its address is refused"
+
+    def settle(self) -> None:
+        """Wait until nothing is read any more, and give the row back. One that the transport never
+        lets go of is lost. Idempotent."""
+        index, self._index = self._index, None
+        transfer, self._transfer = self._transfer, None
+        if index is None:
+            return
+        if transfer is not None:
+            transfer.abandon()
+        if transfer is None or transfer.wait():
+            assert self._rows is not None, "a row was taken"
+            self._rows.give_back(index)
+        else:
+            logger.error("row %d is lost, since the transport does not let go of it", index)

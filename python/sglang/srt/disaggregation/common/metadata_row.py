@@ -1,0 +1,68 @@
+"""A row of metadata: what a prefill server has found beside keys and values, as bytes.
+
+bytes 0 to 8     the room
+8 to 16          a checksum of all that follows, and of the room
+16 to 20         how many bytes follow
+from 20          a `FirstToken` as msgpack, as answers have it
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import msgspec
+import xxhash
+
+from sglang.srt.disaggregation.common.conversation import RoomFailed
+from sglang.srt.disaggregation.common.protocol import FirstToken
+
+ROW_BYTES: Final = 4096
+"""Of each row: 128 top logprobs take 1,900 bytes."""
+HEAD_BYTES: Final = 20
+_HEAD: Final = struct.Struct("<QQI")
+_LENGTH: Final = struct.Struct("<I")
+_DECODER: Final = msgspec.msgpack.Decoder(FirstToken)
+assert _HEAD.size == HEAD_BYTES
+
+
+class BadRow(RoomFailed):
+    """What was read is not what was written for the room."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"reading the metadata from the prefill server failed: {what}")
+
+
+def pack_row(room: int, words: FirstToken) -> bytes | None:
+    """The row, without what it leaves unused; None: it is too long for one."""
+    body = msgspec.msgpack.encode(words)
+    if HEAD_BYTES + len(body) > ROW_BYTES:
+        return None
+    return _HEAD.pack(room, _checksum(room, body), len(body)) + body
+
+
+def unpack_row(raw: bytes, room: int) -> FirstToken:
+    """What was written for `room`.
+
+    Args:
+        raw: `ROW_BYTES` bytes.
+
+    Raises:
+        BadRow: Nothing was, or something else is there.
+    """
+    if not any(raw[:HEAD_BYTES]):
+        raise BadRow("the row is empty")
+    written_for, checksum, length = _HEAD.unpack_from(raw)
+    if written_for != room:
+        raise BadRow(f"the row is stale: it was written for room {written_for}, not for {room}")
+    body = raw[HEAD_BYTES : HEAD_BYTES + length]
+    if len(body) != length or _checksum(room, body) != checksum:
+        raise BadRow("the row is torn: its checksum is of other bytes")
+    try:
+        return _DECODER.decode(body)
+    except msgspec.DecodeError as error:  # Another version of the server, at the worst.
+        raise BadRow(f"the row is malformed: {error}") from error
+
+
+def _checksum(room: int, body: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(_LENGTH.pack(len(body)) + body, seed=room)

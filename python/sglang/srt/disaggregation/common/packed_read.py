@@ -1,0 +1,202 @@
+"""The decode server's side of a packing: units are read whole, and unpacked into its own pages.
+
+While one unit is read, those behind it are packed and told, and the one before it is unpacked. What
+the reader has (`done`) and knows (`known`) only grows, and so does what the prefill server has
+packed: questions and answers may be lost, doubled or late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from sglang.srt.disaggregation.common.conversation import POLL_S, Conversation, RoomFailed
+from sglang.srt.disaggregation.common.geometry import CutBuffer, WholeBuffer
+from sglang.srt.disaggregation.common.page_reads import PageReads
+from sglang.srt.disaggregation.common.protocol import Pack, Packed
+from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit_bytes_of
+from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer
+
+MOST_BUFFERS: Final = 3
+"""Of this server, that one prompt takes: one is unpacked while two reads are under way. Fewer than
+there are, so that one that hangs has not all of them."""
+_SOON_S: Final = 1e-4
+"""How soon the place of a further unit is noticed at first while another is read; later less so."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnitRead:
+    """Unit `number` on its way."""
+
+    number: int
+    transfer: Transfer
+    buffer: StagingBuffer
+
+
+class PackedRead:
+    """Reads pages of all buffers that way. One thread's; `run` once.
+
+    Args:
+        first: The first question: `done` and `known` are 0.
+        session_id: Of the prefill server's Transfer Engine.
+        buffers: What `first.buffers` are here.
+        own: This server's pages, `first.num_pages` of them.
+        talk: With the prefill server.
+        reads: Of this part of the prompt.
+        waiting: Seconds for a further unit.
+    """
+
+    def __init__(
+        self,
+        first: Pack,
+        session_id: str,
+        buffers: Sequence[WholeBuffer | CutBuffer],
+        own: Sequence[int],
+        *,
+        talk: Conversation,
+        reads: PageReads,
+        waiting: float,
+    ) -> None:
+        self._first = first
+        self._session_id = session_id
+        self._buffers = buffers
+        self._own = own
+        self._talk = talk
+        self._reads = reads
+        self._waiting = waiting
+        sizes = [one.page_bytes for one in buffers]
+        self._units = list(rounds(sizes, len(own), first.unit_bytes))
+        self._places: list[int] = []
+        """Of units that are known, from the first on; 0 for those that were read before they were
+        told of again."""
+        self._num_begun = 0
+        self._num_done = 0
+        self._under_way: deque[_UnitRead] = deque()
+        self._free: list[StagingBuffer] = []
+        self._num_buffers = 0
+        self._nap = _SOON_S
+        self._is_asked = False
+        """Whether the prefill server has a question that it has not answered, if nothing was
+        lost."""
+
+    def run(self, patience: float) -> bool:
+        """Read all. False: no memory was free for it within `patience` seconds on either side; then
+        nothing was read.
+
+        Raises:
+            RoomFailed: See the message.
+        """
+        began = time.monotonic()
+        if not self._take_buffer(patience):
+            return False
+        index = self._reads.staging.index(self._own)
+        self._talk.begin(self._question())
+        self._is_asked = True
+        moved = time.monotonic()
+        """When a unit was last told of or read."""
+        while self._num_done < len(self._units):
+            before = len(self._places), self._num_done
+            self._begin_reads()
+            if self._under_way:
+                self._wait_for_unit(index)
+            else:
+                left = began + patience - time.monotonic()
+                if not self._places and left <= 0:
+                    self._decline()
+                    return False
+                self._hear(POLL_S if self._places else min(POLL_S, left))
+            if before != (len(self._places), self._num_done):
+                moved = time.monotonic()
+            elif not self._under_way and time.monotonic() >= moved + self._waiting:
+                raise RoomFailed("the prefill server has not packed more pages in time")
+        self._give_buffers_back()
+        return True
+
+    def _question(self) -> Pack:
+        first = self._first
+        return Pack(
+            first.room,
+            first.reader,
+            first.part,
+            first.number,
+            first.buffers,
+            first.first_page,
+            first.num_pages,
+            first.unit_bytes,
+            done=self._num_done,
+            known=len(self._places),
+        )
+
+    def _advance(self) -> None:
+        self._talk.advance(self._question())
+        self._is_asked = True
+
+    def _begin_reads(self) -> None:
+        """Of units that are known, as far as there are buffers."""
+        while self._num_begun < len(self._places) and (self._free or self._take_buffer(0)):
+            unit, buffer = self._num_begun, self._free.pop()
+            length = unit_bytes_of(self._units[unit])
+            block = Block(buffer.address, self._places[unit], length)
+            transfer = self._reads.begin(self._session_id, [block])
+            self._under_way.append(_UnitRead(unit, transfer, buffer))
+            self._num_begun += 1
+
+    def _wait_for_unit(self, index: torch.Tensor) -> None:
+        """The one that has been read longest. Returns earlier where another could begin."""
+        one = self._under_way[0]
+        has_room = bool(self._free) or self._num_buffers < MOST_BUFFERS
+        if self._num_begun < len(self._units) and has_room:
+            if not self._reads.has_come(one.transfer, self._nap):
+                self._nap = min(2 * self._nap, POLL_S)
+                self._hear(0.0)
+                return
+        else:
+            self._reads.finish(one.transfer, lambda: self._hear(0.0))
+        self._under_way.popleft()
+        self._nap = _SOON_S
+        self._num_done += 1
+        self._advance()
+        one.buffer.unpack(self._buffers, self._units[one.number], index)
+        self._free.append(one.buffer)
+
+    def _hear(self, timeout: float) -> None:
+        """Take in what the prefill server says, and ask again for what it has not said yet."""
+        if not self._is_asked and len(self._places) < len(self._units):
+            self._advance()
+        answer = self._talk.keep_alive(self._question(), Packed, timeout)
+        if answer is None:
+            return
+        self._is_asked = False
+        if answer.failure is not None:
+            raise RoomFailed(f"the prefill server ended the request: {answer.failure}")
+        if answer.first > len(self._places) or answer.number != self._first.number:
+            raise RoomFailed("the prefill server answered for other pages than were asked for")
+        known = len(self._places) - answer.first
+        self._places += answer.places[known:]
+        if len(self._places) > len(self._units):
+            raise RoomFailed("the prefill server packed more pages than were asked for")
+
+    def _take_buffer(self, timeout: float) -> bool:
+        if self._num_buffers >= MOST_BUFFERS:
+            return False
+        buffer = self._reads.take(timeout)
+        if buffer is None:
+            return False
+        self._num_buffers += 1
+        self._free.append(buffer)
+        return True
+
+    def _give_buffers_back(self) -> None:
+        for buffer in self._free:
+            self._reads.give_back(buffer)
+
+    def _decline(self) -> None:
+        """What may be packed for this question is not wanted."""
+        self._num_done = len(self._units)
+        self._advance()
+        self._give_buffers_back()

@@ -1,0 +1,170 @@
+"""Metadata of rooms in memory that the transport moves: rows, who has which, and where they are."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from sglang.srt.disaggregation.common.metadata_row import (
+    HEAD_BYTES,
+    ROW_BYTES,
+    pack_row,
+    unpack_row,
+)
+from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.mooncake.utils import (
+    CustomMemPool,
+    check_mooncake_custom_mem_pool_enabled,
+)
+from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+NUM_ROWS: Final = 512
+"""Of a rank: 2 MiB. Requests that need one more wait."""
+_WORD_BYTES: Final = 4
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def metadata_device(pages: torch.device) -> torch.device | None:
+    """Where `MetadataBuffers` are; None: there are none, and the control connection tells all.
+
+    Told by default, since a decode server has to hear that a prompt is complete anyway, and a row
+    is one transfer more. INTRA_NODE_NVLINK moves it as the pages: that pool alone has rows on GPUs.
+
+    Args:
+        pages: Where the pools are.
+
+    Raises:
+        ValueError: SGLANG_MOONCAKE_CUSTOM_MEM_POOL names no pool.
+    """
+    pool = check_mooncake_custom_mem_pool_enabled()
+    is_told = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
+    if is_told or pool == CustomMemPool.NVLINK:
+        return None
+    if pool == CustomMemPool.INTRA_NODE_NVLINK:
+        return pages if device_kind(str(pages)) is CUDA else torch.device("cpu")
+    return None if is_told is None else torch.device("cpu")
+
+
+def host_identity() -> str:
+    """Of this machine since its last start; the same in all its containers."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class ReqToMetadataIdxAllocator:
+    """Rows that are free. Any thread.
+
+    Args:
+        size: Rows `[0, size)`, all free.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free = list(reversed(range(size)))
+        self._changed = threading.Condition()
+
+    def available_size(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def alloc(self, timeout: float = 0.0) -> int | None:
+        """A row; None: none was free for `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._free), timeout):
+                return None
+            return self._free.pop()
+
+    def free(self, free_index: int) -> None:
+        """Its owner needs it no more."""
+        with self._changed:
+            assert free_index not in self._free, f"row {free_index} is free already"
+            self._free.append(free_index)
+            self._changed.notify()
+
+
+class MetadataBuffers:
+    """Rows of `ROW_BYTES` (see `metadata_row`): on a prefill server those that it offers, on a
+    decode server those that it reads into. Any thread; each row has one owner at a time.
+
+    Args:
+        size: How many.
+        device: Where.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._rows = torch.zeros((size, ROW_BYTES), dtype=torch.uint8, device=device)
+        self._indices = ReqToMetadataIdxAllocator(size)
+        self._runtime = device_runtime(device)
+        self._stream = self._runtime.make_side_stream()
+        self._stream.follow()  # Of the zeros.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self._rows.device
+
+    def allocations(self) -> dict[int, int]:
+        """What to register: address to bytes."""
+        return self._runtime.allocations_of([self._rows])
+
+    def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Of each tensor, of which there is one: address, bytes, and bytes of a row."""
+        return [self._rows.data_ptr()], [self._rows.nbytes], [ROW_BYTES]
+
+    def address(self, index: int) -> int:
+        """Of a row."""
+        return self._rows.data_ptr() + index * ROW_BYTES
+
+    def take(self, timeout: float = 0.0) -> int | None:
+        """A row for a new owner; None: none was free for `timeout` seconds."""
+        return self._indices.alloc(timeout)
+
+    def give_back(self, index: int) -> None:
+        """Its owner needs it no more."""
+        self._indices.free(index)
+
+    def set_buf(self, index: int, room: int, words: FirstToken) -> bool:
+        """Write `words`. Peers can read them when it returns. False: they do not fit."""
+        raw = pack_row(room, words)
+        if raw is None:
+            return False
+        # Of whole words: such short copies to a GPU do not wait behind long ones.
+        raw = raw.ljust(-(-len(raw) // _WORD_BYTES) * _WORD_BYTES, b"\0")
+        row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        with self._beside_steps():
+            self._rows[index, : len(raw)].copy_(self._runtime.stage_to_device(row))
+        return True
+
+    def clear(self, index: int) -> None:
+        """Make it nobody's. Peers see that when it returns."""
+        with self._beside_steps():
+            self._rows[index, :HEAD_BYTES].zero_()
+
+    def get_buf(self, index: int, room: int) -> FirstToken:
+        """What the row has for `room`.
+
+        Raises:
+            BadRow: Nothing, or something else.
+        """
+        with self._stream.use():
+            (row,) = self._runtime.copy_to_host([self._rows[index]]).wait()
+        assert row is not None
+        return unpack_row(row.numpy().tobytes(), room)
+
+    @contextmanager
+    def _beside_steps(self) -> Iterator[None]:
+        """What is queued inside runs beside the scheduler's steps, and has run at the end."""
+        with self._stream.use():
+            yield
+            event = self._runtime.make_event()
+            event.record()
+        event.synchronize()
