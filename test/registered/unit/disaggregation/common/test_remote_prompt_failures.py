@@ -157,6 +157,7 @@ class OddDesk:
             for answer in self._answer(asked):
                 raw = answer if isinstance(answer, bytes) else msgspec.msgpack.encode(answer)
                 self._socket.send_multipart([sender, raw])
+        self._socket.close(linger=0)  # In its own thread: closed in another, its context hung once.
 
 
 def answering(
