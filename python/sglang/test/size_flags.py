@@ -29,7 +29,7 @@ def size_flags(draw: st.DrawFn) -> dict[str, Any]:
         "context_length": one(None, 1, 2, 3, page, page + 1, 40),
         "chunked_prefill_size": one(None, -1, 0, 1, page, 2 * page, 3 * page),
         "max_prefill_tokens": one(1, page - 1, page, page + 1, 2 * page, 5 * page - 1, 16384),
-        "max_running_requests": one(None, 1, 2, 9, 500),
+        "max_running_requests": one(None, 1, 2, 9, 500, 10**30),
         "max_queued_requests": one(1, 2, 4096),
         "schedule_conservativeness": one(1e-300, 0.01, 1.0, 1e300),
         "stream_interval": one(1, 3, 10**12),
