@@ -228,13 +228,17 @@ class FakeEngine:
     tokenizer: PreTrainedTokenizerFast
 
     def manager(
-        self, metrics: ServerMetrics | None = None, disaggregation_mode: str = WHOLE
+        self,
+        metrics: ServerMetrics | None = None,
+        disaggregation_mode: str = WHOLE,
+        max_queued_requests: int = 4096,
     ) -> TokenizerManager:
         """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
             vocab_size=VOCAB_SIZE,
             context_len=CONTEXT_LEN,
             max_input_len=CONTEXT_LEN - 1,
+            max_queued_requests=max_queued_requests,
             disaggregation_mode=disaggregation_mode,
         )
         return TokenizerManager(
@@ -293,7 +297,9 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
         metrics = ServerMetrics() if server_args.enable_metrics else None
         context = ServerContext(
             args=server_args,
-            manager=engine.manager(metrics, server_args.disaggregation_mode),
+            manager=engine.manager(
+                metrics, server_args.disaggregation_mode, server_args.max_queued_requests
+            ),
             chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},
             model_info={"model_path": "dummy", "is_generation": True},
