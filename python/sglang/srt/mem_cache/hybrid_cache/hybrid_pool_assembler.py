@@ -32,10 +32,9 @@ from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fi
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost, PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 
 _MOST_NAME_BYTES: Final = 256
