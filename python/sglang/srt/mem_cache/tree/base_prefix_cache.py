@@ -214,7 +214,12 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
         """Take over what `req` computed so far and let it go on: its row of the
-        `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len` are updated."""
+        `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len` are updated.
+
+        Args:
+            chunked: More of its prompt follows. A tree that counts uses then counts none;
+                `RadixCache` counts a request's use when it ends.
+        """
 
     @abstractmethod
     def evict(self, params: EvictParams) -> EvictResult:

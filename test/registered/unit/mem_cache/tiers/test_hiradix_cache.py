@@ -233,6 +233,8 @@ def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:
     extra = json.dumps({"prefetch_threshold": 4})
     assert rig.hi.attach_storage_backend("file", extra) == (True, "attached file")
     assert not rig.hi.attach_storage_backend("mooncake")[0]
+    done, why = rig.hi.attach_storage_backend("file", extra, served_model_name="other")
+    assert not done and "served_model_name" in why
     rig.hi.detach_storage_backend()
     waits = json.dumps({"prefetch_threshold": 4, "on_unreachable": "wait"})
     done, why = rig.hi.attach_storage_backend("file", waits)
