@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.device.state_spec import (
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.page_copier import PageLoad
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_host_pool
 
 MARK_BYTES: Final = 8
 
@@ -57,6 +56,8 @@ class MarksPool(BaseDevicePool):
         size: Slots besides the padding page.
         page_size: Slots of a page.
     """
+
+    host_pool = "sglang.test.marks_pool.MarksPoolHost"
 
     def __init__(self, spec: StateSpec, size: int, page_size: int) -> None:
         super().__init__(spec, size, "cpu", page_size)
@@ -147,9 +148,6 @@ class MarksPoolHost(HostKVCache[MarksPool]):
 
     def _page_shape(self) -> tuple[int, ...]:
         return (self.layer_num,)
-
-
-register_host_pool(MarksPool, MarksPoolHost)
 
 
 def marks_of(pool: MarksPool, slots: torch.Tensor) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -47,6 +47,10 @@ class BaseDevicePool(ABC):
         device: Where the buffers are.
         layer_transfer_counter: Orders readers after loads; None: nothing loads.
     """
+
+    host_pool: ClassVar[str | None] = None
+    """Path of the class that mirrors it on the host, a `HostKVCache`: module and name, with a dot
+    between them. None: the hierarchical cache is refused."""
 
     def __init__(
         self, spec: StateSpec, size: int, device: torch.device | str, page_size: int = 1
@@ -112,13 +116,15 @@ class BaseDevicePool(ABC):
 class PagedDevicePool(BaseDevicePool):
     """Token slots in pages: one zeroed tensor for each buffer of the spec and each layer.
 
-    Slots `[0, page_size)` are the padding page, which nobody owns: padded batches write there.
+    Slots `[0, page_size)` are the padding page, which has no owner: padded batches write there.
     Slots `[page_size, size + page_size)` are handed out by an allocator.
 
     Attributes:
         parts: For each buffer of the spec its layers, each contiguous `[size + page_size, *shape]`.
             fp8 is stored as bytes.
     """
+
+    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.PagedPoolHost"
 
     def __init__(
         self, spec: StateSpec, size: int, page_size: int, device: torch.device | str

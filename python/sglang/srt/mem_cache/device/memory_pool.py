@@ -153,6 +153,8 @@ class MHATokenToKVPool(KVCache):
         v_buffer: For each layer `[size + page_size, head_num, v_head_dim]`.
     """
 
+    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.MHATokenToKVPoolHost"
+
     def __init__(
         self,
         size: int,
