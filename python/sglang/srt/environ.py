@@ -240,7 +240,7 @@ class Envs:
         5, "Seconds that the other server may be silent, times the next setting."
     )
     SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE = EnvInt(
-        2, "After so many silent intervals the other server counts as gone."
+        2, "Silent intervals after which the other server counts as gone."
     )
     SGLANG_TEST_DISAGG_FAILURE_PROB = EnvShare(
         0.0, "For tests: the share of requests that fail on a decode server before they decode."

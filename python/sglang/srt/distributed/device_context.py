@@ -54,7 +54,7 @@ class DeviceContext:
 
 
 _process = DeviceContext()
-"""Marked by who sets the device, and by nobody else."""
+"""Marked only where the device is set."""
 
 
 def mark_device_set(device: str) -> None:

@@ -36,7 +36,7 @@ class RankWatch:
     `rank-watch-guard` notices a look that does not end.
 
     Args:
-        counts: A connection to the store that nobody else uses.
+        counts: A connection to the store for this watch alone.
         rank: This rank.
         size: How many ranks there are.
         on_lost: Called once, from one of the threads, with one line that names the rank.
@@ -67,7 +67,7 @@ class RankWatch:
         self._num_looks = 0
         """Those that have ended."""
         self._num_guarded = (-1, 0)
-        """Of them how many there were when the guard last came, and how often it has found so."""
+        """How many of them there were when the guard last came, and how often in a row."""
         self._closed = threading.Event()
         self._told = threading.Lock()
         self._threads = (

@@ -1,6 +1,6 @@
 """How large the device pool is: a pure decision over plain numbers, with its reason.
 
-The reason goes into the server's start-up line, so that nobody has to guess why.
+The reason goes into the server's start-up line.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MAX_RUNNING_REQUESTS = 256
 MIN_TOKENS = 2
 """One of a prompt and one of its output: with less no request can be served."""
 FULL_MEMORY_RATIO = 0.9
-"""Of recurrent states, for each byte of keys and values."""
+"""Bytes of recurrent states for each byte of keys and values."""
 REQ_TABLE_BYTES = 256 * MIB
 """Most that the table of requests' slots may take unless more requests are asked for."""
 _SLOT_BYTES = 4
-"""Of one token in that table."""
+"""Bytes of one token in that table."""
 
 
 class Sizing(NamedTuple):
@@ -172,7 +172,7 @@ def size_states(
         keeps_snapshots: Whether the states of prefixes are kept. Else there are no more states
             than running requests.
         full_memory_ratio: Bytes of states for each byte of keys and values, at most; None: 0.9.
-        max_states: As many as the user asked for; then the ratio does not count.
+        max_states: What the user asked for; then the ratio does not count.
         max_running_requests: As the user asked; None: `MAX_RUNNING_REQUESTS`.
 
     Raises:

@@ -130,7 +130,7 @@ class Snapshots:
         before whatever uses it next."""
         slot, req.slots.snapshot_slot = req.slots.snapshot_slot, None
         if slot is not None:
-            assert self._pool is not None, "nobody else gives such slots out"
+            assert self._pool is not None, "the pool alone hands out such slots"
             self._pool.free(slot)
 
     def _track(self, req: Req, length: int) -> int:

@@ -83,7 +83,7 @@ class HostPoolGroup:
         self._layers: dict[str, dict[int, int]] = {
             entry.name: self._layers_of(entry) for entry in entries
         }
-        """By pool: its layer for each model layer that it has."""
+        """For each pool its own layer by the model's layer."""
         self.sidecars = tuple(
             self._sidecar(entry) for entry in entries if entry.spec.indices_from_pool
         )

@@ -26,8 +26,8 @@ from sglang.srt.mem_cache.host.copy_runs import BufferRuns, PageRuns, is_token_m
 from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning
 
 _BUFFER_SHARE: Final = 1 / 1024
-"""Of the device's memory, for one of four buffers. Long pieces, since each costs the CPU 0.1 ms and
-the kernels beside it a pause."""
+"""Share of the device's memory that one of four buffers takes. Pieces are long, since each costs
+the CPU 0.1 ms and the kernels beside it a pause."""
 _MIN_BUFFER_BYTES: Final = 32 * MIB
 _MAX_BUFFER_BYTES: Final = 128 * MIB
 _BUFFERS: Final = 2
@@ -47,7 +47,7 @@ class StagedLoadTuning:
     run_bytes: int = 512 * KIB
 
     def layers_at_once(self, part: PartRows, page_size: int) -> int:
-        """As few layers as make runs that are long enough; equal steps through all of them, but
+        """The fewest layers that make runs long enough; equal steps through all of them, but
         that the first layer comes alone, for a forward waits for it."""
         num_layers = len(part.device_addresses)
         if is_token_major(part, page_size):
@@ -197,7 +197,7 @@ class StagedBackup:
 
 
 class StagedLoad:
-    """Loads a few layers of pages at a time: as many as make a run worth its while."""
+    """Loads a few layers of pages at a time: enough to make a run worth its while."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from sglang.srt.mem_cache.tree.ballot import Rates
 
 _MEMORY: Final = 4
-"""After so many measurements of full size an earlier one has lost two thirds of its weight."""
+"""Measurements of full size after which an earlier one has lost two thirds of its weight."""
 _SIZE_FADES: Final = 0.99
 _ENOUGH_SAMPLES: Final = 4
 _CUT_MARGIN: Final = 1.25

@@ -79,7 +79,7 @@ class GuardedStore:
         self._breaker = CircuitBreaker(self._probe)
         self._call_started: dict[str, float] = {}
         self.timeouts = {"get": RecentTimeouts(), "set": RecentTimeouts()}
-        """By kind of call, that is by thread."""
+        """Recent timeouts by kind of call; each kind has a thread of its own."""
         self.client: HiCacheStorage | None = None
         self.reconnects = 0
         """How often the store came back: what it held before may be gone."""

@@ -46,7 +46,7 @@ class Verdict(IntEnum):
 
     @classmethod
     def on(cls, *, is_good: bool) -> Verdict:
-        """Of an operation that has ended."""
+        """The verdict on an operation that has ended."""
         return cls.LANDED if is_good else cls.FAILED
 
 
@@ -58,7 +58,7 @@ class Rates(NamedTuple):
 
 
 class PrefetchProgress(NamedTuple):
-    """Of one prefetch, in pages."""
+    """How far one prefetch is, in pages."""
 
     hit: int = -1
     """Pages that the store reported; -1 while unknown."""
@@ -80,11 +80,11 @@ class Progress:
     """What one rank has seen, or what all agree on. Made at every tick."""
 
     books_digest: int = 0
-    """Of tree, free counts and queues (`Books`); must be equal on all ranks."""
+    """Digest of tree, free counts and queues (`Books`); must be equal on all ranks."""
     available: bool = True
     """No call to L3 is stuck."""
     rates: Rates = _NO_RATES
-    """Of reading from L3 and of computing; those of the slowest rank, 0 where any knows none."""
+    """Speeds of reading from L3 and of computing: the slowest rank's; 0 where any rank has none."""
     has_reconnected: bool = False
     """L3 came back after a failure, perhaps without what it held, since the ranks last agreed that
     it did."""

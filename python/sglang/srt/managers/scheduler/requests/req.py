@@ -28,11 +28,11 @@ class RequestReport:
     """From its arrival to its first prefill."""
     was_scheduled: bool = False
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
-    """Of its first prefill."""
+    """What its first prefill found in the cache."""
     num_sent: int = 0
-    """Of `output_ids`, those that left for the detokenizer."""
+    """How many of `output_ids` have been sent to the detokenizer."""
     stages: Stages = field(default_factory=Stages)
-    """As far as they are over."""
+    """Durations of the stages that are over."""
     stage_began: float = 0.0
     """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
 
