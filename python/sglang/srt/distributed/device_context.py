@@ -41,7 +41,7 @@ class DeviceContext:
         """The device.
 
         Raises:
-            RuntimeError: None is set yet; names `user`, who came too early.
+            RuntimeError: None is set yet; names `user`, which came too early.
         """
         with self._lock:
             if self._device is None:

@@ -20,7 +20,7 @@ PERIOD_S: Final = 1.0
 LIMIT_S: Final = 8.0
 """Seconds without a sign of life: what stands still so long will not come back soon."""
 _LATE_S: Final = 2.0
-"""Who comes so late to its own look was stopped itself, perhaps with the whole machine."""
+"""A rank that looks this late was stopped itself, perhaps with the whole machine."""
 
 
 class Counts(Protocol):

@@ -56,7 +56,7 @@ class Snapshots:
     def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
         """How many tokens the first step of a prompt computes.
 
-        It ends where others have turned off from what is known of the prompt, so that it leaves a
+        It ends where others have diverged from what is known of the prompt, so that it leaves a
         snapshot there for those who come next.
 
         Args:

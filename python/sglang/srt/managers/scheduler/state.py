@@ -68,7 +68,7 @@ class SchedulerState:
     """`time.monotonic()` of rank 0 at the start of this tick."""
 
     def workload(self) -> Workload:
-        """What of prompts is yet to be computed."""
+        """The parts of prompts that are yet to be computed."""
         computing = 0
         if self.in_flight is not None:
             computing = sum(work.extend_len for work in self.in_flight.works)

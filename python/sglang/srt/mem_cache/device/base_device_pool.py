@@ -84,7 +84,7 @@ class BaseDevicePool(ABC):
         self.layer_transfer_counter = layer_transfer_counter
 
     def wait_for_layer(self, layer_id: int) -> int:
-        """Index of the layer's buffers, once they may be read: on CUDA, by what is queued next.
+        """Index of the layer's buffers. On return they may be read; on CUDA, by work queued later.
 
         Args:
             layer_id: The model's layer.

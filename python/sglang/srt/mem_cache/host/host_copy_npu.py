@@ -151,7 +151,7 @@ def _pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours in `pages`: where they start there, the first page, and how many they are."""
+    """Runs of neighbours in `pages`: the first one's index there, that page, and their number."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1).tolist()
     for start, stop in itertools.pairwise([*starts, len(pages)]):
         yield start, int(pages[start]), stop - start

@@ -1,10 +1,10 @@
 """Copies pages through a device buffer.
 
 The copy engine moves runs of host memory (`PageRuns`) to or from the buffer, in the order that
-host memory has; a kernel moves them between the buffer and the layers. So nobody needs to know
-device slots on the CPU, runs are as long as host memory allows, and no kernel touches host memory:
-one that writes it fills queues that all multiprocessors share, and slowed down a matrix product
-beside it by half, and one that reads it gets 0.91 of the link. See benchmark/results.
+host memory has; a kernel moves them between the buffer and the layers. So the CPU need not know
+device slots, runs are as long as host memory allows, and no kernel touches host memory: one that
+writes it fills queues that all multiprocessors share, and slowed down a matrix product beside it by
+half, and one that reads it gets 0.91 of the link. See benchmark/results.
 
 Everything here is called inside a copy stream.
 """
@@ -33,8 +33,8 @@ _MAX_BUFFER_BYTES: Final = 128 * MIB
 _BUFFERS: Final = 2
 _ALIGNMENT: Final = 512
 _TUNING: Final = TokenCopyTuning(programs=264, tile_bytes=16384, num_warps=8)
-"""All of the device for as short as can be: a kernel that holds some multiprocessors makes a matrix
-product, whose blocks each want a whole one, wait as long as it lasts."""
+"""The kernel takes the whole device, for as short as possible. One that held some multiprocessors
+would delay a matrix product, whose blocks each want a whole one, for as long as it ran."""
 
 PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 """Parts with equal rows, and their table of device addresses."""

@@ -162,7 +162,7 @@ class HostStackSettings(TypedDict):
 def build_mamba_hybrid_stack(
     pools: ModelPools, **settings: Unpack[HostStackSettings]
 ) -> tuple[str, HostPoolGroup]:
-    """As `build_kv_host_stack`, of a model with recurrent states.
+    """`build_kv_host_stack` for a model with recurrent states.
 
     Raises:
         ValueError: As `build_kv_host_stack`; or the model has no such states.

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLEAR: Final = "clear"
-"""Among the kinds of calls that are watched."""
+"""Its name among the kinds of calls that are watched."""
 
 Connect = Callable[[], HiCacheStorage]
 """Makes a client with all pools registered. Raises StorageUnavailable."""

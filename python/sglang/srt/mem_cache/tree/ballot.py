@@ -36,12 +36,12 @@ _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
 
 
 class Verdict(IntEnum):
-    """On one operation. The least over the ranks is what it came to."""
+    """What became of one operation. The least over the ranks counts."""
 
     UNDER_WAY = 0
-    """On some rank, until which all wait."""
+    """It is under way on some rank: all ranks wait."""
     FAILED = 1
-    """On some rank, so that it counts for none."""
+    """It failed on some rank: it counts on none."""
     LANDED = 2
 
     @classmethod
@@ -65,7 +65,7 @@ class PrefetchProgress(NamedTuple):
     landed: int = 0
     """Pages whose bytes are in host memory, from the first on."""
     ended: bool = False
-    """The transfer touches host memory no more."""
+    """The transfer no longer touches host memory."""
     expired: bool = False
     """Its time is up."""
     handed: int = 0
@@ -91,16 +91,16 @@ class Progress:
     writes: int = 0
     """Copies from L1 to L2 that have ended, from the head of their queue on."""
     loads: int = 0
-    """Copies from L2 to L1, the same."""
+    """Copies from L2 to L1 that have ended, likewise."""
     check: Verdict = Verdict.UNDER_WAY
     """Whether L3 still has what it was asked about; `FAILED`: it has lost pages."""
     administration: Verdict = Verdict.UNDER_WAY
     """Whether the change of L3 that an operator has begun can be made."""
     backups: Sequence[Verdict] = ()
-    """On the writes to L3 that have ended, from the head of their queue on; at most
+    """Verdicts on the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""
     prefetches: Sequence[PrefetchProgress] = ()
-    """In the order of the board: those that are waited for, then those that were cut."""
+    """Reads in the order of the board: those that requests wait for, then those that were cut."""
 
 
 def to_vector(progress: Progress) -> torch.Tensor:

@@ -67,7 +67,7 @@ _EXAMPLE_PREFIX: Final = 8192
 
 
 class _DeviceMemory(TypedDict):
-    """What `pool_budget` and `size_kv_pool` both ask."""
+    """Arguments that `pool_budget` and `size_kv_pool` share."""
 
     has_own_memory: bool
     total_bytes: int

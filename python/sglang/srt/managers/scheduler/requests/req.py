@@ -95,7 +95,7 @@ class Req:
         return position if position < len(spec.origin_input_ids) - 1 else None
 
     def match_key(self) -> RadixKey:
-        """What may be looked up in the cache: all, but for what gives prompt logprobs."""
+        """Tokens that may be looked up in the cache: all but those that give prompt logprobs."""
         wanted = self.next_input_logprob
         length = self.progress.num_tokens if wanted is None else wanted
         return RadixKey(self.progress.ids_between(0, length), self.spec.extra_key)
