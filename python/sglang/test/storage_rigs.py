@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final
 
+import pytest
 from prometheus_client import Counter
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
-from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
+from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.fake_mooncake import FakeMooncakes
 from sglang.test.mooncake_cluster import MooncakeCluster
 
 PAGE: Final = 4
@@ -90,6 +93,37 @@ class StorageRigs:
         )
         self._rigs.append(rig)
         return rig
+
+
+def assert_one_question_for_all_prompts(
+    patch: pytest.MonkeyPatch, kind: Callable[..., CacheRig], pool: str, objects: int
+) -> None:
+    """Two prompts that come in one tick are asked about in one call of the store, for all pools.
+
+    Args:
+        patch: Puts a fake in the place of the store.
+        kind: Class of a rig with several kinds of state.
+        pool: The kind beside the anchor.
+        objects: How many objects of it the two prompts, of ten and of five pages, have.
+    """
+    fakes = FakeMooncakes(patch)
+    patch.setattr(mooncake_store, "is_reachable", lambda config: True)
+    with StorageRigs(master_server_address="127.0.0.1:1", protocol="tcp") as rigs:
+        writer, reader = (rigs.make(kind=kind) for _ in range(2))
+        prompts = {"a": [*range(40), 7], "b": [*range(500, 520), 7]}
+        for prompt in prompts.values():
+            writer.run(prompt)
+        writer.settle()
+        assert sum(key.endswith(f"/{pool}") for key in fakes[0].objects) == objects
+        for rid, prompt in prompts.items():
+            reader.arrive(rid, prompt)
+        reader.until(lambda: all(reader.tree.check_prefetch_progress(rid) for rid in prompts))
+        assert fakes[1].calls.count("batch_is_exist") == 1
+        for rid, prompt in prompts.items():
+            request, reused = reader.admit(rid, prompt)
+            assert reused == Reused(storage=len(prompt) - 1)
+            reader.finish(request)
+        reader.settle()
 
 
 def storage_io_of(rig: CacheRig) -> StorageIO:
