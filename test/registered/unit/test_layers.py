@@ -222,6 +222,9 @@ def test_a_folder_has_about_twenty_files_at_most() -> None:
         )
         for folder in folders
     }
+    tests = PACKAGE_ROOT.parent / "test"
+    for folder in [path for path in tests.rglob("*") if path.is_dir()]:
+        counts[str(folder.relative_to(PACKAGE_ROOT.parent))] = len(list(folder.glob("test_*.py")))
     full = {folder: count for folder, count in counts.items() if count > MAX_FILES}
     assert not full, f"more than {MAX_FILES} files: {full}"
     assert len(list((PACKAGE_ROOT / "sglang/srt/mem_cache").glob("*.py"))) <= 20
