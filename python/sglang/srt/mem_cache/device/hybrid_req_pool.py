@@ -18,6 +18,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         mamba_pool: Where the states are. Others may own slots there as well.
     """
 
+    mamba_pool: MambaPool
+
     def __init__(
         self,
         size: int,
@@ -77,7 +79,6 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return self.state_slots(req_indices)
 
     def running_states(self) -> list[int]:
-        """Every slot that a request has."""
         return [state for state in self._state_of if state]
 
     def clear(self) -> None:
