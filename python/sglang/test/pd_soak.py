@@ -221,7 +221,7 @@ class PdSoak:
                     self._on_end(rid, mode, ended)
         for rid, pending in list(self._pending.items()):
             if any(one in self._stopped for one in pending.to_come.values()):
-                pending.sent = now  # Nobody can answer.
+                pending.sent = now  # No server can answer.
             elif now - pending.sent > _HANG_S:
                 self.outcome.hung.append(f"{rid} at {[*pending.to_come]}")
                 del self._pending[rid]

@@ -306,7 +306,7 @@ class RandomPd:
         for req in [*state.queues.held, *state.queues.lingering]:
             slots = req.slots.own_slots(state.pools.req_to_token_pool)
             owned |= set((slots // self.page_size).tolist())
-        assert written <= owned, f"pages {written - owned} are read into, and nobody's"
+        assert written <= owned, f"pages {written - owned} are read into, and have no owner"
 
     def _come_to_rest(self, may_fail: bool) -> None:
         pair = self.pair
@@ -321,7 +321,7 @@ class RandomPd:
         for rig in pair.rigs:
             assert_unpinned(rig.tree)
         prefill, decode = _prefill_half(pair), _decode_half(pair)
-        assert not prefill._owners and not prefill._held, "rooms that nobody ends"
+        assert not prefill._owners and not prefill._held, "rooms without an end"
         assert not (decode._owners or decode._wanted or decode._coming or decode._lingering)
         assert all(room.has_ended for room in _desk(pair)._rooms.values())
         self._mover.begun.clear()

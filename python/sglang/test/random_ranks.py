@@ -54,7 +54,7 @@ class RankRig(CheckableRig):
 
     Args:
         group: The scheduler's ranks.
-        referee: The same ranks, to compare their books after each tick; None: nobody does.
+        referee: The same ranks, to compare their books after each tick; None: without that.
         args: As of `CheckableRig`.
     """
 

@@ -93,7 +93,7 @@ class SchedulerRig:
         overlap: Whether to prepare a step while the last one runs; None: the class attribute.
         group: The ranks, each with a rig of its own; None: this one alone.
         tp_group: Those of them that split the model's layers with this one; None: it has them all.
-        cp_group: Those that split the tokens of prefills with this one; None: nobody does.
+        cp_group: Ranks that split the tokens of prefills with this one; None: there are none.
         make_half: Makes `SchedulerResources.make_half` of the model's pools; None: there is none.
         args: Fields of `ServerArgs`.
     """

@@ -30,7 +30,7 @@ class SteppedRig(CacheRig):
             _stop_threads(controller.storage_io)
 
     def _finish_with_copies(self, leaving: Any) -> None:
-        # Under write_back an eviction waits for its copies, whoever needs the room.
+        # Under write_back an eviction waits for its copies, whatever needs the room.
         if leaving.nodes:
             self.writes.run()
         self.writes.at_once = True

@@ -41,7 +41,7 @@ class Tiers(RuleBasedStateMachine):
         self.known: set[PageHash] = set()
         """The model: every page that was ever computed."""
         self.removed = False
-        """Somebody took pages out of L3: holes are allowed from then on."""
+        """Pages were taken out of L3: holes are allowed from then on."""
 
     @initialize(
         page_size=st.sampled_from((1, 2, 4)),
@@ -117,7 +117,9 @@ class Tiers(RuleBasedStateMachine):
         self.rig.until(lambda: self.rig is not None and self.rig.hi.check_prefetch_progress(rid))
         request, reused = self.rig.admit(rid, ids)
         pages = RadixKey(ids).page_hashes(self.page)
-        assert set(pages[: reused.total // self.page]) <= self.known, "reused what nobody computed"
+        assert set(pages[: reused.total // self.page]) <= self.known, (
+            "reused what was never computed"
+        )
         assert reused.total < len(ids)
         self.known.update(pages)
         self.running.append(request)

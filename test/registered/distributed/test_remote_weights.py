@@ -207,7 +207,7 @@ class Reader:
         self.batches = 0
 
     def before_batch(self, number: int, act: Callable[[], object]) -> None:
-        """Do something when so many batches have been read."""
+        """Do something when this many batches have been read."""
         transfer = self.engine.transfer
 
         def acting(

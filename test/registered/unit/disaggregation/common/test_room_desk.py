@@ -270,7 +270,7 @@ def test_questions_that_wait_are_bounded(
 def test_a_desk_that_fails_ends_the_scheduler(
     desk: RoomDesk, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the server would look healthy and serve nobody."""
+    """Else the server would look healthy and serve no request."""
 
     def fail(question: Question) -> Answer:
         raise KeyError("a defect")

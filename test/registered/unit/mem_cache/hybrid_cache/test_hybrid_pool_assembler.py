@@ -198,7 +198,7 @@ def test_a_new_kind_of_token_slots_needs_no_host_pool_of_its_own(layout: str) ->
 
 
 class Unknown(BaseDevicePool):
-    """A pool of a kind that nobody registered."""
+    """A pool that names no host pool."""
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         return ([], [], [])

@@ -49,7 +49,7 @@ class Queue:
         return Workload(self.computing, self.waiting)
 
     def comes(self, *rids: str, uncached: int = ASKED) -> None:
-        """Requests of so many tokens that no tier has, of which L3 is asked for `ASKED`."""
+        """Requests with this many tokens that no tier has, of which L3 is asked for `ASKED`."""
         for rid in rids:
             self.waiting[rid] = uncached
             self.board.start(
@@ -288,7 +288,7 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
             ] == [False] * 2
         computing = 0
         ranks.tick()
-        # One has read all of both; as the other has not, nobody uses any of it.
+        # One has read all of both; as the other has not, none uses any of it.
         assert [rig.hi.check_prefetch_progress(rid) for rid in "ab" for rig in ranks.rigs] == [
             True
         ] * 4

@@ -117,7 +117,7 @@ def test_each_object_is_written_once_and_read_on_all_ranks(
 ) -> None:
     shares = run_on_ranks(ranks, write_all(make, PROMPT), attn_cp_size=cp)
     assert sum(shares) == len(objects(storage_dir)) == per_page * PAGES
-    assert min(shares) > 0, "everybody writes"
+    assert min(shares) > 0, "every rank writes"
     results = run_on_ranks(ranks, read_all(make, PROMPT), attn_cp_size=cp)
     assert results == [Reused(storage=160)] * ranks
 

@@ -182,7 +182,7 @@ def test_a_sample_whose_first_is_aborted_gets_what_was_being_read(model: Path) -
 def test_a_read_is_not_cut_for_a_request_that_cannot_run_yet(
     model: Path, policy: str, short_of: str
 ) -> None:
-    """Its time is up at once, but there is no room for it until somebody else has ended."""
+    """Its time is up at once, but there is no room for it until another request has ended."""
     rig = make_rig(
         model,
         pool_tokens=384 if short_of == "memory" else 2048,
@@ -212,7 +212,7 @@ def test_a_read_is_not_cut_for_a_request_that_cannot_run_yet(
 
 
 def test_who_is_short_of_memory_is_looked_at_again_when_copies_end(model: Path) -> None:
-    """Nobody comes or goes meanwhile: what runs has a long way to go."""
+    """No request comes or goes meanwhile: what runs has a long way to go."""
     rig = make_rig(model, storage=False)
     controller = hi_of(rig).cache_controller
     controller._write_stream.close()
@@ -398,7 +398,7 @@ def test_a_storm_of_aborts_under_tight_memory_loses_nothing(model: Path, write_p
                 rig.step(AbortReq(rid=f"r{rng.randint(0, number)}"))
                 rig.check()
         settle(rig)
-        assert set(rig.results) == set(sent), "everybody was told"
+        assert set(rig.results) == set(sent), "every request was answered"
         finished = [
             rid
             for rid, got in rig.results.items()

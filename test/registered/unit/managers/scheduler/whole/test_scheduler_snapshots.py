@@ -100,7 +100,7 @@ def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: Oracle) -> Non
         stops = greedy(24, ignore_eos=False, stop_token_ids=[words[at]])
         rig.run(rig.request(f"stops {length}", tokens, stops))
         assert rig.results[f"stops {length}"].output_ids == words[: at + 1]
-        # The last token was not computed, but by the step that nobody waited for.
+        # The last token was not computed, except by the step whose result was not awaited.
         end = length + at
         ends.add(end % (4 * PAGE))
         of_prompt, of_answer = (length - 1) // PAGE * PAGE, end - end % (4 * PAGE)
@@ -119,7 +119,7 @@ def test_no_buffer_takes_snapshots_of_prompts_alone(oracle: Oracle) -> None:
 
 
 def test_the_second_that_turns_off_leaves_a_snapshot_for_the_third(oracle: Oracle) -> None:
-    """Two prompts share 27 tokens, where nobody had reason to leave a snapshot."""
+    """Two prompts share 27 tokens, where no request had reason to leave a snapshot."""
     rig = rig_of(oracle)
     shared = prompt(5, 27)
     assert run(rig, oracle, "1", [*shared, *prompt(6, 20)], 3) == 0
