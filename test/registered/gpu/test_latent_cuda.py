@@ -1,13 +1,16 @@
-"""DeepSeek models on a GPU, where latent attention is plain torch: the logits of a CPU."""
+"""DeepSeek models on a GPU, with attention by Triton and steps in graphs: the logits of a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.scheduler_rig import SchedulerRig, prompt
 from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
@@ -23,12 +26,13 @@ def logits(path: Path, device: str) -> torch.Tensor:
     """Of two chunks of a prompt, of decode steps, and of a short prompt beside them."""
     driver = StepDriver(path, page_size=16, device=device)
     long, short = prompt(1, 90), prompt(2, 21)
-    steps = [
-        driver.extend([(0, short[:17]), (1, long[:37])]),
-        driver.extend([(1, long[37:86])]),
-        *(driver.decode([(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)),
+    steps: list[Callable[[], LogitsProcessorOutput]] = [
+        lambda: driver.extend([(0, short[:17]), (1, long[:37])]),
+        lambda: driver.extend([(1, long[37:86])]),
+        *[partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)],
     ]
-    return torch.cat([step.next_token_logits.cpu().clone() for step in steps])
+    # The next captured step overwrites the logits of one.
+    return torch.cat([step().next_token_logits.cpu().clone() for step in steps])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -38,6 +38,23 @@ class ForwardMode(IntEnum):
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
+
+
+class Segment(NamedTuple):
+    """One request of an extend step: its new tokens are the step's from `begin` on."""
+
+    row: int
+    """Of `req_to_token`."""
+    begin: int
+    prefix: int
+    """Tokens that the pool already holds."""
+    new: int
+    """New tokens, at least 1."""
+
+    @property
+    def end(self) -> int:
+        """The step's token behind its last one."""
+        return self.begin + self.new
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +135,9 @@ class ForwardBatch:
     """fp32 `[bs, vocab_size]` that takes the logits; None: a new tensor. For captured graphs."""
     last_rows_in: torch.Tensor | None = None
     """Extend only: int64 `[bs]` that holds what `last_rows` gives. For captured graphs."""
+    is_captured: bool = False
+    """The kernels that it launches are replayed for other steps, of which `seq_lens_cpu` knows
+    nothing. For captured graphs."""
     on_layer: Callable[[int], None] | None = None
     """Called with each layer's number before its attention is launched. For captured graphs."""
     states: StateBatch | None = None
@@ -136,6 +156,24 @@ class ForwardBatch:
     def batch_size(self) -> int:
         """Requests in the batch."""
         return len(self.seq_lens_cpu)
+
+    @property
+    def longest_context(self) -> int:
+        """At least the tokens of the longest context; of a captured step, those of any replay."""
+        if self.is_captured:
+            return self.req_to_token_pool.req_to_token.shape[1]
+        return max(self.seq_lens_cpu)
+
+    def segments(self) -> list[Segment]:
+        """Extend only: the requests in the order of their tokens."""
+        rows, prefix_lens = self.req_pool_indices_cpu, self.extend_prefix_lens_cpu
+        counts = self.extend_seq_lens_cpu
+        assert rows is not None
+        assert prefix_lens is not None
+        assert counts is not None
+        begins = itertools.accumulate(counts, initial=0)
+        # One begin more than requests: the end.
+        return list(map(Segment, rows, begins, prefix_lens, counts))
 
     def begin_layer(self, layer_id: int) -> None:
         """Attention of a layer is about to be launched."""

@@ -161,4 +161,5 @@ class CudaGraphRunner:
             states=StateBatch(slots=inputs[5]) if PoolName.MAMBA in self._pools else None,
             logits_out=self._logits[:size],
             attn_backend=self._attn_backend,
+            is_captured=True,
         )

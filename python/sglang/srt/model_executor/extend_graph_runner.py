@@ -152,4 +152,5 @@ class ExtendGraphRunner:
             logits_out=self._logits,
             last_rows_in=last_rows,
             attn_backend=self._attn_backend,
+            is_captured=True,
         )

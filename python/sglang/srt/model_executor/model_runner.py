@@ -35,6 +35,7 @@ from sglang.srt.layers.attention.mixed_backend import join_backends, uncaptured
 from sglang.srt.layers.context_parallel import split_context
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
@@ -48,7 +49,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     estimate_graph_bytes,
     graph_batch_sizes,
 )
-from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
+from sglang.srt.model_executor.extend_graph_runner import TOKEN_COUNTS, ExtendGraphRunner
 from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model, load_weights
@@ -241,6 +242,7 @@ class ModelRunner:
                 page_size=self.config.page_size,
                 dtype=self.model_config.dtype,
                 device=self.config.device,
+                mla=layer.mla if isinstance(layer, LatentAttention) else None,
             )
             for layer in self.model.attention_layers()
         }
@@ -265,7 +267,9 @@ class ModelRunner:
         largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
         layers = [len(spec.layers) for spec in self.state_specs if spec.name is PoolName.MAMBA]
         layer_bytes = self.state_bytes() // layers[0] if layers else 0
-        return estimate_graph_bytes(largest, self.model_config.vocab_size, layer_bytes)
+        tokens = max(largest, TOKEN_COUNTS[-1] if self.attn_backend.captures_extend else 0)
+        by_context = self.attn_backend.graph_bytes(tokens, self.model_config.context_len)
+        return by_context + estimate_graph_bytes(largest, self.model_config.vocab_size, layer_bytes)
 
     def init_memory_pool(
         self,

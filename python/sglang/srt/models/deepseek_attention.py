@@ -180,7 +180,7 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         assert isinstance(pool, NSAIndexerPool)
         keys = self.indexer.keys(x, rotation)
         pool.set_index_k_buffer(self.attn, forward_batch.out_cache_loc, keys)
-        if max(forward_batch.seq_lens_cpu) <= self.indexer.config.topk:
+        if forward_batch.longest_context <= self.indexer.config.topk:
             return None
         return self.indexer.queries(x, q_input, rotation)
 

@@ -131,6 +131,13 @@ def _make_triton(config: AttentionConfig) -> AttentionBackend:
     return TritonAttnBackend(config)
 
 
+def _make_latent_triton(config: AttentionConfig) -> AttentionBackend:
+    # Triton is not installed where there is no CUDA.
+    from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend
+
+    return LatentTritonBackend(config)
+
+
 def _make_ascend(config: AttentionConfig) -> AttentionBackend:
     # torch_npu is installed where there is an NPU.
     from sglang.srt.layers.attention.ascend_backend import AscendAttnBackend
@@ -175,5 +182,8 @@ _FULL: Final[dict[str, MakeBackend]] = {
 for _kind in DEVICE_KINDS.values():
     for _name in _kind.attention_backends:
         register_attention_backend(FULL_ATTENTION, _name, _kind.name, _FULL[_name])
+    if "triton" in _kind.attention_backends:
+        register_attention_backend(MLA, "triton", _kind.name, _make_latent_triton)
+        register_attention_backend(DSA, "triton", _kind.name, _make_latent_triton)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
 import torch
 
+from sglang.srt.configs.mla_config import MLAConfig
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class IndexQuery(NamedTuple):
     topk: int
     """Tokens to choose; contexts that are not longer are read as a whole."""
 
-    def of(self, tokens: slice) -> IndexQuery:
-        """The same for some of the tokens."""
+    def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
+        """The same for some of the tokens: a slice, or their places (int64 `[n]`)."""
         return IndexQuery(self.q[tokens], self.weights[tokens], self.topk)
 
 
@@ -58,6 +59,8 @@ class AttentionConfig:
     dtype: torch.dtype
     """Of queries, and of keys and values before they are stored."""
     device: str
+    mla: MLAConfig | None = None
+    """Sizes of latent attention, for the kinds that have it."""
 
     @cached_property
     def kv(self) -> KVSpec:
@@ -129,6 +132,11 @@ class AttentionBackend(ABC):
             num_requests: Likewise.
         """
         raise NotImplementedError(type(self).__name__)
+
+    def graph_bytes(self, num_tokens: int, context_len: int) -> int:
+        """Device memory that captured steps of so many tokens hold, where it depends on the
+        longest context that there can be."""
+        return 0
 
     def warm_up(self) -> None:
         """Pay what the first use of a library costs, before the first request waits for it."""

@@ -57,10 +57,10 @@ def dense_attention(
 
     Args:
         q: bf16 or fp16 `[num_tokens, num_heads, head_dim]` on a CUDA device.
-        k: `[num_keys, num_kv_heads, head_dim]`; `v` likewise.
+        k: `[num_keys, num_kv_heads, head_dim]`; `v` likewise, but for its `v_head_dim`.
 
     Returns:
-        Contiguous `[num_tokens, num_heads, head_dim]`, and natural logarithms of the masses,
+        Contiguous `[num_tokens, num_heads, v_head_dim]`, and natural logarithms of the masses,
         contiguous fp32 `[num_heads, num_tokens]`.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(

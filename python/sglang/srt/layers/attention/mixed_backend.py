@@ -61,6 +61,9 @@ class MixedAttnBackend(AttentionBackend):
         for backend in self._backends.values():
             backend.init_forward_metadata_extend_graph(forward_batch, num_tokens, num_requests)
 
+    def graph_bytes(self, num_tokens: int, context_len: int) -> int:
+        return sum(b.graph_bytes(num_tokens, context_len) for b in self._backends.values())
+
     def warm_up(self) -> None:
         for backend in self._backends.values():
             backend.warm_up()

@@ -6,7 +6,6 @@ gives the same words as a cold one, whatever the dtype of the pool.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,7 +82,7 @@ class TritonAttnBackend(AttentionBackend):
         table = forward_batch.req_to_token_pool.req_to_token
         plan = _ExtendPlan()
         paged: list[tuple[int, int, int, int]] = []
-        for row, begin, prefix, count in _segments(forward_batch):
+        for row, begin, prefix, count in forward_batch.segments():
             dense = plan_dense(prefix, count if self._can_be_dense else 0)
             if dense.count:
                 slots = table[row, : prefix + dense.count].to(torch.int64)
@@ -115,7 +114,7 @@ class TritonAttnBackend(AttentionBackend):
                 head_dim=config.head_dim,
                 device=config.device,
             )
-        put_blocks(work, _segments(forward_batch), config.group)
+        put_blocks(work, forward_batch.segments(), config.group)
         self._plan = _ExtendPlan(paged=work)
 
     def forward_extend(
@@ -176,19 +175,6 @@ class TritonAttnBackend(AttentionBackend):
             for piece in WARM_UP_PIECES:
                 keys = prefix[:piece]
                 dense_attention(copies[0][:tokens], keys, keys, 1.0, causal=False)
-
-
-def _segments(forward_batch: ForwardBatch) -> list[tuple[int, int, int, int]]:
-    """Of each request: its row of the table, first token in the batch, prefix, new tokens."""
-    rows = forward_batch.req_pool_indices_cpu
-    prefix_lens = forward_batch.extend_prefix_lens_cpu
-    extend_lens = forward_batch.extend_seq_lens_cpu
-    assert rows is not None
-    assert prefix_lens is not None
-    assert extend_lens is not None
-    begins = itertools.accumulate(extend_lens, initial=0)
-    # One begin more than requests: the end.
-    return list(zip(rows, begins, prefix_lens, extend_lens, strict=False))
 
 
 def _attend_densely(

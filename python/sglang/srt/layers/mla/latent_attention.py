@@ -31,14 +31,17 @@ class KVUpProjection(WeightedLayer):
         self.outputs = heads.times(self.key_dim + self.value_dim)
         self.weight = placement.empty(self.outputs.size, self.rank)
 
-    def forward(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project `[num_tokens, kv_lora_rank]` up.
+    def forward(
+        self, latent: torch.Tensor, heads: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project `[num_tokens, kv_lora_rank]` up, for `heads` of this rank's.
 
         Returns:
-            Keys without position `[num_tokens, num_heads, qk_nope_head_dim]`, and values
-            `[num_tokens, num_heads, v_head_dim]`: views of one tensor.
+            Keys without position `[num_tokens, heads, qk_nope_head_dim]`, and values
+            `[num_tokens, heads, v_head_dim]`: views of one tensor.
         """
-        both = apply_linear(latent, self.weight).view(len(latent), self.num_heads, -1)
+        weight = self._by_head()[heads]
+        both = apply_linear(latent, weight.flatten(0, 1)).view(len(latent), len(weight), -1)
         return both[..., : self.key_dim], both[..., self.key_dim :]
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:

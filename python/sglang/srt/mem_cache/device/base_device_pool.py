@@ -114,7 +114,7 @@ class BaseDevicePool(ABC):
 
 
 class PagedDevicePool(BaseDevicePool):
-    """Token slots in pages: one zeroed tensor for each buffer of the spec and each layer.
+    """Token slots in pages: one zeroed tensor for each buffer of the spec, cut into its layers.
 
     Slots `[0, page_size)` are the padding page, which has no owner: padded batches write there.
     Slots `[page_size, size + page_size)` are handed out by an allocator.
@@ -143,15 +143,15 @@ class PagedDevicePool(BaseDevicePool):
             raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
         super().__init__(spec, size, device, page_size)
         # Zeroed, since the padding page is read by padded batches and garbage may be NaN.
+        # Layers are equally far apart, so that one copy takes a page of all of them.
         self.parts = tuple(
-            [
+            list(
                 torch.zeros(
-                    (size + page_size, *buffer.shape),
+                    (len(spec.layers), size + page_size, *buffer.shape),
                     dtype=_stored_dtype(buffer.dtype),
                     device=self.device,
-                )
-                for _ in spec.layers
-            ]
+                ).unbind(0)
+            )
             for buffer in spec.buffers
         )
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows
+
+MAX_STRIDE: Final = 2**31 - 1
+"""Bytes between the runs of a grid: `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of every device so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,61 @@ def runs_from_pool(
         np.concatenate(sources).astype(np.uint64),
         np.concatenate(sizes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CopyGrids:
+    """Copies of one direction, each of equally many runs that are equally far apart.
+
+    `destinations` and `sources` are uint64 `[n]`: where the first runs are.
+    """
+
+    destinations: npt.NDArray[np.uint64]
+    sources: npt.NDArray[np.uint64]
+    run_bytes: int
+    runs: int
+    destination_stride: int
+    """Bytes from one run to the next."""
+    source_stride: int
+
+
+def have_grids(part: PartRows) -> bool:
+    """Whether a page of all layers is a grid that copy engines move, on both sides."""
+    stride = part.device_layer_stride
+    return stride is not None and max(stride, part.rows.layer_stride) <= MAX_STRIDE
+
+
+def grids_from_pool(
+    parts: Sequence[PartRows],
+    page_size: int,
+    host_pages: npt.NDArray[np.int64],
+    device_pages: npt.NDArray[np.int64],
+) -> list[CopyGrids]:
+    """As `runs_from_pool`, a copy for all layers of a page: one list for each part.
+
+    Args:
+        parts: Each has grids (`have_grids`).
+    """
+    grids = []
+    for part in parts:
+        rows, stride = part.rows, part.device_layer_stride
+        assert rows.has_page_runs(page_size), "a page of a layer is one run"
+        assert part.has_device_runs, "a page of a layer is one run on the device"
+        assert stride is not None, "layers are equally far apart on the device"
+        piece = page_size * rows.row_bytes
+        sources = part.device_addresses[0] + device_pages * piece
+        destinations = part.host_address + host_pages * _page_stride(rows, page_size)
+        grids.append(
+            CopyGrids(
+                destinations.astype(np.uint64),
+                sources.astype(np.uint64),
+                piece,
+                len(part.device_addresses),
+                rows.layer_stride or piece,
+                stride or piece,
+            )
+        )
+    return grids
 
 
 def join_runs(several: Sequence[BufferRuns]) -> BufferRuns:

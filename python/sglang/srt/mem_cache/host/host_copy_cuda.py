@@ -21,7 +21,13 @@ import torch
 from sglang.srt.constants import KIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.host.copy_engine import CopyEngine
-from sglang.srt.mem_cache.host.copy_runs import is_token_major, pages_are_runs, runs_from_pool
+from sglang.srt.mem_cache.host.copy_runs import (
+    grids_from_pool,
+    have_grids,
+    is_token_major,
+    pages_are_runs,
+    runs_from_pool,
+)
 from sglang.srt.mem_cache.host.host_layout import IoBackend, suits_copy_engines
 from sglang.srt.mem_cache.host.host_page_list import check_equally_many, whole_pages
 from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning, part_rows
@@ -32,6 +38,8 @@ from sglang.srt.mem_cache.host.staged_copy import StagedBackup, StagedLoad, Stag
 LOAD_TUNING: Final = TokenCopyTuning(programs=8, tile_bytes=65536, num_warps=16)
 BACKUP_TUNING: Final = TokenCopyTuning(programs=4, tile_bytes=16384, num_warps=8)
 _LONG_RUN_BYTES: Final = 128 * KIB
+_GRID_RUN_BYTES: Final = 64 * KIB
+"""Grids of such runs go at 0.97 of the speed of long ones, of 16 KB at 0.85."""
 _BACKENDS: Final = (IoBackend.KERNEL.value, IoBackend.DIRECT.value)
 
 
@@ -160,6 +168,7 @@ class CudaPageCopier(PageCopier):
         together = [self.parts] if same else [(part,) for part in self.parts]
         self.groups = [(group, self._device_table(group)) for group in together]
         """Parts with equal rows move in one launch; with each its table of device addresses."""
+        self._has_grids = all(have_grids(part) for part in self.parts)
         self._engine: CopyEngine | None = None
         self._staged: StagedBackup | None = None
         self._staged_load: StagedLoad | None = None
@@ -181,23 +190,30 @@ class CudaPageCopier(PageCopier):
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """Whether a backup whose device slots are on the CPU spares the device its kernels.
 
-        Copy engines take such pages from the pool itself, a run for each layer: at 0.75 of the
-        link instead of 0.95, but beside it nothing runs slower. The kernels that gather pages into
-        a buffer took 1.2% of the throughput where every prompt is backed up and none hits.
+        Copy engines take such pages from the pool itself, a grid of runs for all layers of a page,
+        and beside them nothing runs slower. Where every prompt is backed up and none hits, kernels
+        that gather pages into a buffer took 1.2% of the throughput, and a copy for each layer,
+        36 times as many to issue, 0.5%.
         """
         first = self.parts[0]
+        layer_bytes = min(part.rows.row_bytes for part in self.parts) * self.page_size
         return (
             self.engine_use[io_backend].backup
             and first.rows.has_page_runs(self.page_size)
             and first.has_device_runs
-            and min(part.rows.row_bytes for part in self.parts) * self.page_size >= _LONG_RUN_BYTES
+            and layer_bytes >= (_GRID_RUN_BYTES if self._has_grids else _LONG_RUN_BYTES)
         )
 
     def _backup_runs(self, host: torch.Tensor, device: torch.Tensor) -> None:
         host_pages = whole_pages(host, self.page_size, self.host_pages)
         device_pages = whole_pages(device, self.page_size, self.device_pages)
-        runs = runs_from_pool(self.parts, self.page_size, host_pages, device_pages)
-        self._copy_engine().copy(runs, self.runtime.current_stream_handle())
+        pages = self.page_size, host_pages, device_pages
+        stream = self.runtime.current_stream_handle()
+        if not self._has_grids:
+            self._copy_engine().copy(runs_from_pool(self.parts, *pages), stream)
+            return
+        for grids in grids_from_pool(self.parts, *pages):
+            self._copy_engine().copy_grids(grids, stream)
 
     def _backup_staged(self, host: torch.Tensor, device: torch.Tensor) -> None:
         pages = whole_pages(host, self.page_size, self.host_pages)

@@ -6,6 +6,7 @@ CUDA copies and their tests work from.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,13 @@ class PartRows:
     def has_device_runs(self) -> bool:
         """Whether rows of neighbouring slots adjoin on the device."""
         return self.device_stride == self.rows.row_bytes
+
+    @property
+    def device_layer_stride(self) -> int | None:
+        """Bytes from a layer to the next on the device, 0 where there is one layer; None: they are
+        not equally far apart."""
+        strides = {b - a for a, b in itertools.pairwise(self.device_addresses)}
+        return strides.pop() if len(strides) == 1 else None if strides else 0
 
 
 def part_rows(host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> PartRows:

@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 _WAIT_BOUND_S = 300.0
 _WAIT_STEP_S = 1.0
 _PAGES_AT_ONCE = 32
-"""Pages in a piece of a write: some 2,000 copies of a large model, which take a millisecond."""
+"""Pages in a piece of a write. Issuing it takes a millisecond at most: as many copies as there are
+layers and parts, where they are not grids, 2,000 of a large model."""
 
 
 class LayerDoneCounter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,14 @@ import torch
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
-from sglang.srt.mem_cache.host.copy_runs import CopyRuns, PageRuns, join_runs, runs_from_pool
+from sglang.srt.mem_cache.host.copy_runs import (
+    CopyRuns,
+    PageRuns,
+    grids_from_pool,
+    have_grids,
+    join_runs,
+    runs_from_pool,
+)
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
@@ -90,6 +98,38 @@ def test_runs_from_the_pool_are_a_page_of_a_layer_each(layout: str, v_head_dim: 
     other = make_device_pool(v_head_dim=v_head_dim, seed=1)
     copy_to_device(host, other, page_slots(into), pages)
     assert device_bytes(other, page_slots(pages)) == device_bytes(device, page_slots(pages))
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct", "page_first_kv_split"])
+@pytest.mark.parametrize("v_head_dim", [None, 6])
+def test_a_grid_from_the_pool_is_a_page_of_all_layers(layout: str, v_head_dim: int | None) -> None:
+    device = make_device_pool(v_head_dim=v_head_dim)
+    host = make_host_pool(device, layout)
+    pages, into = [3, 1, 15, 8], [4, 9, 2, 6]
+    parts = parts_of(host, device)
+    assert all(have_grids(part) for part in parts)
+    grids = grids_from_pool(parts, PAGE, np.array(into), np.array(pages))
+    assert [len(grid.sources) for grid in grids] == [len(pages)] * 2
+    for grid in grids:
+        for source, to in zip(grid.sources.tolist(), grid.destinations.tolist(), strict=True):
+            for run in range(grid.runs):
+                begin = source + run * grid.source_stride
+                ctypes.memmove(to + run * grid.destination_stride, begin, grid.run_bytes)
+    other = make_device_pool(v_head_dim=v_head_dim, seed=1)
+    copy_to_device(host, other, page_slots(into), pages)
+    assert device_bytes(other, page_slots(pages)) == device_bytes(device, page_slots(pages))
+
+
+def test_grids_need_layers_that_are_equally_far_apart_and_not_too_far() -> None:
+    device = make_device_pool()
+    part, _ = parts_of(make_host_pool(device, "page_first_direct"), device)
+    first, second, *_ = part.device_addresses
+    assert part.device_layer_stride == second - first
+    assert not have_grids(replace(part, device_addresses=(first, second, second + 16)))
+    assert not have_grids(replace(part, device_addresses=(first, first + 2**31)))
+    one_layer = replace(part, device_addresses=(first,))
+    assert one_layer.device_layer_stride == 0
+    assert have_grids(one_layer)
 
 
 def test_runs_from_the_pool_need_a_page_of_a_layer_in_one_piece() -> None:

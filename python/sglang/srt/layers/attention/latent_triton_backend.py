@@ -1,0 +1,315 @@
+"""Latent attention (MLA), and its sparse form (DSA), on CUDA.
+
+A decode step, and the tokens of short prefills, absorb the up-projections and attend to the rows of
+the pool (`triton_ops/latent.py`), each token to its own list of slots: its context, or what it
+chooses of it (`triton_ops/token_choice.py`). None of that is launched by lengths, so graphs can
+have it. Long prefills project rows up (`projected_attention.py`); where an indexer chooses, only
+their tokens before position `topk` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    AttentionConfig,
+    IndexQuery,
+)
+from sglang.srt.layers.attention.dsa_backend import Pools
+from sglang.srt.layers.attention.mla_backend import as_latent
+from sglang.srt.layers.attention.projected_attention import attend_projected
+from sglang.srt.layers.attention.projected_attention import warm_up as warm_up_projected
+from sglang.srt.layers.attention.triton_ops.latent import latent_attention
+from sglang.srt.layers.attention.triton_ops.token_choice import choose_slots, index_scores
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
+    from sglang.srt.layers.mla.latent_attention import LatentAttention
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+SHORT_TOKENS: Final = 256
+"""New tokens of a request that attend to rows; of more of them rows are projected up."""
+TOKENS_AT_ONCE: Final = 1024
+"""Tokens whose queries are absorbed together."""
+SCORE_BYTES: Final = 256 << 20
+"""Most that the indexer's scores of some tokens take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Tokens that each attend to a list of slots."""
+
+    rows: torch.Tensor
+    """int64 `[n]`: rows of the table of slots."""
+    lens: torch.Tensor
+    """int64 `[n]`: tokens of the row that are seen."""
+    longest: int
+    """At least all of `lens`."""
+    one_list: bool = False
+    """All have the same row."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def of(self, tokens: slice) -> Questions:
+        """The same for some of the tokens."""
+        return Questions(self.rows[tokens], self.lens[tokens], self.longest, self.one_list)
+
+
+@dataclass(frozen=True, slots=True)
+class _LongSegment:
+    """A request with many new tokens."""
+
+    segment: Segment
+    prefix_slots: torch.Tensor | None
+    """int64 `[prefix]`; None: there is no prefix."""
+    questions: Questions
+    """Of its new tokens."""
+
+
+@dataclass(slots=True)
+class _ExtendPlan:
+    """One batch's work, shared by all layers."""
+
+    long: list[_LongSegment] = field(default_factory=list)
+    short: Questions | None = None
+    """Of the tokens of all other requests."""
+    short_tokens: torch.Tensor | None = None
+    """int64: their places in the batch; None: they are all of it."""
+
+
+class LatentTritonBackend(AttentionBackend):
+    """For layers of either kind: where no indexer asks, a token sees all before it."""
+
+    can_be_captured = True
+    captures_extend = True
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self._config = config
+        self._runtime = device_runtime(config.device)
+        self._plan = _ExtendPlan()
+        self._captured: dict[int, torch.Tensor] = {}
+        """Rows and lengths of the tokens of a captured prefill, by number of tokens."""
+        self._own_rows = torch.arange(TOKENS_AT_ONCE, device=config.device)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if not forward_batch.forward_mode.is_extend():
+            return
+        segments = forward_batch.segments()
+        rows, lens = self._runtime.stage_to_device(_rows_and_lens(segments))
+        longest = forward_batch.longest_context
+        table = forward_batch.req_to_token_pool.req_to_token
+        plan = _ExtendPlan()
+        short = []
+        for segment in segments:
+            if segment.new <= SHORT_TOKENS:
+                short.append(np.arange(segment.begin, segment.end))
+                continue
+            own, total = slice(segment.begin, segment.end), segment.prefix + segment.new
+            slots = table[segment.row, : segment.prefix].to(torch.int64)
+            questions = Questions(rows[own], lens[own], total, one_list=True)
+            plan.long.append(_LongSegment(segment, slots if segment.prefix else None, questions))
+        if short and not plan.long:
+            plan.short = Questions(rows, lens, longest, one_list=len(segments) == 1)
+        elif short:
+            tokens = self._runtime.stage_to_device(torch.from_numpy(np.concatenate(short)))
+            plan.short_tokens = tokens
+            plan.short = Questions(rows[tokens], lens[tokens], longest)
+        self._plan = plan
+
+    def init_forward_metadata_extend_graph(
+        self, forward_batch: ForwardBatch, num_tokens: int, num_requests: int
+    ) -> None:
+        found = self._captured.get(num_tokens)
+        table = forward_batch.req_to_token_pool.req_to_token
+        if found is None:
+            found = torch.empty((2, num_tokens), dtype=torch.int64, device=table.device)
+            self._captured[num_tokens] = found
+        # Tokens behind the step's own see the padding page.
+        padded = torch.tensor([[0], [1]]).repeat(1, num_tokens)
+        own = _rows_and_lens(forward_batch.segments())
+        padded[:, : own.shape[1]] = own
+        found.copy_(self._runtime.stage_to_device(padded))
+        self._plan = _ExtendPlan(short=Questions(found[0], found[1], table.shape[1]))
+
+    def warm_up(self) -> None:
+        """Have cuDNN make its plans for the usual lengths."""
+        config = self._config
+        assert config.mla is not None, "its layers have latent attention"
+        q = torch.empty(
+            (1, config.num_heads, config.mla.qk_head_dim), dtype=config.dtype, device=config.device
+        )
+        warm_up_projected(q, q[..., : config.mla.v_head_dim])
+
+    def graph_bytes(self, num_tokens: int, context_len: int) -> int:
+        return 4 * num_tokens * context_len
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._extend(q, k, as_latent(layer), forward_batch, rows, None)
+
+    def forward_decode(
+        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        return self._decode(q, as_latent(layer), forward_batch, None)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        rows: torch.Tensor | None = None,
+        *,
+        index: IndexQuery | None = None,
+    ) -> torch.Tensor:
+        if save_kv_cache:
+            forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        if forward_batch.forward_mode.is_decode():
+            return self._decode(q, as_latent(layer), forward_batch, index)
+        return self._extend(q, k, as_latent(layer), forward_batch, rows, index)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        layer: LatentAttention,
+        forward_batch: ForwardBatch,
+        index: IndexQuery | None,
+    ) -> torch.Tensor:
+        """One token of each request, which sees all of the context or chooses."""
+        lens, longest = forward_batch.seq_lens, forward_batch.longest_context
+        questions = Questions(forward_batch.req_pool_indices, lens, longest)
+        out = _empty_out(q, layer)
+        self._answer(q, layer, forward_batch, questions, index, out)
+        return out.flatten(1)
+
+    def _extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layer: LatentAttention,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+        index: IndexQuery | None,
+    ) -> torch.Tensor:
+        if rows is not None:  # a request's last token sees all of its context, as in decoding
+            index = None if index is None else index.of(rows)
+            return self._decode(q.index_select(0, rows), layer, forward_batch, index)
+        plan, out = self._plan, _empty_out(q, layer)
+        if plan.short is not None and plan.short_tokens is None:
+            self._answer(q, layer, forward_batch, plan.short, index, out)
+        elif plan.short is not None and plan.short_tokens is not None:
+            tokens = plan.short_tokens
+            found = _empty_out(q[: len(plan.short)], layer)
+            asked = None if index is None else index.of(tokens)
+            self._answer(q[tokens], layer, forward_batch, plan.short, asked, found)
+            out[tokens] = found
+        for long in plan.long:
+            self._extend_long(q, k, layer, forward_batch, long, index, out)
+        return out.flatten(1)
+
+    def _extend_long(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layer: LatentAttention,
+        forward_batch: ForwardBatch,
+        long: _LongSegment,
+        index: IndexQuery | None,
+        out: torch.Tensor,
+    ) -> None:
+        segment, choosing = long.segment, long.segment.end
+        if index is not None:
+            # Tokens from here on are at position `topk` or behind.
+            first = segment.begin + index.topk - segment.prefix
+            choosing = min(max(first, segment.begin), segment.end)
+        if segment.begin < choosing:
+            own = slice(segment.begin, choosing)
+            pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            attend_projected(q[own], k[own], pool, long.prefix_slots, layer, out[own])
+        if choosing < segment.end:
+            assert index is not None
+            own = slice(choosing, segment.end)
+            questions = long.questions.of(slice(choosing - segment.begin, None))
+            self._answer(q[own], layer, forward_batch, questions, index.of(own), out[own])
+
+    def _answer(
+        self,
+        q: torch.Tensor,
+        layer: LatentAttention,
+        forward_batch: ForwardBatch,
+        questions: Questions,
+        index: IndexQuery | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend from tokens to their lists, or to what they choose of them.
+
+        Args:
+            q: `[n, num_heads, qk_head_dim]`.
+            index: Of the same tokens.
+            out: `[n, num_heads, v_head_dim]`.
+        """
+        step = TOKENS_AT_ONCE
+        if index is not None:
+            step = max(1, min(step, SCORE_BYTES // (4 * questions.longest)))
+        for begin in range(0, len(q), step):
+            own = slice(begin, min(begin + step, len(q)))
+            asked = None if index is None else index.of(own)
+            block = questions.of(own) if step < len(q) else questions
+            out[own] = self._attend_rows(q[own], layer, forward_batch, block, asked)
+
+    def _attend_rows(
+        self,
+        q: torch.Tensor,
+        layer: LatentAttention,
+        forward_batch: ForwardBatch,
+        questions: Questions,
+        index: IndexQuery | None,
+    ) -> torch.Tensor:
+        """`[n, num_heads, v_head_dim]`."""
+        table, rows, most = forward_batch.req_to_token_pool.req_to_token, questions.rows, 0
+        if index is None:
+            pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        else:
+            pool, keys = Pools.of(forward_batch, layer.layer_id)
+            lists = table, rows, questions.lens
+            scores = index_scores(
+                index.q, index.weights, keys, *lists, questions.longest, one_list=questions.one_list
+            )
+            table, most = choose_slots(scores, *lists, index.topk), index.topk
+            rows = self._own_rows[: len(q)]
+        nope = layer.mla.qk_nope_head_dim
+        absorbed = layer.up_projection.absorb(q[..., :nope].transpose(0, 1)).transpose(0, 1)
+        found = latent_attention(
+            absorbed, q[..., nope:], pool, table, rows, questions.lens, layer.scaling, most=most
+        )
+        return layer.up_projection.values_of(found.transpose(0, 1)).transpose(0, 1)
+
+
+def _empty_out(q: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
+    return q.new_empty((*q.shape[:2], layer.mla.v_head_dim))
+
+
+def _rows_and_lens(segments: Sequence[Segment]) -> torch.Tensor:
+    """int64 `[2, num_tokens]` on the CPU: of each new token, the row of its request, and how many
+    tokens it sees."""
+    counts = [segment.new for segment in segments]
+    rows = np.repeat([segment.row for segment in segments], counts)
+    lens = [np.arange(s.prefix + 1, s.prefix + s.new + 1) for s in segments]
+    return torch.from_numpy(np.stack((rows, np.concatenate(lens))))

@@ -1,0 +1,131 @@
+"""Latent attention of many new tokens: rows are projected up, and attended to as keys and values.
+
+Scores of many queries cost less over keys than over latent rows. Keys and values take many times
+the memory of rows, so they exist for some heads and some tokens at a time, and a prefix is read
+piece by piece; the pieces are joined by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.attention.dense_attention import UNIT, dense_attention
+from sglang.srt.layers.attention.partial_attention import attend, heads_first
+from sglang.srt.layers.attention.triton_ops.combine import merge_into_
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.mla.latent_attention import LatentAttention
+
+MAX_HEAD_DIM: Final = 192
+MAX_V_HEAD_DIM: Final = 128
+"""Of DeepSeek's models; cuDNN computes them at three quarters of the device's peak."""
+WARM_UP_TOKENS: Final = 8192
+HEADS_AT_ONCE: Final = 32
+"""Keys and values of 8,192 tokens take 100 and 70 MB then, and fill the device."""
+PIECE_UNITS: Final = 8
+"""Most of a prefix that is projected at a time, in `UNIT`s."""
+
+
+def attend_projected(
+    q: torch.Tensor,
+    new: torch.Tensor,
+    pool: torch.Tensor,
+    prefix: torch.Tensor | None,
+    layer: LatentAttention,
+    out: torch.Tensor,
+) -> None:
+    """Attend from new tokens of one request to its prefix and, causally, to each other.
+
+    Args:
+        q: `[n, num_heads, qk_head_dim]` on an accelerator.
+        new: `[n, 1, row_dim]`: their rows.
+        pool: `[slots, 1, row_dim]`.
+        prefix: int64 `[prefix]`: slots; None: there is none.
+        out: `[n, num_heads, v_head_dim]`, the last dimension dense: takes what comes out.
+    """
+    known = 0 if prefix is None else len(prefix)
+    pad, count = known % UNIT, len(q)
+    behind = -(pad + count) % UNIT
+    # What cuDNN computes is whole units: the prefix's end joins the new tokens, and the rows of
+    # queries before the first mean nothing. Nobody sees the keys behind the last one.
+    tail = F.pad(new, (0, 0, 0, 0, pad, behind))
+    if prefix is not None and pad:
+        tail[:pad] = pool.index_select(0, prefix[known - pad :])
+    pieces = [] if prefix is None else _pieces(known - pad)
+    for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
+        heads = slice(begin, begin + HEADS_AT_ONCE)
+        own = F.pad(q[:, heads], (0, 0, 0, 0, pad, behind))
+        found, lse = _attend(own, *_project(tail, layer, heads), layer.scaling, causal=True)
+        for first, end in pieces:
+            assert prefix is not None
+            keys, values = _project(pool.index_select(0, prefix[first:end]), layer, heads)
+            part = _attend(own, keys, values, layer.scaling, causal=False)
+            lse = merge_into_(found, lse, *part)
+        out[:, heads] = found[pad : pad + count]
+
+
+def warm_up(q: torch.Tensor, v: torch.Tensor) -> None:
+    """Have cuDNN make its plans for prefills of up to `WARM_UP_TOKENS` new tokens: a second, or a
+    request's delay.
+
+    Args:
+        q: Like the queries of a token, `[1, num_heads, qk_head_dim]`.
+        v: Like its values, `[1, num_heads, v_head_dim]`.
+    """
+    if not can_be_dense(q, v):
+        return
+
+    def rows(like: torch.Tensor, heads: int, tokens: int) -> torch.Tensor:
+        return like.new_zeros((tokens, heads, like.shape[-1]))
+
+    for heads in {min(HEADS_AT_ONCE, q.shape[1]), q.shape[1] % HEADS_AT_ONCE} - {0}:
+        for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
+            queries = rows(q, heads, tokens)
+            _attend(queries, queries, rows(v, heads, tokens), 1.0, causal=True)
+            for piece in (UNIT << i for i in range(PIECE_UNITS.bit_length())):
+                keys, values = rows(q, heads, piece), rows(v, heads, piece)
+                _attend(queries, keys, values, 1.0, causal=False)
+
+
+def _pieces(whole: int) -> list[tuple[int, int]]:
+    """Ascending ranges of the first `whole` tokens, of lengths `UNIT` times a power of 2."""
+    pieces, begin = [], 0
+    while begin < whole:
+        units = min((whole - begin) // UNIT, PIECE_UNITS)
+        end = begin + (UNIT << units.bit_length() - 1)
+        pieces.append((begin, end))
+        begin = end
+    return pieces
+
+
+def _project(
+    rows: torch.Tensor, layer: LatentAttention, heads: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[n, heads, qk_head_dim]` and values `[n, heads, v_head_dim]` of rows."""
+    mla = layer.mla
+    keys_alone, values = layer.up_projection.forward(rows[:, 0, : mla.kv_lora_rank], heads)
+    keys = values.new_empty((*keys_alone.shape[:2], mla.qk_head_dim))
+    keys[..., : mla.qk_nope_head_dim] = keys_alone
+    keys[..., mla.qk_nope_head_dim :] = rows[:, :, mla.kv_lora_rank :]
+    # cuDNN's plans are for strides as well.
+    return keys, values.contiguous()
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense_attention`, with values of another size than keys, and for every dtype."""
+    if can_be_dense(q, v):
+        return dense_attention(q, k, v, scaling, causal=causal)
+    out, lse = attend(heads_first(q), heads_first(k), heads_first(v), scale=scaling, causal=causal)
+    return out[0].transpose(0, 1).contiguous(), lse[0].contiguous()
+
+
+def can_be_dense(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether cuDNN takes queries and values like these, `[..., head_dim]`."""
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    fits = head_dim <= MAX_HEAD_DIM and v_head_dim <= MAX_V_HEAD_DIM
+    return q.is_cuda and q.element_size() == 2 and fits and not (head_dim % 8 or v_head_dim % 8)

@@ -1,0 +1,202 @@
+"""Attention of single tokens over latent rows (MLA), of which values are a part.
+
+All query heads share the rows of a context, so that a block of heads is one matrix product and a
+row is read once for it. Each token is a question of its own with a list of slots: its request's
+row of the table, or the slots that an indexer has chosen for it. Contexts are split over programs
+where there are too few tokens to fill the device (Flash-Decoding). The grid depends on the number
+of tokens and not on lengths, so it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.attention.triton_ops.combine import combine_splits
+from sglang.srt.layers.attention.triton_ops.paged import split_range
+
+PROGRAMS: Final = 128
+"""Programs that fill the device."""
+MAX_SPLITS: Final = 64
+LAUNCH: Final = (64, 64, 8, 2)
+"""Heads and tokens of a block, warps, stages: the fastest."""
+_FP32_LAUNCH: Final = (16, 16, 8, 1)
+"""Twice the shared memory, and products that are made of three."""
+
+
+@triton.jit(do_not_specialize=["splits", "least"])
+def _latent_kernel(
+    latent_q_ptr: tl.tensor,
+    rope_q_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    latent_q_token: tl.tensor,
+    latent_q_head: tl.tensor,
+    rope_q_token: tl.tensor,
+    rope_q_head: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    splits: tl.tensor,
+    least: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    MOST: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    # Programs that run together read the same rows.
+    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    token = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    is_head = heads < NUM_HEADS
+    out_row = token * NUM_HEADS + heads
+    length = tl.load(lens_ptr + token).to(tl.int32)
+    if MOST > 0:
+        length = tl.minimum(length, MOST)
+    begin, end, _ = split_range(0, length, split, splits, least, BLOCK)
+    if SPLIT:  # noqa: SIM102 - known when this is compiled
+        if begin >= end:
+            tl.store(lse_ptr + out_row * splits + split, float("-inf"), mask=is_head)
+            return
+    in_latent, in_rope = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    inside = is_head[:, None] & (in_latent < LATENT)[None, :]
+    q_at = token * latent_q_token + heads[:, None] * latent_q_head + in_latent[None, :]
+    q = tl.load(latent_q_ptr + q_at, mask=inside, other=0.0)
+    q_at = token * rope_q_token + heads[:, None] * rope_q_head + in_rope[None, :]
+    q_rope = tl.load(
+        rope_q_ptr + q_at, mask=is_head[:, None] & (in_rope < ROPE)[None, :], other=0.0
+    )
+    slots = table_ptr + tl.load(rows_ptr + token).to(tl.int64) * table_stride
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    mass = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_L], tl.float32)
+    for start in range(begin, end, BLOCK):
+        pos = start + tl.arange(0, BLOCK)
+        # Past the end: slot 0, the padding page, whose values are finite.
+        slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
+        row = pool_ptr + slot[:, None] * (LATENT + ROPE)
+        if LATENT == BLOCK_L:
+            latent = tl.load(row + in_latent[None, :])
+        else:
+            latent = tl.load(row + in_latent[None, :], mask=in_latent[None, :] < LATENT, other=0.0)
+        rope = tl.load(row + LATENT + in_rope[None, :], mask=in_rope[None, :] < ROPE, other=0.0)
+        latent = latent.to(q.dtype)
+        scores = tl.dot(q, tl.trans(latent), input_precision="tf32x3")
+        rope = tl.trans(rope.to(q.dtype))
+        scores = tl.dot(q_rope, rope, scores, input_precision="tf32x3") * scale
+        scores = tl.where(pos[None, :] < end, scores, float("-inf"))
+        # Each block has a token that is seen, so that no peak stays -inf.
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        shrink = tl.exp2(peak - new_peak)
+        p = tl.exp2(scores - new_peak[:, None])
+        mass = mass * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(q.dtype), latent, acc, input_precision="tf32x3")
+        peak = new_peak
+    acc = acc / mass[:, None]
+    if SPLIT:
+        part = out_row * splits + split
+        tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
+        tl.store(parts_ptr + part[:, None] * LATENT + in_latent[None, :], acc, mask=inside)
+    else:
+        out_at = out_row[:, None] * LATENT + in_latent[None, :]
+        tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def plan_splits(num_tokens: int, head_blocks: int) -> int:
+    """How many parts a context is split into at most, a power of 2."""
+    wanted = min(PROGRAMS // (num_tokens * head_blocks), MAX_SPLITS)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+def latent_attention(
+    latent_q: torch.Tensor,
+    rope_q: torch.Tensor,
+    pool: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    scaling: float,
+    *,
+    most: int = 0,
+    splits: int | None = None,
+    launch: tuple[int, int, int, int] | None = None,
+) -> torch.Tensor:
+    """Attend from tokens to lists of slots; computed as `attend_range` does it.
+
+    Args:
+        latent_q: `[num_tokens, num_heads, kv_lora_rank]`, absorbed; the last dimension dense.
+        rope_q: `[num_tokens, num_heads, qk_rope_head_dim]`; likewise.
+        pool: Contiguous `[slots, 1, kv_lora_rank + qk_rope_head_dim]`.
+        table: int32 `[lists, max_length]`, the last dimension dense: slots.
+        rows: Integer `[num_tokens]`: the list of each token.
+        lens: Integer `[num_tokens]`, at least 1 each: tokens of the list that are read.
+        most: Bound of `lens`; 0: none.
+        splits: As of `plan_splits`, the default.
+        launch: As `LAUNCH`.
+
+    Returns:
+        Contiguous `[num_tokens, num_heads, kv_lora_rank]` of the dtype of `latent_q`.
+    """
+    num_tokens, num_heads, rank = latent_q.shape
+    rope_dim = rope_q.shape[-1]
+    assert pool.is_contiguous() and pool.shape[-1] == rank + rope_dim
+    assert latent_q.stride(-1) == rope_q.stride(-1) == table.stride(-1) == 1
+    if launch is None:
+        launch = LAUNCH if latent_q.element_size() == 2 else _FP32_LAUNCH
+    heads, block, num_warps, num_stages = launch
+    heads = min(heads, max(16, triton.next_power_of_2(num_heads)))
+    head_blocks = triton.cdiv(num_heads, heads)
+    count = plan_splits(num_tokens, head_blocks) if splits is None else splits
+    out = latent_q.new_empty((num_tokens, num_heads, rank))
+    parts, lse = out, out
+    if count > 1:
+        shape = (num_tokens * num_heads, count)
+        parts = torch.empty((*shape, rank), dtype=torch.float32, device=out.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+    _latent_kernel[(head_blocks, num_tokens, count)](
+        latent_q,
+        rope_q,
+        pool,
+        table,
+        rows,
+        lens,
+        out,
+        parts,
+        lse,
+        latent_q.stride(0),
+        latent_q.stride(1),
+        rope_q.stride(0),
+        rope_q.stride(1),
+        table.stride(0),
+        scaling * math.log2(math.e),
+        count,
+        block,
+        NUM_HEADS=num_heads,
+        LATENT=rank,
+        ROPE=rope_dim,
+        MOST=most,
+        HEADS=heads,
+        BLOCK_L=max(16, triton.next_power_of_2(rank)),
+        BLOCK_R=max(16, triton.next_power_of_2(rope_dim)),
+        BLOCK=block,
+        SPLIT=count > 1,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if count > 1:
+        combine_splits(parts, lse, out.view(-1, rank))
+    return out

@@ -1,0 +1,227 @@
+"""Which tokens sparse attention (DSA) reads, on a GPU: scores of an indexer, and the best of them.
+
+As `layers/attention/token_choice.py`, whose ties they share: the first of equal tokens wins.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+PROGRAMS: Final = 512
+"""Programs that fill the device with scores."""
+_LAUNCH: Final = (128, 128, 3)
+"""Rows of a program's products, tokens times heads; keys of a block; stages."""
+_FP32_LAUNCH: Final = (64, 64, 1)
+_CHOICE_BLOCK: Final = 8192
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _score_kernel(
+    q_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    out_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Scores of TOKENS tokens of one list, for every so many blocks of it."""
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    tokens = first + tl.arange(0, TOKENS)
+    lens = tl.load(lens_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
+    longest = tl.max(lens, axis=0)
+    product = tl.arange(0, TOKENS * HEADS)
+    token, head = first + product // HEADS, product % HEADS
+    is_there = (token < num_tokens) & (head < NUM_HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    q_at = (token * q_stride + head * DIM)[:, None] + dims[None, :]
+    q = tl.load(q_ptr + q_at, mask=is_there[:, None] & (dims < DIM)[None, :], other=0.0)
+    weights = tl.load(weights_ptr + token * NUM_HEADS + head, mask=is_there, other=0.0)
+    slots = table_ptr + tl.load(rows_ptr + first).to(tl.int64) * table_stride
+    for start in range(tl.program_id(1) * BLOCK, longest, tl.num_programs(1) * BLOCK):
+        pos = start + tl.arange(0, BLOCK)
+        slot = tl.load(slots + pos, mask=pos < longest, other=0).to(tl.int64)
+        keys = tl.load(
+            keys_ptr + slot[:, None] * DIM + dims[None, :], mask=(dims < DIM)[None, :], other=0.0
+        )
+        products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="tf32x3")
+        products = tl.maximum(products, 0.0) * weights[:, None]
+        scores = tl.sum(tl.reshape(products, [TOKENS, HEADS, BLOCK]), axis=1)
+        at = tokens[:, None] * out_stride + pos[None, :]
+        tl.store(out_ptr + at, scores, mask=pos[None, :] < lens[:, None])
+
+
+def index_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    longest: int,
+    *,
+    one_list: bool = False,
+) -> torch.Tensor:
+    """Scores of the tokens of lists of slots.
+
+    Args:
+        q: Contiguous `[num_tokens, heads, head_dim]` of the indexer.
+        weights: Contiguous fp32 `[num_tokens, heads]`.
+        keys: Contiguous `[slots, head_dim]`.
+        table: int32 `[lists, max_length]`, the last dimension dense.
+        rows: Integer `[num_tokens]`: the list of each token.
+        lens: Integer `[num_tokens]`: tokens of the list that get a score.
+        longest: At least all of `lens`; it decides the launch.
+        one_list: All tokens have the same list, which is read once for several of them.
+
+    Returns:
+        fp32 `[num_tokens, longest]`; garbage behind a token's length.
+    """
+    num_tokens, num_heads, dim = q.shape
+    assert q.is_contiguous() and weights.is_contiguous() and keys.is_contiguous()
+    heads = max(16, triton.next_power_of_2(num_heads))
+    most_rows, block, num_stages = _LAUNCH if q.element_size() == 2 else _FP32_LAUNCH
+    together = max(1, most_rows // heads) if one_list else 1
+    groups = triton.cdiv(num_tokens, together)
+    programs = min(triton.cdiv(longest, block), max(1, PROGRAMS // groups))
+    scores = torch.empty((num_tokens, longest), dtype=torch.float32, device=q.device)
+    _score_kernel[(groups, programs)](
+        q,
+        weights,
+        keys,
+        table,
+        rows,
+        lens,
+        scores,
+        num_tokens,
+        q.stride(0),
+        table.stride(0),
+        scores.stride(0),
+        NUM_HEADS=num_heads,
+        DIM=dim,
+        TOKENS=together,
+        HEADS=heads,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK=block,
+        num_warps=8 if together * heads >= 128 else 4,
+        num_stages=num_stages,
+    )
+    return scores
+
+
+@triton.jit
+def _keys(scores: tl.tensor, pos: tl.tensor, length: tl.tensor) -> tl.tensor:
+    """Scores as uint32 of the same order, where -0 is 0; 0, below all, where there is none."""
+    score = tl.load(scores + pos, mask=pos < length, other=0.0)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    flip = (bits >> 31) | -2147483648
+    return tl.where(pos < length, bits ^ flip, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _choose_kernel(
+    scores_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scores_stride: tl.tensor,
+    table_stride: tl.tensor,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Find the lowest key that is chosen, two bits at a time, then take what is not below it.
+
+    A histogram of digits would read the keys less often; those of Triton take four times as long.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    length = tl.load(lens_ptr + token).to(tl.int32)
+    slots = table_ptr + tl.load(rows_ptr + token).to(tl.int64) * table_stride
+    out = out_ptr + token * TOPK
+    places = tl.arange(0, BLOCK)
+    if length <= TOPK:
+        for start in range(0, length, BLOCK):
+            pos = start + places
+            is_there = pos < length
+            tl.store(out + pos, tl.load(slots + pos, mask=is_there, other=0), mask=is_there)
+        return
+    scores = scores_ptr + token * scores_stride
+    lowest = tl.zeros([], tl.uint32)
+    step = tl.full([], 1 << 30, tl.uint32)
+    for _ in range(16):
+        first, second, third = lowest + step, lowest + 2 * step, lowest + 3 * step
+        # Three counts in one sum: contexts have less than a million tokens.
+        counts = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, length, BLOCK):
+            key = _keys(scores, start + places, length)
+            counts += (key >= first).to(tl.int64)
+            counts += (key >= second).to(tl.int64) << 20
+            counts += (key >= third).to(tl.int64) << 40
+        total = tl.sum(counts, axis=0)
+        lowest = tl.where((total & 0xFFFFF) >= TOPK, first, lowest)
+        lowest = tl.where((total >> 20 & 0xFFFFF) >= TOPK, second, lowest)
+        lowest = tl.where((total >> 40) >= TOPK, third, lowest)
+        step = step >> 2
+    missing = tl.full([], TOPK, tl.int32)
+    for start in range(0, length, BLOCK):
+        key = _keys(scores, start + places, length)
+        missing -= tl.sum((key > lowest).to(tl.int32), axis=0)
+    written = tl.zeros([], tl.int32)
+    for start in range(0, length, BLOCK):
+        pos = start + places
+        key = _keys(scores, pos, length)
+        is_equal = (key == lowest).to(tl.int32)
+        chosen = (key > lowest) | ((is_equal != 0) & (tl.cumsum(is_equal, axis=0) <= missing))
+        chosen_before = tl.cumsum(chosen.to(tl.int32), axis=0)
+        slot = tl.load(slots + pos, mask=chosen, other=0)
+        tl.store(out + written + chosen_before - 1, slot, mask=chosen)
+        missing -= tl.sum(is_equal, axis=0)
+        written += tl.sum(chosen.to(tl.int32), axis=0)
+
+
+def choose_slots(
+    scores: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    topk: int,
+) -> torch.Tensor:
+    """The slots of the `topk` best tokens of each list, in the list's order.
+
+    Args:
+        scores: fp32 `[num_tokens, longest]`, as of `index_scores`.
+        table: int32 `[lists, max_length]`, as `rows` and `lens` there.
+
+    Returns:
+        int32 `[num_tokens, topk]`. Of a list that is not longer than `topk` it is the whole,
+        and garbage behind.
+    """
+    out = torch.empty((len(scores), topk), dtype=torch.int32, device=scores.device)
+    block = min(_CHOICE_BLOCK, max(128, triton.next_power_of_2(scores.shape[1])))
+    _choose_kernel[(len(scores),)](
+        scores,
+        table,
+        rows,
+        lens,
+        out,
+        scores.stride(0),
+        table.stride(0),
+        TOPK=topk,
+        BLOCK=block,
+        num_warps=16,
+    )
+    return out

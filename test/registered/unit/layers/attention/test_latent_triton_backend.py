@@ -1,0 +1,157 @@
+"""Latent attention by Triton: its kernels against definitions, its backend against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.model_oracle import prompt, reference
+from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.triton_device import triton_device
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+DEVICE = triton_device()
+ON_GPU = DEVICE == "cuda"
+# The interpreter's bf16 is no real one.
+HALF = torch.bfloat16 if ON_GPU else torch.float16
+
+from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
+from sglang.srt.layers.attention import projected_attention, token_choice  # noqa: E402
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
+from sglang.srt.layers.attention.triton_ops.latent import latent_attention  # noqa: E402
+from sglang.srt.layers.attention.triton_ops.token_choice import (  # noqa: E402
+    choose_slots,
+    index_scores,
+)
+
+FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+LENS = [300, 7, 100, 64, 33]
+ROWS = [0, 1, 2, 2, 0]
+
+
+def lists() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three lists of scattered slots, and which of them, and how much, each of five tokens sees."""
+    slots = torch.randperm(2000, generator=torch.Generator().manual_seed(3))[:900]
+    table = slots.int().view(3, 300).to(DEVICE)
+    return table, torch.tensor(ROWS, device=DEVICE), torch.tensor(LENS, device=DEVICE)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("splits", [1, 4, None])
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(6, 48, 16), (80, 64, 8), (128, 512, 64)])
+def test_tokens_attend_to_their_lists(
+    dtype: torch.dtype, splits: int | None, heads: int, rank: int, rope: int
+) -> None:
+    if heads == 128 and not ON_GPU:
+        pytest.skip("minutes in the interpreter")
+    table, rows, lens = lists()
+    pool = values(2000, 1, rank + rope, dtype=dtype)
+    # As they are in the model: products of heads are transposed, and a part of a query is a view.
+    latent_q = values(heads, 5, rank, dtype=dtype, seed=1).transpose(0, 1)
+    rope_q = values(5, heads, rope + 24, dtype=dtype, seed=2)[..., 24:]
+    scale = (rank + rope) ** -0.5
+    for most in (0, 50):
+        got = latent_attention(
+            latent_q, rope_q, pool, table, rows, lens, scale, most=most, splits=splits
+        )
+        for i, (row, length) in enumerate(zip(ROWS, LENS, strict=True)):
+            seen = pool[table[row, : min(length, most or length)].long(), 0].float()
+            q = torch.cat((latent_q[i], rope_q[i]), dim=-1).float()
+            want = torch.softmax(q @ seen.T * scale, dim=-1) @ seen[:, :rank]
+            rtol = 1e-4 if dtype is torch.float32 else 2e-2
+            torch.testing.assert_close(got[i].float(), want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(3, 24), (16, 32), (64, 128)])
+def test_scores_and_choice(heads: int, dim: int) -> None:
+    table, rows, lens = lists()
+    keys, q = values(2000, dim), values(5, heads, dim, seed=1)
+    weights = values(5, heads, seed=2)
+    scores = index_scores(q, weights, keys, table, rows, lens, max(LENS))
+    together = index_scores(
+        q, weights, keys, table, torch.zeros_like(rows), lens, max(LENS), one_list=True
+    )
+    chosen = choose_slots(scores, table, rows, lens, 64)
+    for i, (row, length) in enumerate(zip(ROWS, LENS, strict=True)):
+        for got, its_row in ((scores, row), (together, 0)):
+            its_keys = keys[table[its_row, :length].long()]
+            want = (torch.relu(q[i] @ its_keys.T) * weights[i, :, None]).sum(dim=0)
+            torch.testing.assert_close(got[i, :length], want, rtol=1e-3, atol=1e-3)
+        slots = table[row, :length]
+        if length > 64:
+            slots = slots[token_choice.choose_tokens(scores[i : i + 1, :length], 64)[0]]
+        assert torch.equal(chosen[i, : len(slots)], slots)
+
+
+@pytest.mark.parametrize("longest", [1000, 9000])
+def test_of_equal_tokens_the_first_are_chosen(longest: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    scores = torch.randint(-2, 3, (4, longest), generator=generator).float()
+    scores[1] *= -0.0  # 0 and -0 are equal.
+    scores[2] = torch.randn(longest, generator=generator) * 1e-38
+    scores = scores.to(DEVICE)
+    table = torch.arange(longest, dtype=torch.int32, device=DEVICE).view(1, -1)
+    lens = torch.tensor([longest, longest - 1, 500, 201], device=DEVICE)
+    chosen = choose_slots(scores, table, torch.zeros_like(lens), lens, 200)
+    for i, length in enumerate(lens.tolist()):
+        want = token_choice.choose_tokens(scores[i : i + 1, :length], 200)[0]
+        assert torch.equal(chosen[i].long(), want)
+
+
+def driver_of(path: Path) -> StepDriver:
+    """On a GPU the default; elsewhere its attention is replaced."""
+    driver = StepDriver(path, page_size=16, device=DEVICE, disable_cuda_graph=True)
+    runner = driver.runner
+    if not ON_GPU:
+        (layer, *_) = runner.model.attention_layers()
+        runner.attn_backend = backend.LatentTritonBackend(
+            AttentionConfig(
+                num_heads=layer.num_heads,
+                specs={spec.name: spec for spec in runner.state_specs},
+                page_size=16,
+                dtype=torch.float32,
+                device=DEVICE,
+            )
+        )
+    assert isinstance(runner.attn_backend, backend.LatentTritonBackend)
+    return driver
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(
+    tmp_path: Path, family: str, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one request beside a short one, then decode steps."""
+    if is_long:
+        monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
+        monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
+        monkeypatch.setattr(projected_attention, "HEADS_AT_ONCE", 4)
+        monkeypatch.setattr(projected_attention, "UNIT", 8)
+        monkeypatch.setattr(projected_attention, "PIECE_UNITS", 2)
+    hf = save_tiny_checkpoint(tmp_path, family)
+    driver = driver_of(tmp_path)
+    long, short = prompt(90, 1), prompt(21, 2)
+    want_long, want_short = reference(hf, long), reference(hf, short)
+    got = [driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits.clone()]
+    want = [want_short[16], want_long[36]]
+    got.append(driver.extend([(1, long[37:88])]).next_token_logits.clone())
+    want.append(want_long[87])
+    for step in range(2):
+        pairs = [(1, long[88 + step]), (0, short[17 + step])]
+        got.append(driver.decode(pairs).next_token_logits.clone())
+        want += [want_long[88 + step], want_short[17 + step]]
+    torch.testing.assert_close(torch.cat(got).cpu(), torch.stack(want), rtol=1e-3, atol=1e-3)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
