@@ -30,9 +30,9 @@ from transformers import DeepseekV32Config, Qwen3NextConfig
 from sglang.benchmark.device_limits import measure_limits
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.test.engine_server import EngineServer
-from sglang.test.qwen3_8b import DUMMY_FLAGS
-from sglang.test.tiny_models import StepDriver
+from sglang.test.models.qwen3_8b import DUMMY_FLAGS
+from sglang.test.models.tiny_models import StepDriver
+from sglang.test.servers.engine_server import EngineServer
 
 LENGTH: Final = 8192
 STEPS: Final = 32

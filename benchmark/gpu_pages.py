@@ -31,8 +31,8 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.test.qwen3_8b import KV_BYTES
-from sglang.test.rank_processes import run_ranks
+from sglang.test.models.qwen3_8b import KV_BYTES
+from sglang.test.schedulers.rank_processes import run_ranks
 
 PAGE: Final = 64
 REPEATS: Final = 7

@@ -32,8 +32,8 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.tcp_forwarder import TcpForwarder
-from sglang.test.transfer_peer import TransferPeer
+from sglang.test.stores.tcp_forwarder import TcpForwarder
+from sglang.test.stores.transfer_peer import TransferPeer
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 

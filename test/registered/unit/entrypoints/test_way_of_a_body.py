@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import FakeEngine, fake_engine
+from sglang.test.servers.fake_engine import FakeEngine, fake_engine
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -17,10 +17,10 @@ from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.ballot import Progress, to_vector
+from sglang.test.caches.memory_ranks import MemoryRankGroup, PassedOnGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryRankGroup, PassedOnGroup
-from sglang.test.random_ranks import RandomRanks, RankRig
-from sglang.test.random_setup import impatient
+from sglang.test.schedulers.random_ranks import RandomRanks, RankRig
+from sglang.test.schedulers.random_setup import impatient
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 

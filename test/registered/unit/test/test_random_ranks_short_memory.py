@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.random_ranks import RandomRanks
-from sglang.test.random_setup import impatient
-from sglang.test.short_memory import (
+from sglang.test.schedulers.random_ranks import RandomRanks
+from sglang.test.schedulers.random_setup import impatient
+from sglang.test.schedulers.short_memory import (
     BUFFER_OF_A_COPY,
     BUFFER_OF_L3,
     CLIENT,

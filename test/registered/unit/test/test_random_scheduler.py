@@ -24,14 +24,14 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.storage import base
-from sglang.test import chaotic_store, object_store
-from sglang.test.checkable_model import CheckableWorker, WrongContext, words
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.object_store import IN_PLACE, MOODS, PLAIN, STORE_KEY, Mood, ObjectStore
-from sglang.test.random_scheduler import CheckableRig, RandomScheduler, run_seed
-from sglang.test.random_setup import impatient
-from sglang.test.scheduler_rig import greedy
-from sglang.test.step_watchdog import StepHangs, Watchdog
+from sglang.test.schedulers.checkable_model import CheckableWorker, WrongContext, words
+from sglang.test.schedulers.random_scheduler import CheckableRig, RandomScheduler, run_seed
+from sglang.test.schedulers.random_setup import impatient
+from sglang.test.schedulers.scheduler_rig import greedy
+from sglang.test.schedulers.step_watchdog import StepHangs, Watchdog
+from sglang.test.stores import chaotic_store, object_store
+from sglang.test.stores.object_store import IN_PLACE, MOODS, PLAIN, STORE_KEY, Mood, ObjectStore
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -119,7 +119,7 @@ def test_a_failure_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ZeroDivisionError) as caught:
         run_seed(7, steps=100)
     notes = "\n".join(caught.value.__notes__)
-    assert "python -m sglang.test.random_scheduler --seed 7 --steps 100" in notes
+    assert "python -m sglang.test.schedulers.random_scheduler --seed 7 --steps 100" in notes
     assert "page_size=" in notes
 
 

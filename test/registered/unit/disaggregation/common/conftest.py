@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
-from sglang.test.desk_rig import OFFER, SILENT_S, UNWANTED_S, Asker, Clock
+from sglang.test.disaggregation.desk_rig import OFFER, SILENT_S, UNWANTED_S, Asker, Clock
 
 
 @pytest.fixture

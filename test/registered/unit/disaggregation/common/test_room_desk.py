@@ -28,7 +28,7 @@ from sglang.srt.disaggregation.common.protocol import (
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.desk_rig import OFFER, TOKEN, Asker, Clock, fill, until
+from sglang.test.disaggregation.desk_rig import OFFER, TOKEN, Asker, Clock, fill, until
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

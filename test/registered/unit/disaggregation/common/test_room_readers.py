@@ -17,7 +17,15 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.desk_rig import SILENT_S, TOKEN, UNWANTED_S, Asker, Clock, fill, until
+from sglang.test.disaggregation.desk_rig import (
+    SILENT_S,
+    TOKEN,
+    UNWANTED_S,
+    Asker,
+    Clock,
+    fill,
+    until,
+)
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

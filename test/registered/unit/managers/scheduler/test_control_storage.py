@@ -26,7 +26,7 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
+from sglang.test.servers.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

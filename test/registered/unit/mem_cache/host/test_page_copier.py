@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.host.page_copier import (
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import page_slots
+from sglang.test.stores.host_pools import page_slots
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

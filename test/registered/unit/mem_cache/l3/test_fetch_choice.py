@@ -20,9 +20,9 @@ from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Rates
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
-from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     copy_to_host,
     make_device_pool,

@@ -31,20 +31,20 @@ from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.storage.types import StoragePool
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_mooncake import FakeMooncake, FakeMooncakes
-from sglang.test.marks_rig import MarksRig
-from sglang.test.mla_rig import MLARig
-from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
-from sglang.test.random_setup import impatient
-from sglang.test.storage_rigs import (
+from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.marks_rig import MarksRig
+from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.storage_rigs import (
     PAGE,
     StorageRigs,
     assert_one_question_for_all_prompts,
     counts,
     storage_io_of,
 )
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.schedulers.random_setup import impatient
+from sglang.test.stores.fake_mooncake import FakeMooncake, FakeMooncakes
+from sglang.test.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

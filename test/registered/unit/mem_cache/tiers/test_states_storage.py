@@ -21,16 +21,16 @@ from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
-from sglang.test.cache_rig import CacheRig, HeldReads, Reused
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.state_rig import StateRig
-from sglang.test.storage_rigs import (
+from sglang.test.caches.cache_rig import CacheRig, HeldReads, Reused
+from sglang.test.caches.state_rig import StateRig
+from sglang.test.caches.storage_rigs import (
     PAGE,
     StorageRigs,
     assert_one_question_for_all_prompts,
     counts,
     storage_io_of,
 )
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -13,9 +13,9 @@ import pytest
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
+from sglang.test.caches.storage_rigs import counts
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.storage_rigs import counts
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")

@@ -15,10 +15,10 @@ from sglang.srt.layers.context_parallel import Run
 from sglang.srt.managers.messages.io_struct import ToScheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.grammar_rig import HandBackend, text_of
-from sglang.test.rank_rigs import RankRigs
-from sglang.test.scheduler_rig import Collected, SchedulerRig, greedy, prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.grammar_rig import HandBackend, text_of
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.rank_rigs import RankRigs
+from sglang.test.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 

@@ -25,9 +25,9 @@ from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
-from sglang.test.cache_rig import HeldReads, HeldStream
+from sglang.test.caches.cache_rig import HeldReads, HeldStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")

@@ -11,8 +11,8 @@ import torch
 
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

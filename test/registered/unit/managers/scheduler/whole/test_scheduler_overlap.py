@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.grammar_rig import HandBackend
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.models.grammar_rig import HandBackend
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")

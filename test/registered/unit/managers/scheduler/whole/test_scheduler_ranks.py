@@ -28,12 +28,12 @@ from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.managers.scheduler.stop_finder import StopFinder, StopRegexTooSlow
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.grammar_rig import HandBackend, text_of
-from sglang.test.letters import Letters
-from sglang.test.memory_ranks import EchoGroup, MemoryExchange
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.grammar_rig import HandBackend, text_of
+from sglang.test.models.letters import Letters
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

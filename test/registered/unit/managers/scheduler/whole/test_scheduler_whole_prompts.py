@@ -18,11 +18,11 @@ from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test import checkable_model
-from sglang.test.checkable_model import CheckableWorker, words
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.random_scheduler import CheckableRig
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.schedulers import checkable_model
+from sglang.test.schedulers.checkable_model import CheckableWorker, words
+from sglang.test.schedulers.random_scheduler import CheckableRig
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
