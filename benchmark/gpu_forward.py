@@ -35,7 +35,7 @@ from sglang.srt.layers.forward_batch_info import (
     compute_extend_positions,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.test.qwen3_8b import VOCAB_SIZE, dummy_model
+from sglang.test.models.qwen3_8b import VOCAB_SIZE, dummy_model
 
 REST_S = 1.0
 

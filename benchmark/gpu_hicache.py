@@ -44,8 +44,8 @@ from sglang.benchmark.workload import BenchRequest
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
 from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
-from sglang.test.engine_server import EngineServer
-from sglang.test.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
+from sglang.test.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
+from sglang.test.servers.engine_server import EngineServer
 
 CONVERSATIONS: Final = Conversations(
     clients=20, rounds=10, request_len=2048, output_len=1, parallel=4, fixed_answers=True, seed=5

@@ -38,9 +38,9 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
 from sglang.srt.model_executor.graph_capture import GraphCapture
-from sglang.test.engine_server import EngineServer
-from sglang.test.qwen3_8b import DUMMY_FLAGS
-from sglang.test.tiny_models import StepDriver
+from sglang.test.models.qwen3_8b import DUMMY_FLAGS
+from sglang.test.models.tiny_models import StepDriver
+from sglang.test.servers.engine_server import EngineServer
 
 LENGTH: Final = 8192
 STEPS: Final = 32

@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.qwen3_8b import dummy_model
+from sglang.test.models.qwen3_8b import dummy_model
 
 CONCURRENT, INPUT, OUTPUT, REQUESTS = 32, 2048, 128, 96
 TIERS: Final[dict[str, dict[str, Any]]] = {

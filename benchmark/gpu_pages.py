@@ -51,7 +51,7 @@ from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.test.rank_processes import run_ranks
+from sglang.test.schedulers.rank_processes import run_ranks
 
 PAGE: Final = 64
 REPEATS: Final = 7

@@ -40,8 +40,8 @@ from sglang.benchmark.workload import BenchRequest
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.embedded_router import Router
 from sglang.srt.utils.network import get_free_port
-from sglang.test.engine_server import EngineServer
-from sglang.test.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from sglang.test.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from sglang.test.servers.engine_server import EngineServer
 
 SECTIONS: Final = ("ttft", "tpot", "throughput")
 _START_S: Final = 240.0

@@ -33,7 +33,7 @@ from sglang.srt.distributed.parallel_state import (
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.model_executor.graph_capture import GraphCapture
-from sglang.test.rank_processes import run_ranks
+from sglang.test.schedulers.rank_processes import run_ranks
 
 PER_GRAPH: Final = 64
 REPEATS: Final = 9

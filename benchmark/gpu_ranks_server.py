@@ -34,9 +34,9 @@ from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.test.engine_server import EngineServer
-from sglang.test.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.servers.engine_server import EngineServer
 
 Emit = Callable[[dict[str, Any]], None]
 

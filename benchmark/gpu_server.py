@@ -36,8 +36,8 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.engine_server import EngineServer
-from sglang.test.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from sglang.test.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from sglang.test.servers.engine_server import EngineServer
 
 Emit = Callable[[dict[str, Any]], None]
 

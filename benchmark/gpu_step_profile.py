@@ -20,8 +20,8 @@ import torch
 from gpu_forward import Rig
 
 from sglang.srt.distributed.parallel_state import get_attention_tp_group, get_world_group
-from sglang.test.rank_processes import run_ranks
-from sglang.test.tiny_models import StepDriver
+from sglang.test.models.tiny_models import StepDriver
+from sglang.test.schedulers.rank_processes import run_ranks
 
 BATCHES: Final = ((1, 1024), (64, 2048))
 """Requests and context."""

@@ -34,9 +34,9 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_communicators.transfer_types import Block, TransferOp
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
-from sglang.test.engine_server import EngineServer
-from sglang.test.tiny_models import save_tiny_checkpoint
-from sglang.test.transfer_peer import TransferPeer
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.stores.transfer_peer import TransferPeer
 
 SHAPE = {
     "vocab_size": 4096,

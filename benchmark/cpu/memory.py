@@ -11,8 +11,8 @@ import psutil
 from cpu.rows import Figure, Outcome, random_prompts
 
 from sglang.benchmark.load_generator import open_session
-from sglang.test.engine_server import EngineServer
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 _MB = 1e6
 _PROMPT_TOKENS = 80

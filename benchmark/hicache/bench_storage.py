@@ -37,8 +37,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.host_pools import storage_config
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.stores.host_pools import storage_config
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 MIB = 1 << 20
 _WAYS = ("checksum_on", "checksum_off", "bare")

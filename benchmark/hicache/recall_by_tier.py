@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang.benchmark.report import emit, provenance
-from sglang.test.engine_server import EngineServer
-from sglang.test.mooncake_cluster import MooncakeCluster
 from sglang.test.run_eval import EvalArgs, run_eval
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 SMALL_L1 = ("--max-total-tokens", "8192")
 WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.test.engine_server import Answer, EngineServer
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.recall_task import heldout_conversation
+from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.servers.engine_server import Answer, EngineServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")
 SMALL_L1 = ("--max-total-tokens", "16384", "--hicache-ratio", "4")

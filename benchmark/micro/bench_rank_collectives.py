@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.rank_processes import run_ranks
+from sglang.test.schedulers.rank_processes import run_ranks
 
 WARM_UP: Final = 50
 PROMPTS: Final = {"an empty tick": 0, "a prompt of 1,024": 1024, "a prompt of 32,768": 32768}

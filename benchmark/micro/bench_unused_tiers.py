@@ -30,8 +30,8 @@ from tqdm import tqdm
 from sglang.benchmark.cpu_clocks import process_seconds, thread_seconds
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.scheduler_rig import SchedulerRig, greedy
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 PROMPT_TOKENS: Final = 1000
 NEW_TOKENS: Final = 32

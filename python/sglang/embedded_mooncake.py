@@ -1,9 +1,9 @@
 """A Mooncake Store on this machine: master, store nodes, stand-alone client as child processes.
 
-`serve_embedded` starts a master and a node; tests start clusters (`test/mooncake_cluster.py`).
-Each process has a handle and a log file, and ends when the thread that started it ends. The master
-listens on the loopback interface only. A store node listens on all addresses, on two ports that
-Mooncake chooses and on its REST port.
+`serve_embedded` starts a master and a node; tests start clusters
+(`test/stores/mooncake_cluster.py`). Each process has a handle and a log file, and ends when the
+thread that started it ends. The master listens on the loopback interface only. A store node listens
+on all addresses, on two ports that Mooncake chooses and on its REST port.
 """
 
 from __future__ import annotations

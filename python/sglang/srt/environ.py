@@ -24,6 +24,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _SIZE_SHIFT = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
+_OWN_PREFIXES = ("SGLANG_", "HICACHE_")
 
 
 def parse_size(text: str) -> int:
@@ -262,7 +263,7 @@ class Envs:
         5, "Seconds that the other server may be silent, times the next setting."
     )
     SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE = EnvInt(
-        2, "After so many silent intervals the other server counts as gone."
+        2, "Silent intervals after which the other server counts as gone."
     )
     SGLANG_TEST_DISAGG_FAILURE_PROB = EnvShare(
         0.0, "For tests: the share of requests that fail on a decode server before they decode."
@@ -329,6 +330,18 @@ class Envs:
     )
     PYTORCH_CUDA_ALLOC_CONF = EnvStr("", "Settings of torch's allocator of GPU memory.")
     PYTORCH_ALLOC_CONF = EnvStr("", "The same by its newer name.")
+
+    @classmethod
+    def check_own(cls) -> None:
+        """Parse every variable that the engine alone reads, so that a malformed one is found at the
+        start. Those that libraries read too are theirs to judge.
+
+        Raises:
+            ValueError: As `EnvField.get`.
+        """
+        for name, field in cls.fields().items():
+            if name.startswith(_OWN_PREFIXES):
+                field.get()
 
     @classmethod
     def fields(cls) -> Mapping[str, EnvField[object]]:

@@ -12,8 +12,8 @@ import pytest
 
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.forked_scripts import run_script
-from sglang.test.forked_servers import ForkedServer
+from sglang.test.servers.forked_scripts import run_script
+from sglang.test.servers.forked_servers import ForkedServer
 
 register_cpu_ci(est_time=65, suite="base-b-test-cpu")
 

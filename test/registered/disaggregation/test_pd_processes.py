@@ -16,11 +16,11 @@ import pytest
 from sglang.srt.disaggregation.halves import DECODE, PREFILL
 from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.mem_cache.tree.radix_key import token_array
-from sglang.test import checkable_model
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_processes import HalfProcess
-from sglang.test.pd_rig import LOOPBACK, NEVER_ASKED
-from sglang.test.scheduler_rig import greedy, prompt
+from sglang.test.disaggregation.pd_processes import HalfProcess
+from sglang.test.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
+from sglang.test.schedulers import checkable_model
+from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 

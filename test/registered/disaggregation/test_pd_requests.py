@@ -13,8 +13,8 @@ import pytest
 
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.pd_servers import Halves, halves
+from sglang.test.disaggregation.pd_servers import Halves, halves
+from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

@@ -25,11 +25,11 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.control_proxy import ControlProxy
-from sglang.test.letters import Letters
-from sglang.test.pd_rig import LOOPBACK, MooncakeMover, PdRig
-from sglang.test.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.pd_rig import LOOPBACK, MooncakeMover, PdRig
+from sglang.test.models.letters import Letters
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

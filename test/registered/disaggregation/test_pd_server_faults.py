@@ -21,8 +21,8 @@ import pytest
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.pd_servers import TCP, decode_server, prefill_server, router
+from sglang.test.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
+from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

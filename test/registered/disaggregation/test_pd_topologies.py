@@ -22,9 +22,9 @@ import pytest
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.pd_servers import TCP, decode_server, prefill_server, router
+from sglang.test.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

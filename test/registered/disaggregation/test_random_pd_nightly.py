@@ -1,4 +1,4 @@
-"""Random work on a prefill and a decode scheduler for ten minutes: see `sglang.test.random_pd`.
+"""Random work on a prefill and a decode scheduler for ten minutes: see `random_pd.py`.
 
 The first seed is drawn, so that each night sees others; each is printed before its run, and what
 fails with the command that repeats it.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.random_pd import run_seed
-from sglang.test.random_seeds import assert_random_work
+from sglang.test.disaggregation.random_pd import run_seed
+from sglang.test.schedulers.random_seeds import assert_random_work
 
 register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 

@@ -37,7 +37,7 @@ from sglang.srt.model_loader.tensor_memory import register_weights
 from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
+from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
@@ -212,7 +212,7 @@ class Reader:
         self.batches = 0
 
     def before_batch(self, number: int, act: Callable[[], object]) -> None:
-        """Do something when so many batches have been read."""
+        """Do something when this many batches have been read."""
         transfer = self.engine.transfer
 
         def acting(

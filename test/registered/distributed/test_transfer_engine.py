@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,15 +28,15 @@ from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTra
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     copy_to_host,
     make_device_pool,
     make_host_pool,
     page_keys,
     storage_config,
 )
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.transfer_peer import TransferPeer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
+from sglang.test.stores.transfer_peer import TransferPeer
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
@@ -44,12 +46,19 @@ TIMEOUT = 60.0
 
 
 class Here:
-    """This process's end: an engine and as much memory twice, to send and to receive."""
+    """This process's end: an engine and as much memory twice, to send and to receive.
 
-    def __init__(self) -> None:
+    Args:
+        rdma_root: Where InfiniBand devices are looked for.
+        protocol: What MOONCAKE_PROTOCOL says.
+    """
+
+    def __init__(
+        self, rdma_root: Path = Path("/sys/class/infiniband"), protocol: str = "tcp"
+    ) -> None:
         mark_device_set(detect_device())
-        with envs.MOONCAKE_PROTOCOL.override("tcp"):
-            self.engine = MooncakeTransferEngine(LOOPBACK)
+        with envs.MOONCAKE_PROTOCOL.override(protocol):
+            self.engine = MooncakeTransferEngine(LOOPBACK, rdma_root=rdma_root)
         self.sent = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
         self.got = np.zeros(SIZE, np.uint8)
         for memory in (self.sent, self.got):
@@ -94,6 +103,20 @@ def parts_of(size: int, gap: int) -> list[slice]:
 def test_writes_and_reads(here: Here, peers: list[TransferPeer], size: int) -> None:
     here.got[:] = 0
     here.round_trip(peers[0], parts_of(size, gap=64))
+
+
+def test_rdma_without_a_device_is_refused_or_becomes_tcp_where_that_is_allowed(
+    peers: list[TransferPeer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    default, allowed = envs.MOONCAKE_PROTOCOL.default, envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK
+    with allowed.override(False), pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp"):
+        Here(tmp_path, default)
+    with allowed.override(True), caplog.at_level(logging.WARNING):
+        here = Here(tmp_path, default)
+    assert "Mooncake uses tcp" in caplog.text
+    assert here.engine.describe()["protocol"] == "tcp"
+    here.round_trip(peers[0], parts_of(MIB, gap=64))
+    here.engine.close()
 
 
 def test_odd_places_and_sizes(here: Here, peers: list[TransferPeer]) -> None:

@@ -32,15 +32,15 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.tcp_forwarder import TcpForwarder
-from sglang.test.transfer_peer import TransferPeer
+from sglang.test.stores.tcp_forwarder import TcpForwarder
+from sglang.test.stores.transfer_peer import TransferPeer
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 SIZE = 32 * MIB
 BLOCK = 64 * 1024
 PROGRESS_S = 4
-"""After so many seconds without a byte the transport ends a transfer."""
+"""Seconds without a byte after which the transport ends a transfer."""
 SOON = 1.0
 """A caller's patience: enough to begin on a busy machine, and short of `PROGRESS_S`."""
 LONG = 60.0
@@ -126,7 +126,7 @@ def test_a_stopped_peer(here: Here, peer: TransferPeer, op: TransferOp) -> None:
 
 
 def test_a_peer_that_is_stopped_at_the_first_contact(here: Here, peer: TransferPeer) -> None:
-    """Mooncake waits for its answer without bound: the caller does not, and nobody else does."""
+    """Mooncake waits for its answer without bound: neither the caller nor another does."""
     peer.suspend()
     for _ in range(3):
         transfer = here.move(WRITE, peer, timeout=0.2)

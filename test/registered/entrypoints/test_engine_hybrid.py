@@ -10,9 +10,14 @@ import pytest
 
 import sglang
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_case import IDS, ask, assert_same_words_from_every_tier, start_engine
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.servers.engine_case import (
+    IDS,
+    ask,
+    assert_same_words_from_every_tier,
+    start_engine,
+)
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

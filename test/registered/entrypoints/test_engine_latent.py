@@ -9,14 +9,14 @@ import pytest
 
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_case import (
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.servers.engine_case import (
     GREEDY,
     IDS,
     ask,
     assert_same_words_from_every_tier,
     start_engine,
 )
-from sglang.test.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.http_fuzz import FuzzedRequest, fuzzed_requests, judge
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 
 register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
 

@@ -19,7 +19,7 @@ import zmq
 from sglang.srt.managers.messages.io_struct import ControlReqOutput, encode
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.keyed_server import USER_KEY, KeyedServer
+from sglang.test.servers.keyed_server import USER_KEY, KeyedServer
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 

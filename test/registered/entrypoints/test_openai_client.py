@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.entrypoints.openai.protocol import CHAT_NOT_SERVED, NOT_SERVED
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
+from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 

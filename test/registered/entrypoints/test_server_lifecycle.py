@@ -15,7 +15,7 @@ import pytest
 from sglang.srt.entrypoints.http_server import READY_LINE
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
+from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 

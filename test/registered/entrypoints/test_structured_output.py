@@ -16,7 +16,7 @@ import pytest
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
+from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 

@@ -12,8 +12,8 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.scheduler_rig import SchedulerRig, prompt
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, prompt
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

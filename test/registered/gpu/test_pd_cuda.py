@@ -22,8 +22,8 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.scheduler_rig import prompt
+from sglang.test.schedulers.scheduler_rig import prompt
+from sglang.test.servers.engine_server import EngineServer
 
 register_cuda_ci(est_time=120, suite="base-b-test-1-gpu-large")
 

@@ -24,10 +24,10 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.model_executor.graph_capture import GraphCapture
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.rank_processes import run_ranks
-from sglang.test.scheduler_rig import prompt
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.schedulers.rank_processes import run_ranks
+from sglang.test.schedulers.scheduler_rig import prompt
+from sglang.test.servers.engine_server import EngineServer
 
 register_cuda_ci(est_time=170, suite="base-b-test-2-gpu-large")
 

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.engine_server import Answer, EngineServer
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.recall_task import heldout_conversation
+from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.servers.engine_server import Answer, EngineServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer, HttpReply
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.servers.engine_server import EngineServer, HttpReply
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 

@@ -20,9 +20,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.forked_servers import ForkedServer
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.forked_servers import ForkedServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from sglang.test.cache_rig import Reused
+from sglang.test.caches.cache_rig import Reused
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 

@@ -19,12 +19,12 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
 from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.caches.cache_rig import CacheRig, Reused
+from sglang.test.caches.memory_ranks import run_on_ranks
+from sglang.test.caches.sharded_rig import ShardedRig
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import run_on_ranks
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.sharded_rig import ShardedRig
-from sglang.test.storage_rigs import PAGE, StorageRigs, counts
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 

@@ -24,10 +24,10 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.mem_cache.tiers.storage_backup import NoWrite
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.caches.cache_rig import CacheRig, Reused
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=18, suite="base-b-test-cpu")
 

@@ -11,7 +11,7 @@ import pytest
 
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
+from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 

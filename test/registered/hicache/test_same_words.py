@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import Answer, EngineServer
-from sglang.test.forked_servers import ForkedServer
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.recall_task import heldout_conversation
+from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.servers.engine_server import Answer, EngineServer
+from sglang.test.servers.forked_servers import ForkedServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

@@ -1,4 +1,4 @@
-"""1,500 ticks or more of random work on two ranks and three: see `sglang.test.random_ranks`.
+"""1,500 ticks or more of random work on two ranks and three: see `random_ranks.py`.
 
 The seeds are drawn, so that each run sees others. A failure's notes say how to repeat it.
 `test_random_ranks_nightly.py` runs for longer.
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.random_ranks import run_until_all_happened
+from sglang.test.schedulers.random_ranks import run_until_all_happened
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

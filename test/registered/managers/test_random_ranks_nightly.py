@@ -1,7 +1,7 @@
 """Random work on several ranks for most of an hour, their books compared at every tick.
 
-Upstream's ranks came apart after thirty to forty minutes. See `sglang.test.random_ranks`: the seeds
-are drawn and printed, and a failure's notes say how to repeat it.
+Upstream's ranks came apart after thirty to forty minutes. See `random_ranks.py`: the seeds are
+drawn and printed, and a failure's notes say how to repeat it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.random_ranks import run_for
-from sglang.test.random_seeds import print_counts
+from sglang.test.schedulers.random_ranks import run_for
+from sglang.test.schedulers.random_seeds import print_counts
 
 register_cpu_ci(est_time=2950, suite="nightly-test-cpu", nightly=True)
 

@@ -1,4 +1,4 @@
-"""Random work on a whole scheduler for twenty minutes: see `sglang.test.random_scheduler`.
+"""Random work on a whole scheduler for twenty minutes: see `random_scheduler.py`.
 
 The first seed is drawn, so that each night sees others; each is printed before its run,
 and what fails with the command that repeats it.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.random_scheduler import run_seed
-from sglang.test.random_seeds import assert_random_work
+from sglang.test.schedulers.random_scheduler import run_seed
+from sglang.test.schedulers.random_seeds import assert_random_work
 
 register_cpu_ci(est_time=1200, suite="nightly-test-cpu", nightly=True)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.size_flags import is_served_where_accepted, size_flags
+from sglang.test.schedulers.size_flags import is_served_where_accepted, size_flags
 
 register_cpu_ci(est_time=200, suite="nightly-test-cpu", nightly=True)
 

@@ -9,8 +9,8 @@ import pytest
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.mooncake_bench import Bench, connect
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.stores.mooncake_bench import Bench, connect
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 
 @pytest.fixture

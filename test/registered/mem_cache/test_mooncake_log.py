@@ -11,7 +11,7 @@ import pytest
 
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
@@ -24,8 +24,9 @@ MEANINGLESS = "Local segment descriptor not found"
 @pytest.fixture(scope="module")
 def log_and_counts() -> tuple[list[str], dict[str, int]]:
     with MooncakeCluster(segment_size="16mb") as cluster:
+        module = "sglang.test.stores.full_store"
         done = subprocess.run(
-            [sys.executable, "-m", "sglang.test.full_store", cluster.master.address, str(CALLS)],
+            [sys.executable, "-m", module, cluster.master.address, str(CALLS)],
             env=child_environment(),
             capture_output=True,
             text=True,

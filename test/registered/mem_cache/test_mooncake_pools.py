@@ -10,15 +10,15 @@ import torch
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, Reused
+from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
+from sglang.test.caches.marks_rig import MarksRig
+from sglang.test.caches.mla_pools import indexer_keys, latent_rows
+from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.state_rig import StateRig
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, storage_io_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import PoolKind, page_keys, round_trip, storage_config
-from sglang.test.marks_rig import MarksRig
-from sglang.test.mla_pools import indexer_keys, latent_rows
-from sglang.test.mla_rig import MLARig
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.state_rig import StateRig
-from sglang.test.storage_rigs import PAGE, StorageRigs, storage_io_of
+from sglang.test.stores.host_pools import PoolKind, page_keys, round_trip, storage_config
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

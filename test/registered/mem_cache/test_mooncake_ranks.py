@@ -8,13 +8,13 @@ import pytest
 
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.caches.cache_rig import CacheRig, Reused
+from sglang.test.caches.memory_ranks import run_on_ranks
+from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.sharded_rig import ShardedRig
+from sglang.test.caches.storage_rigs import StorageRigs, storage_io_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import run_on_ranks
-from sglang.test.mla_rig import MLARig
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.sharded_rig import ShardedRig
-from sglang.test.storage_rigs import StorageRigs, storage_io_of
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=75, suite="base-b-test-cpu")
 

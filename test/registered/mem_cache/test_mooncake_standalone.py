@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     copy_to_host,
     make_device_pool,
     make_host_pool,

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     copy_to_host,
     keys_and_values,
     make_device_pool,
@@ -28,8 +28,8 @@ from sglang.test.host_pools import (
     page_slots,
     round_trip,
 )
-from sglang.test.mooncake_bench import Bench, connect
-from sglang.test.mooncake_cluster import MooncakeCluster
+from sglang.test.stores.mooncake_bench import Bench, connect
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

@@ -16,9 +16,9 @@ import pytest
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.forked_servers import ForkedServer
-from sglang.test.request_battery import battery, differences
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.servers.forked_servers import ForkedServer
+from sglang.test.servers.request_battery import battery, differences
 
 register_cpu_ci(est_time=400, suite="nightly-test-cpu", nightly=True)
 

@@ -10,12 +10,12 @@ import pytest
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.engine_server import EngineServer
-from sglang.test.forked_servers import ForkedServer
-from sglang.test.mooncake_cluster import MooncakeCluster
-from sglang.test.request_battery import GREEDY, Results, battery, differences
-from sglang.test.scheduler_rig import prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import prompt
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.forked_servers import ForkedServer
+from sglang.test.servers.request_battery import GREEDY, Results, battery, differences
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=200, suite="base-b-test-cpu")
 

@@ -21,13 +21,13 @@ from sglang.srt.model_loader.loader import get_model
 from sglang.srt.model_loader.tensor_memory import checksum
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.utils.network import get_free_port, wait_until
-from sglang.test import rank_faults
+from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.forked_servers import ForkedProcess, ForkedServer
-from sglang.test.memory_ranks import PlaceInGroup
-from sglang.test.scheduler_rig import prompt
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers import rank_faults
+from sglang.test.schedulers.scheduler_rig import prompt
+from sglang.test.servers.forked_servers import ForkedProcess, ForkedServer
 from sglang.test.test_utils import await_health, new_log_path
-from sglang.test.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import Envs, child_environment, envs, parse_size
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -108,6 +110,21 @@ def test_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str
     monkeypatch.setenv(name, bad)
     with pytest.raises(ValueError, match=f"{name}='{bad}': expected .*; unset it"):
         Envs.fields()[name].get()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("SGLANG_FORWARD_UNKNOWN_TOOLS", "maybe"), ("HICACHE_HOST_MEMORY_RESERVE_BYTES", "much")],
+)
+def test_a_malformed_variable_of_the_engine_is_found_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, bad: str
+) -> None:
+    envs.check_own()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "INFINITY")  # torch's OpenMP library takes that
+    envs.check_own()
+    monkeypatch.setenv(name, bad)
+    with pytest.raises(ValueError, match=f"{name}='{bad}': expected .*; unset it"):
+        check_start(ServerArgs(model_path="no such model"))
 
 
 def test_export_default_yields_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

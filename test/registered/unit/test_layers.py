@@ -73,7 +73,8 @@ OUTSIDE: Final = len(LAYERS)
 """Layer of everything outside `sglang.srt`: entry points, tests, benchmarks."""
 
 
-MAX_FILES: Final = 21
+MAX_FILES: Final = 20
+MAX_LINES: Final = 499
 
 
 def layer_of(module: str) -> int | None:
@@ -214,16 +215,28 @@ def test_there_is_no_cycle_between_folders(modules: dict[str, ast.Module]) -> No
 
 
 def test_a_folder_has_about_twenty_files_at_most() -> None:
-    folders = [path for path in (PACKAGE_ROOT / "sglang/srt").rglob("*") if path.is_dir()]
+    folders = [path for path in (PACKAGE_ROOT / "sglang").rglob("*") if path.is_dir()]
     counts = {
         str(folder.relative_to(PACKAGE_ROOT)): len(
             [f for f in folder.glob("*.py") if f.stem != "__init__"]
         )
         for folder in folders
     }
+    tests = PACKAGE_ROOT.parent / "test"
+    for folder in [path for path in tests.rglob("*") if path.is_dir()]:
+        counts[str(folder.relative_to(PACKAGE_ROOT.parent))] = len(list(folder.glob("test_*.py")))
     full = {folder: count for folder, count in counts.items() if count > MAX_FILES}
     assert not full, f"more than {MAX_FILES} files: {full}"
     assert len(list((PACKAGE_ROOT / "sglang/srt/mem_cache").glob("*.py"))) <= 20
+
+
+def test_no_file_is_too_long() -> None:
+    folders = [PACKAGE_ROOT.parent / name for name in ("python", "test", "benchmark", "scripts")]
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    assert len(paths) > 500
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    long = {path.name: length for path, length in lengths.items() if length > MAX_LINES}
+    assert not long, f"more than {MAX_LINES} lines: {long}"
 
 
 def test_a_cycle_between_folders_is_found() -> None:

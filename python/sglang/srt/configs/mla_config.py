@@ -17,9 +17,9 @@ class MLAConfig:
     """
 
     kv_lora_rank: int
-    """Of the latent vector that keys and values of all heads are projected from."""
+    """Elements of the latent vector that keys and values of all heads are projected from."""
     q_lora_rank: int | None
-    """Of the vector that queries are projected from; None: from the hidden state."""
+    """Elements of the vector that queries are projected from; None: from the hidden state."""
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
@@ -28,7 +28,7 @@ class MLAConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Of a query or key of one head, both parts."""
+        """Elements of a query or key of one head, both parts."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @classmethod
@@ -64,9 +64,9 @@ class IndexerConfig:
     topk: int
     """Tokens that each token attends to, at most."""
     num_heads: int
-    """Of the indexer's queries; all of them share a key."""
+    """Query heads of the indexer; all of them share a key."""
     head_dim: int
-    """Of the indexer's queries and keys; the first `qk_rope_head_dim` elements are rotated."""
+    """Elements of the indexer's queries and keys; the first `qk_rope_head_dim` are rotated."""
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> IndexerConfig:

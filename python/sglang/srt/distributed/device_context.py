@@ -41,7 +41,7 @@ class DeviceContext:
         """The device.
 
         Raises:
-            RuntimeError: None is set yet; names `user`, who came too early.
+            RuntimeError: None is set yet; names `user`, which came too early.
         """
         with self._lock:
             if self._device is None:
@@ -54,7 +54,7 @@ class DeviceContext:
 
 
 _process = DeviceContext()
-"""Marked by who sets the device, and by nobody else."""
+"""Marked only where the device is set."""
 
 
 def mark_device_set(device: str) -> None:

@@ -45,8 +45,8 @@ _GLOO_TRANSPORT: Final = "gloo/transport/"
 _GLOO_SOURCE: Final = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _SHORT_BYTES: Final = 256 * KIB
 _NEVER: Final = timedelta(days=365)
-"""Ranks wait in a broadcast while the server is idle. Whoever watches the ranks ends those that
-wait for one that is gone; a timeout of the transport would end servers that nobody uses."""
+"""Ranks wait in a broadcast while the server is idle. `RankWatch` ends those that wait for a rank
+that is gone; a timeout of the transport would end idle servers."""
 
 
 class GroupCoordinator(TensorGroup):

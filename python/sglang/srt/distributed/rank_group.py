@@ -4,8 +4,8 @@ Every rank has a scheduler of its own. A `RankGroup` is made once, where the sch
 handed down to whatever has to agree. Its calls are collectives: all ranks make the same calls in
 the same order, each on its scheduler's thread and never on a thread of copies or storage.
 
-Of `size` ranks, `attn_tp_size` split attention among them; there are `attn_cp_size` such sets, and
-the ranks of different sets at the same place hold the same keys and values.
+The `size` ranks are `attn_cp_size` sets of `attn_tp_size` ranks. The ranks of a set split attention
+among them; ranks at the same place in different sets hold the same keys and values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ABSENT: Final = torch.iinfo(torch.int64).max
 
 
 class RanksDiverged(RuntimeError):
-    """The ranks do not do the same any more: going on would corrupt somebody's cache."""
+    """The ranks no longer do the same: going on would corrupt a cache."""
 
 
 class RankLost(RuntimeError):

@@ -20,7 +20,7 @@ PERIOD_S: Final = 1.0
 LIMIT_S: Final = 8.0
 """Seconds without a sign of life: what stands still so long will not come back soon."""
 _LATE_S: Final = 2.0
-"""Who comes so late to its own look was stopped itself, perhaps with the whole machine."""
+"""A rank that looks this late was stopped itself, perhaps with the whole machine."""
 
 
 class Counts(Protocol):
@@ -36,7 +36,7 @@ class RankWatch:
     `rank-watch-guard` notices a look that does not end.
 
     Args:
-        counts: A connection to the store that nobody else uses.
+        counts: A connection to the store for this watch alone.
         rank: This rank.
         size: How many ranks there are.
         on_lost: Called once, from one of the threads, with one line that names the rank.
@@ -67,7 +67,7 @@ class RankWatch:
         self._num_looks = 0
         """Those that have ended."""
         self._num_guarded = (-1, 0)
-        """Of them how many there were when the guard last came, and how often it has found so."""
+        """How many of them there were when the guard last came, and how often in a row."""
         self._closed = threading.Event()
         self._told = threading.Lock()
         self._threads = (

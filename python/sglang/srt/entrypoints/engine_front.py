@@ -104,6 +104,7 @@ class EngineFront:
                 vocab_size=model.config.vocab_size,
                 context_len=model.config.context_len,
                 max_input_len=int(details["max_req_input_len"]),
+                max_queued_requests=args.max_queued_requests,
                 disaggregation_mode=args.disaggregation_mode,
             ),
             metrics=ServerMetrics() if args.enable_metrics else None,

@@ -1,6 +1,6 @@
 """Checks of a start that take a second or two, made before torch is imported or a process started.
 
-They decide nothing of their own: the scheduler makes each of them again when it gets there.
+They decide nothing of their own: whatever uses a file, a store or a variable checks it again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _SEED_TIMEOUT_S = 2.0
 
 
 def check_start(args: ServerArgs) -> None:
-    """Look at the device, the files and the store that resolved `args` name.
+    """Look at the environment, and at the device, the files and the store that resolved `args`
+    name.
 
     Raises:
         ValueError: One line with the remedy.
     """
+    envs.check_own()
     check_device(args)
     check_host_layout(args)
     check_model(args)

@@ -31,7 +31,7 @@ class DeviceKind:
     """Default of `--chunked-prefill-size`."""
     overlaps_steps: bool = True
     """The device computes while the CPU launches what comes next. On a CPU nothing would overlap,
-    and whoever interrupts the CPU interrupts the model."""
+    and what interrupts the CPU interrupts the model."""
     has_own_memory: bool = True
     """Its memory is apart from the host's; otherwise L1 takes a small part of what all share."""
     warms_up: bool = True

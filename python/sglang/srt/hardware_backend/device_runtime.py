@@ -1,7 +1,7 @@
 """One interface to every device: streams, events, host memory, sizes. Runtimes by registry.
 
-Whoever works with a device asks `device_runtime` once, when it is made, and keeps the answer.
-Nobody else compares names of devices: what differs between them is a method or a field here.
+What works with a device asks `device_runtime` once, when it is made, and keeps the answer. No other
+code compares names of devices: what differs between them is a method or a field here.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 MAX_BATCH_SIZE = 256
 _FIXED_BYTES = 512 << 20
-"""Of kernels, library workspaces and the activations of one layer, whatever the model."""
+"""Memory of kernels, library workspaces and the activations of one layer, whatever the model."""
 
 _COPIES_OF_STATES = 4
-"""Of a layer's states at once: as read, in fp32, after the step, and as stored."""
+"""Copies of a layer's states at one time: as read, in fp32, after the step, and as stored."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardBatch], LogitsProcessorOutput]
 

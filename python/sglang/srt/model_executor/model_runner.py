@@ -82,9 +82,9 @@ class ModelRunnerConfig:
     """None: the best of the device."""
     load_format: str = "auto"
     random_seed: int = 0
-    """Of `dummy` weights."""
+    """Seed of `dummy` weights."""
     seed_instance: SeedAddress | None = None
-    """Of `remote_instance` weights."""
+    """Where `remote_instance` weights come from."""
     offers_weights: bool = False
     """Peers may read the weights; needs a `transfer_engine`."""
     rendezvous: Rendezvous | None = None
@@ -102,7 +102,7 @@ class ModelRunnerConfig:
     cuda_graph_max_bs: int | None = None
     """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
     transfer_engine: SharedTransferEngine | None = None
-    """Of the features that move this process's memory; None: the server has no such feature."""
+    """For features that move this process's memory; None: the server has no such feature."""
 
 
 class ModelRunner:

@@ -1,6 +1,6 @@
 """How large the device pool is: a pure decision over plain numbers, with its reason.
 
-The reason goes into the server's start-up line, so that nobody has to guess why.
+The reason goes into the server's start-up line.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ MAX_RUNNING_REQUESTS = 256
 MIN_TOKENS = 2
 """One of a prompt and one of its output: with less no request can be served."""
 FULL_MEMORY_RATIO = 0.9
-"""Of recurrent states, for each byte of keys and values."""
+"""Bytes of recurrent states for each byte of keys and values."""
 REQ_TABLE_BYTES = 256 * MIB
 """Most that the table of requests' slots may take unless more requests are asked for."""
+_SLOT_BYTES = 4
+"""Bytes of one token in that table."""
 
 
 class Sizing(NamedTuple):
@@ -170,7 +172,7 @@ def size_states(
         keeps_snapshots: Whether the states of prefixes are kept. Else there are no more states
             than running requests.
         full_memory_ratio: Bytes of states for each byte of keys and values, at most; None: 0.9.
-        max_states: As many as the user asked for; then the ratio does not count.
+        max_states: What the user asked for; then the ratio does not count.
         max_running_requests: As the user asked; None: `MAX_RUNNING_REQUESTS`.
 
     Raises:
@@ -197,6 +199,7 @@ def size_running_requests(
     *,
     pool_tokens: int,
     context_len: int,
+    available_bytes: int,
     max_running_requests: int | None = None,
     states: int | None = None,
 ) -> Sizing:
@@ -206,15 +209,24 @@ def size_running_requests(
     few enough that the table of their slots (4 bytes a token of context) stays small.
 
     Args:
+        available_bytes: Memory of the device that weights, pools and states leave free.
         states: Recurrent states, of which each request needs one; None: the model has none.
 
     Raises:
-        ValueError: `max_running_requests` is less than 1.
+        ValueError: `max_running_requests` is less than 1, or their table does not fit.
     """
-    wished = _running_requests(pool_tokens, context_len, max_running_requests)
-    if states is None or wished.amount <= states:
-        return wished
-    return Sizing(states, f"one for each of {states} states")
+    size = _running_requests(pool_tokens, context_len, max_running_requests)
+    if states is not None and states < size.amount:
+        size = Sizing(states, f"one for each of {states} states")
+    table_bytes = _SLOT_BYTES * context_len * size.amount
+    if table_bytes > available_bytes:
+        raise ValueError(
+            f"the table of slots of {size.amount} requests ({size.reason}) with contexts of "
+            f"{context_len} tokens needs {table_bytes / GIB:.2f} GiB, and "
+            f"{available_bytes / GIB:.2f} GiB of memory are left: lower --max-running-requests or "
+            "--context-length"
+        )
+    return size
 
 
 def _running_requests(
@@ -225,6 +237,6 @@ def _running_requests(
             raise ValueError(f"--max-running-requests {max_running_requests} must be at least 1")
         return Sizing(max_running_requests, f"--max-running-requests {max_running_requests}")
     by_pool = pool_tokens // 64
-    by_table = REQ_TABLE_BYTES // (4 * context_len)
+    by_table = REQ_TABLE_BYTES // (_SLOT_BYTES * context_len)
     requests = max(1, min(MAX_RUNNING_REQUESTS, by_pool, by_table))
     return Sizing(requests, f"of {MAX_RUNNING_REQUESTS}, {by_pool} by pool, {by_table} by table")

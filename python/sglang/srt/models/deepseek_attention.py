@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.models.llama import DecoderOptions
 
 _NORM_EPS = 1e-6
-"""Of the norms between projections; `rms_norm_eps` is that of the others."""
+"""Epsilon of the norms between projections; the others have `rms_norm_eps`."""
 
 
 class LatentProjections(torch.nn.Module):

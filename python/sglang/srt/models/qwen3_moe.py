@@ -25,7 +25,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
 
 def sparse_layers(config: ModelConfig) -> frozenset[int]:
-    """The layers that have experts: every so many, but for those that config.json excepts."""
+    """The layers that have experts: one in every `decoder_sparse_step`, without those that
+    config.json excepts."""
     hf = config.hf_config
     step = positive_int(hf, "decoder_sparse_step")
     every = range(step - 1, config.num_hidden_layers, step)

@@ -20,7 +20,7 @@ from sglang.srt.environ import child_environment
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_transfer_engine import listening_peer
+from sglang.test.stores.fake_transfer_engine import listening_peer
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -16,7 +16,7 @@ from sglang.benchmark.server_facts import load_tokens
 from sglang.benchmark.serving_metrics import summarize, table
 from sglang.benchmark.workload import BenchRequest, arrival_times
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_generate_server import FakeServer
+from sglang.test.servers.fake_generate_server import FakeServer
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

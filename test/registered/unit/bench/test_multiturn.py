@@ -20,7 +20,7 @@ from sglang.benchmark.multiturn import (
 )
 from sglang.benchmark.request_result import RequestResult
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_generate_server import FakeServer
+from sglang.test.servers.fake_generate_server import FakeServer
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -16,12 +16,12 @@ from sglang.srt.distributed.device_communicators.transfer_types import PeerUnrea
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
-from sglang.test import checkable_model
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.control_proxy import ControlProxy
-from sglang.test.pd_rig import LOOPBACK, HalfRig, LocalMover, PdRig, one_rank
-from sglang.test.prompt_scene import Place
-from sglang.test.scheduler_rig import greedy, prompt
+from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.pd_rig import LOOPBACK, HalfRig, LocalMover, PdRig, one_rank
+from sglang.test.disaggregation.prompt_scene import Place
+from sglang.test.schedulers import checkable_model
+from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

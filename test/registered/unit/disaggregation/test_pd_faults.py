@@ -12,10 +12,10 @@ from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf, sampling_digest
 from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test import checkable_model
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_rig import HalfRig, LocalMover, PdRig
-from sglang.test.scheduler_rig import greedy, prompt
+from sglang.test.disaggregation.pd_rig import HalfRig, LocalMover, PdRig
+from sglang.test.schedulers import checkable_model
+from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -23,13 +23,13 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
-from sglang.test import checkable_model
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_ranks import PdRanks
-from sglang.test.pd_rig import LOOPBACK, LocalMover, PdRig, one_rank
-from sglang.test.prompt_scene import Place
-from sglang.test.scheduler_rig import greedy, prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.disaggregation.pd_ranks import PdRanks
+from sglang.test.disaggregation.pd_rig import LOOPBACK, LocalMover, PdRig, one_rank
+from sglang.test.disaggregation.prompt_scene import Place
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers import checkable_model
+from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -13,8 +13,8 @@ from sglang.srt.distributed.device_communicators.transfer_types import PeerUnrea
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import Stages
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_rig import HalfRig, LocalMover, PdRig
-from sglang.test.scheduler_rig import greedy, prompt
+from sglang.test.disaggregation.pd_rig import HalfRig, LocalMover, PdRig
+from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -21,8 +21,8 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.grammar_rig import HandBackend
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.models.grammar_rig import HandBackend
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

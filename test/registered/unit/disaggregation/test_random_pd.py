@@ -16,9 +16,9 @@ from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
-from sglang.test import random_pd
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.random_pd import RandomPd
+from sglang.test.disaggregation import random_pd
+from sglang.test.disaggregation.random_pd import RandomPd
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

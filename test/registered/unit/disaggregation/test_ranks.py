@@ -16,11 +16,11 @@ from sglang.srt.distributed.device_communicators.transfer_types import PeerUnrea
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.control_proxy import ControlProxy
-from sglang.test.pd_ranks import PdRanks
-from sglang.test.rank_rigs import RankRigs
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.pd_ranks import PdRanks
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.rank_rigs import RankRigs
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=66, suite="base-a-test-cpu")
 

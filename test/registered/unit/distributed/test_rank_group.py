@@ -16,8 +16,8 @@ from sglang.srt.distributed.rank_group import (
     gather_bytes,
     gather_texts,
 )
+from sglang.test.caches.memory_ranks import MemoryExchange, MemoryRankGroup, RankIsMissing
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange, MemoryRankGroup, RankIsMissing
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

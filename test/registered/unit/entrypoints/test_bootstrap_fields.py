@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import FrontServer, front_server
+from sglang.test.servers.fake_engine import FrontServer, front_server
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -1,4 +1,4 @@
-"""Large bodies: what would hold up everybody is refused before it is decoded."""
+"""Large bodies: what would hold up all requests is refused before it is decoded."""
 
 from __future__ import annotations
 

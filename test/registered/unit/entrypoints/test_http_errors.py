@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http.protocol import DISCARD_BYTES
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, front_server
+from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

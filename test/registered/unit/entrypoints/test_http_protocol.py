@@ -169,7 +169,7 @@ def test_an_answer_before_the_end_of_the_body_ends_the_connection(served: Served
         answer = read_all(peer)
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert b"\r\nconnection: close\r\n" in answer
-        # What follows is no HTTP at all, and nobody looks at it.
+        # What follows is no HTTP at all, and is not looked at.
         peer.sendall(b"zz\r\n" * 1000)
         assert served.bad_requests == 0
     assert served.seen == [("/refuse", b"")]

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from http.client import HTTPConnection
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
+from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
@@ -408,6 +409,40 @@ def test_tokenize_and_back(client: httpx.Client) -> None:
     assert client.post("/v1/detokenize", json=reply).status_code == 400
     back = client.post("/v1/detokenize", json={"tokens": reply["tokens"]}).json()
     assert back == {"text": ["hé", "a"]}
+
+
+def test_tokenize_counts_a_conversation_as_a_chat_does(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ reasoning_effort }}"
+        "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}",
+        encoding="utf-8",
+    )
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "go")]
+    hello = [{"role": "user", "content": "hello"}]
+    with (
+        front_server(chat_template=str(template), tool_call_parser="qwen25") as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        for more, count in (
+            ({}, 5),
+            ({"reasoning_effort": "low"}, 8),
+            ({"tools": tools}, 15),
+            ({"tools": tools, "tool_choice": "required"}, 15),
+            ({"tools": tools, "tool_choice": "none"}, 5),
+        ):
+            body = {"messages": hello, **more}
+            assert client.post("/v1/tokenize", json=body).json()["count"] == count
+            chat = client.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()
+            assert chat["usage"]["prompt_tokens"] == count
+        for wrong, field in (
+            ({"messages": hello, "tool_choice": "required"}, "tool_choice"),
+            ({"messages": hello, "tools": tools * 2}, "tools"),
+            ({"prompt": "hello", "tools": tools}, "tools"),
+            ({"prompt": "hello", "add_generation_prompt": True}, "add_generation_prompt"),
+        ):
+            refusal = client.post("/v1/tokenize", json=wrong)
+            assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, field)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.recorded_calls import fake_torch_npu
+from sglang.test.models.recorded_calls import fake_torch_npu
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

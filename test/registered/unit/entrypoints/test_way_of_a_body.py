@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import FakeEngine, fake_engine
+from sglang.test.servers.fake_engine import FakeEngine, fake_engine
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
@@ -168,7 +168,7 @@ async def run_to_the_socket(
         response = await endpoint(request_of(body, context))
     finally:
         sys.setprofile(None)
-    # Its client leaves at once: a stream that nobody reads is closed.
+    # Its client leaves at once: a stream without a reader is closed.
     await response({"type": "http"}, leave, drop)
     await manager.close()
     return walk
@@ -179,7 +179,7 @@ async def leave() -> dict[str, Any]:
 
 
 async def drop(_: object) -> None:
-    """A socket that nobody reads."""
+    """A socket without a reader."""
 
 
 @pytest.mark.parametrize("room", [{}, ROOM], ids=["whole", "half"])

@@ -1,6 +1,6 @@
 """Who may know a device by name: its runtime and the files that are for one kind of device alone.
 
-Everybody else asks `device_runtime`, `device_kind` or a registry. An `else` after a comparison
+All other code asks `device_runtime`, `device_kind` or a registry. An `else` after a comparison
 with one name would take every other device for the same one.
 """
 
@@ -27,6 +27,7 @@ CUDA_ONLY: Final = (
     "srt/layers/triton_ops/",
     "srt/layers/attention/triton_ops/",
     "srt/layers/attention/triton_backend.py",
+    "srt/layers/attention/projected_attention.py",
     "srt/layers/attention/flashinfer_backend.py",
     "srt/mem_cache/host/copy_engine.py",
     "srt/mem_cache/host/host_copy_cuda.py",

@@ -15,8 +15,8 @@ from sglang.srt.layers.forward_batch_info import (
 )
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.test.caches.memory_ranks import MemoryExchange, MemoryTensorGroup, PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange, MemoryTensorGroup, PlaceInGroup
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -24,7 +24,7 @@ from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.triton_device import triton_device
+from sglang.test.models.triton_device import triton_device
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 

@@ -16,7 +16,7 @@ from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.rank_threads import RankThreads
+from sglang.test.schedulers.rank_threads import RankThreads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

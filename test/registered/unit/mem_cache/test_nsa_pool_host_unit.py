@@ -24,8 +24,16 @@ from sglang.srt.mem_cache.memory_pool_host import (
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
 )
+from sglang.test.caches.mla_pools import (
+    INDEXER_KEYS,
+    LATENT_ROWS,
+    indexer_keys,
+    latent_rows,
+    make_indexer_pool,
+    make_mla_pool,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     PoolKind,
     copy_to_device,
@@ -35,14 +43,6 @@ from sglang.test.host_pools import (
     page_slots,
     round_trip,
     storage_config,
-)
-from sglang.test.mla_pools import (
-    INDEXER_KEYS,
-    LATENT_ROWS,
-    indexer_keys,
-    latent_rows,
-    make_indexer_pool,
-    make_mla_pool,
 )
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

@@ -10,7 +10,7 @@ import pytest
 
 from sglang.srt.environ import child_environment, envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -21,7 +21,7 @@ def test_new_lengths_leave_nothing_behind_once_the_caches_are_full(tmp_path: Pat
     env = child_environment()
     for field in (envs.ONEDNN_PRIMITIVE_CACHE_CAPACITY, envs.LRU_CACHE_CAPACITY):
         env.pop(field.name, None)  # the engine's own are in question
-    command = [sys.executable, "-m", "sglang.test.memory_by_length", str(tmp_path)]
+    command = [sys.executable, "-m", "sglang.test.models.memory_by_length", str(tmp_path)]
     done = subprocess.run(
         [*command, "1", "41", "233"], env=env, check=True, capture_output=True, timeout=120
     )

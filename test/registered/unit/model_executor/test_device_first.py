@@ -25,8 +25,8 @@ from sglang.srt.model_executor.model_runner import (
     SharedTransferEngine,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
-from sglang.test.recorded_calls import fake_torch_npu
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.recorded_calls import fake_torch_npu
+from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_npu_ci(est_time=4, suite="base-a-test-npu")

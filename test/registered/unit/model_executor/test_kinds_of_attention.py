@@ -42,7 +42,7 @@ from sglang.srt.model_loader import loader
 from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -93,12 +93,25 @@ def test_what_cannot_work_is_said_with_the_flag(fields: dict[str, Any], message:
     ],
 )
 def test_running_requests(fields: dict[str, int], requests: int) -> None:
-    assert size_running_requests(**fields).amount == requests
+    assert size_running_requests(**fields, available_bytes=GIB).amount == requests
 
 
 def test_no_requests_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="--max-running-requests 0"):
-        size_running_requests(pool_tokens=1, context_len=1, max_running_requests=0)
+        size_running_requests(
+            pool_tokens=1, context_len=1, available_bytes=GIB, max_running_requests=0
+        )
+
+
+@pytest.mark.parametrize("requests", [1 << 18, 10**30])
+def test_more_requests_than_their_table_has_memory_for_are_refused(requests: int) -> None:
+    wish: dict[str, Any] = {
+        "pool_tokens": 64, "context_len": 1024, "max_running_requests": requests
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"GiB of memory are left: lower --max-running-requests"):
+        size_running_requests(**wish, available_bytes=GIB - 1)
+    assert size_running_requests(**wish, available_bytes=requests * 4096).amount == requests
+    assert size_running_requests(**wish, available_bytes=GIB, states=9).amount == 9
 
 
 STATES = {"budget_bytes": 19 * GIB, "state_bytes": 64 * MIB, "keeps_snapshots": True}
@@ -146,7 +159,7 @@ def test_states_come_first_and_tokens_get_the_rest() -> None:
 
 
 def test_no_more_requests_run_than_have_states() -> None:
-    pool: dict[str, Any] = {"pool_tokens": 1 << 20, "context_len": 8192}
+    pool: dict[str, Any] = {"pool_tokens": 1 << 20, "context_len": 8192, "available_bytes": GIB}
     assert size_running_requests(**pool, states=300).amount == 256
     got = size_running_requests(**pool, states=9)
     assert (got.amount, got.reason) == (9, "one for each of 9 states")

@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
 from sglang.srt.environ import envs
-from sglang.test.tiny_models import save_tiny_checkpoint
-from sglang.test.weight_rig import WeightRig, weight_rig
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.models.weight_rig import WeightRig, weight_rig
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights
 from sglang.srt.model_loader.weights_identity import weights_identity
+from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import PlaceInGroup
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -24,9 +24,8 @@ from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_transfer_engine import FakeCall, FakeTransferEngine, Hanging
-from sglang.test.tiny_models import save_tiny_checkpoint
-from sglang.test.weight_rig import (
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.models.weight_rig import (
     IDENTITY,
     WeightRig,
     copying,
@@ -34,6 +33,7 @@ from sglang.test.weight_rig import (
     weights_of,
     with_session,
 )
+from sglang.test.stores.fake_transfer_engine import FakeCall, FakeTransferEngine, Hanging
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

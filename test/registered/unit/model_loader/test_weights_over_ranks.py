@@ -18,22 +18,22 @@ from sglang.srt.model_loader.staging_memory import StagingMemory
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.network import wait_until
+from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_transfer_engine import (
-    FakeCall,
-    FakeTransferEngine,
-    FakeTransferEngines,
-    listening_peer,
-)
-from sglang.test.memory_ranks import run_on_ranks
-from sglang.test.tiny_models import save_tiny_checkpoint
-from sglang.test.weight_rig import (
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.models.weight_rig import (
     IDENTITY,
     WeightRig,
     copying,
     start_bare_engine,
     weight_rig,
     weights_of,
+)
+from sglang.test.stores.fake_transfer_engine import (
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    listening_peer,
 )
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")

@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.model_oracle import prompt, reference
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.model_oracle import prompt, reference
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

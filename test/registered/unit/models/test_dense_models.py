@@ -11,14 +11,14 @@ import torch
 from sglang.srt.configs.config_file import SUPPORTED_ARCHITECTURES
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.model_oracle import (
+from sglang.test.models.model_oracle import (
     assert_close,
     assert_logits_of_batches,
     logits_of_three_steps,
     prompt,
     reference,
 )
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

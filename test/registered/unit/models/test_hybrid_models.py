@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.model_oracle import (
+from sglang.test.models.model_oracle import (
     assert_close,
     assert_greedy_words,
     assert_logits_of_batches,
@@ -21,7 +21,7 @@ from sglang.test.model_oracle import (
     prompt,
     reference,
 )
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

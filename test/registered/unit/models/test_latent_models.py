@@ -19,7 +19,7 @@ from sglang.srt.layers.attention import (
 from sglang.srt.layers.attention.partial_attention import Partial, _attend_plainly
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.model_oracle import (
+from sglang.test.models.model_oracle import (
     assert_close,
     assert_greedy_words,
     assert_logits_of_batches,
@@ -27,7 +27,7 @@ from sglang.test.model_oracle import (
     prompt,
     reference,
 )
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 

@@ -14,16 +14,16 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
+from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import PlaceInGroup
-from sglang.test.model_oracle import (
+from sglang.test.models.model_oracle import (
     assert_greedy_words,
     assert_logits_of_batches,
     logits_of_three_steps,
     prompt,
 )
-from sglang.test.scheduler_rig import SchedulerRig
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import SchedulerRig
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

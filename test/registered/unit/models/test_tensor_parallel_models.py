@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.test.caches.memory_ranks import MemoryTensorGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryTensorGroup
-from sglang.test.model_oracle import prompt, reference
-from sglang.test.rank_threads import on_rank_threads
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.model_oracle import prompt, reference
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.schedulers.rank_threads import on_rank_threads
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 

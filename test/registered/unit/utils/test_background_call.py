@@ -99,7 +99,7 @@ def test_without_a_thread_the_call_ends_with_an_error(monkeypatch: pytest.Monkey
     assert call.ended and str(call.error) == "can't start new thread"
     call.abandon()
     ended.abandon()
-    assert not gate.discarded and not done.discarded, "nobody undoes it, and nothing is raised"
+    assert not gate.discarded and not done.discarded, "it is not undone, and nothing is raised"
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class RdmaDevice:
 
     name: str
     driver: str
-    """Of the kernel: `mlx5_core`, `efa`, ...; empty where sysfs does not tell."""
+    """The kernel's driver: `mlx5_core`, `efa`, ...; empty where sysfs does not tell."""
 
     @property
     def is_efa(self) -> bool:

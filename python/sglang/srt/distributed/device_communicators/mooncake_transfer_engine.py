@@ -154,7 +154,7 @@ class MooncakeTransferEngine:
         return self._settings.protocol
 
     def get_engine(self) -> RawEngine:
-        """The engine object of Mooncake's that peers know. Whoever calls it bypasses all checks."""
+        """The engine object of Mooncake's that peers know. A call of it bypasses all checks."""
         return self._pool.home.raw
 
     def get_ib_device(self) -> str:

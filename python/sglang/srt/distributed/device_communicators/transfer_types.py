@@ -103,7 +103,7 @@ class Transfer:
         self._abandoned = False
         self._settled = False
         self._ended = threading.Event()
-        """The worker has come to its end, or what it does concerns nobody any more."""
+        """The worker has ended, or its work no longer matters."""
         self._lock = threading.Lock()
 
     @property

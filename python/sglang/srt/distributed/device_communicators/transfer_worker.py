@@ -89,7 +89,7 @@ class TransferWorker:
     def _move(self, batch: Batch) -> bool:
         """False: there was no time left to begin it."""
         num_slices = len(batch.requests)
-        # Connected first: who waits for a peer's first answer holds no budget.
+        # Connected first: no budget is held while a peer's first answer is awaited.
         if self._peer.connect(self._deadline) is None:
             return False
         if not self._peer.budget.acquire(num_slices, self._deadline):

@@ -64,7 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     """For a head, or for what is discarded."""
     _meter = BodyMeter(0)
-    """Of the request under way."""
+    """Meter of the request under way."""
     _ahead = b""
     """What came behind a request that is not answered yet."""
     _discarding = False

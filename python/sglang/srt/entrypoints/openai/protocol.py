@@ -189,7 +189,8 @@ class CompletionBody(CommonBody, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/tokenize`: `prompt`, or `messages` with a chat request's template fields."""
+    """`POST /v1/tokenize`: `prompt`, or `messages` with a chat request's fields that shape its
+    prompt."""
 
     prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = None
@@ -198,6 +199,9 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

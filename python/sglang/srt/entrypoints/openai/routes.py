@@ -14,14 +14,24 @@ from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
-from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
+from sglang.srt.entrypoints.openai.protocol import NEUTRAL, ChatBody, DetokenizeBody, TokenizeBody
 from sglang.srt.entrypoints.openai.serving_chat import MESSAGES_AT_ONCE, chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
+from sglang.srt.entrypoints.openai.tools import tool_use
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 
 MAX_DETOKENIZED_IDS: Final = 1 << 18
 """Most ids in one request: decoding more would hold up the event loop."""
+_FIELDS_OF_A_CONVERSATION: Final = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tools",
+    "tool_choice",
+)
+"""What of a chat request shapes its prompt, besides the messages."""
 
 
 async def models(request: Request) -> Response:
@@ -51,6 +61,9 @@ async def tokenize(request: Request) -> Response:
         raise bad_request("prompt, messages: give exactly one of them", "prompt")
     prompt: str | list[str]
     if body.prompt is not None:
+        for field in _FIELDS_OF_A_CONVERSATION:
+            if getattr(body, field) not in NEUTRAL:
+                raise bad_request(f"{field} shapes messages: leave it out with prompt", field)
         prompt = body.prompt
     elif len(body.messages or ()) > MESSAGES_AT_ONCE:
         prompt = await asyncio.get_running_loop().run_in_executor(
@@ -83,14 +96,14 @@ async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -
 
 
 def _text_of_messages(body: TokenizeBody, context: ServerContext) -> str:
-    """What the chat template makes of `messages`, as for a chat request."""
+    """What the chat template makes of `messages`, as for a chat request; refused as that would
+    be."""
     chat = ChatBody(
         messages=body.messages or [],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        **{field: getattr(body, field) for field in _FIELDS_OF_A_CONVERSATION},
     )
-    return chat_prompt(chat, context.chat_template, None, context.manager.limits.context_len)
+    tools = tool_use(chat, context.args.tool_call_parser)
+    return chat_prompt(chat, context.chat_template, tools, context.manager.limits.context_len)
 
 
 async def detokenize(request: Request) -> Response:

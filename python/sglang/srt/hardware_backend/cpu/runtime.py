@@ -97,11 +97,11 @@ class _ThreadEvent:
 class _CopyThread(CopyStream):
     """A daemon thread with a FIFO queue, which `close` ends.
 
-    Work that nobody waits for has time: its pages stay where they are meanwhile, and the forward,
+    Work that no step waits for has time: its pages stay where they are meanwhile, and the forward,
     which the rest of its team would wait for, keeps its cores.
 
     A copy that raises is a bug of ours that would leave wrong bytes in a cache: the process
-    ends with the cause (`os._exit`), since nobody may go on reading those pages.
+    ends with the cause (`os._exit`), since those pages must not be read any more.
     """
 
     def __init__(self, name: str, *, is_urgent: bool) -> None:

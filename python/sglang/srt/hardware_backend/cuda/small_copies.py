@@ -24,7 +24,7 @@ from sglang.srt.constants import KIB, MIB
 _WORD: Final = 4
 _BLOCK_WORDS: Final = 1024
 _MAX_BYTES: Final = 256 * KIB
-"""Of one copy; longer ones are worth an engine."""
+"""Longest copy; longer ones are worth a copy engine."""
 _HALF_BYTES: Final = 4 * MIB
 _ALIGNMENT: Final = 16
 

@@ -21,7 +21,7 @@ HEAD_DIMS: Final = range(16, 513, 16)
 MAX_GROUP: Final = 64
 """Query heads of a KV head."""
 MAX_TOKEN_ELEMENTS: Final = 65534
-"""Of all query heads of a token."""
+"""Elements of all query heads of a token."""
 DTYPES: Final = (torch.float16, torch.bfloat16)
 
 _LAYOUT: Final = "BSND"

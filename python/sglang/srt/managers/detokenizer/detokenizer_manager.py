@@ -128,7 +128,7 @@ def run_detokenizer_process(
     tokenizer: TokenizerData | None,
     ready_pipe: Connection,
 ) -> None:
-    """Entry point of the process; returns never while its parent lives.
+    """Entry point of the process; does not return while its parent lives.
 
     Signals for the process group are the parent's to handle: it ends this process last, so that
     no text is lost.

@@ -17,8 +17,8 @@ class StopTrimmer:
 
         Args:
             stops: The request's stop strings.
-            keep_match: What stops the request stays in the text (`no_stop_trim`): every call
-                passes its text on.
+            keep_match: The match that stops the request stays in the text (`no_stop_trim`):
+                every call passes its text on.
         """
         self._stops = tuple(stops)
         self._keep_match = keep_match

@@ -38,10 +38,10 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """The room in which a prefill and a decode server work on one request, and where they meet."""
 
     host: str
-    """Of the prefill server's bootstrap server."""
+    """Address of the prefill server's bootstrap server."""
     port: int
     room: int
-    """From 0 to `MAX_ROOM`, drawn by whoever sends the request to both."""
+    """From 0 to `MAX_ROOM`, drawn by the sender of the request, usually a router."""
 
 
 class TokenizedGenerateReqInput(Message):
@@ -173,7 +173,8 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 CLIENT_ABORT_STATUS: Final = 499
-"""Of a request that was aborted on demand: it has ended, with what it had, and did not fail."""
+"""Status of a request that was aborted on demand. It ended with the output it had, and did not
+fail."""
 ABORTED_BY_CLIENT: Final = FinishReason(
     type="abort", message="aborted by the client", status_code=CLIENT_ABORT_STATUS
 )
@@ -202,13 +203,13 @@ class Stages(msgspec.Struct, kw_only=True):
     """
 
     queue: float | None = None
-    """From its arrival to the first step for it. Of a decode server: for slots, and then what the
-    prefill server has measured from being asked for it to that step."""
+    """From its arrival to the first step for it. On a decode server: the wait for slots, and then
+    the prefill server's own time from being asked for it to that step."""
     prefill: float | None = None
     """From the first step for it to its first token, on the server that computed them."""
     transfer: float | None = None
-    """With a read of its pages in flight. Of a prefill server: from its first token until the
-    decode server has all, which is what computing did not hide."""
+    """With a read of its pages in flight. On a prefill server: from its first token until the
+    decode server has all pages, which is the part that computing did not hide."""
     decode: float | None = None
     """From its first token, or the arrival of that, to its end."""
 
@@ -228,7 +229,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One for each of `output_ids`."""
     output_top_logprobs: list[TopLogprobs] | None = None
     input_logprobs: list[float] | None = None
-    """Of the prompt's tokens after `logprob_start_len`; in the first message alone."""
+    """Logprobs of the prompt's tokens after `logprob_start_len`; in the first message alone."""
     input_top_logprobs: list[TopLogprobs] | None = None
     queue_time: float = 0.0
     stages: Stages | None = None

@@ -39,6 +39,6 @@ class IpcAddresses:
         )
 
     def leave_as_orphan(self) -> None:
-        """End this child process, whose parent has gone and can remove the sockets no more."""
+        """End this child process, whose parent has gone and cannot remove the sockets any more."""
         remove_ipc_directory(str(Path(self.server_input.removeprefix("ipc://")).parent))
         os._exit(1)

@@ -28,7 +28,7 @@ class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
     """`time.monotonic()` of rank 0."""
     messages: Sequence[ToScheduler] = ()
     grammars: Sequence[GrammarResult] = ()
-    """Of requests that wait, or are among the messages."""
+    """Grammars of requests that wait or are among the messages."""
     is_idle: bool = False
     """Nothing has happened for a while: the time to check the books."""
 

@@ -78,8 +78,8 @@ class DecodeScheduler:
         return len(state.decode_batch)
 
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be prepared before the tokens of the last are known. Of the
-        batch that was gathered."""
+        """Whether the next step of the gathered batch can be prepared before the tokens of the last
+        step are known."""
         batch, info = self._state.decode_batch, self._sampling_info
         if info is None or batch.is_stale:
             return not any(req.is_sampled_by_history for req in batch.reqs)
@@ -118,7 +118,7 @@ class DecodeScheduler:
 
     @property
     def sampling_info(self) -> SamplingBatchInfo:
-        """Of the batch that was prepared."""
+        """Sampling parameters of the prepared batch."""
         assert self._sampling_info is not None
         return self._sampling_info
 

@@ -39,7 +39,7 @@ class GrammarQueue:
         self._make_backend = make_backend
         self._backend: GrammarBackend | None = None
         self._num_compiling = 0
-        """Rank 0: at most so many requests wait for a grammar; brought up to date by `look`."""
+        """Rank 0: an upper bound of the requests that wait for a grammar, updated by `look`."""
         self._asked: dict[str, GrammarTicket] = {}
         """Rank 0, within a tick: tickets of requests that are among its messages."""
 

@@ -51,7 +51,7 @@ class Half(Protocol):
         """Look for what has come and what can begin."""
 
     def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
-        """Requests that are over here."""
+        """Requests that have ended on this server."""
 
     def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
         """Requests whose prompt has come."""

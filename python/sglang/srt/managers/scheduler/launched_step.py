@@ -53,7 +53,7 @@ class StepResult:
         self._logprobs, self._top_values, self._top_ids = (value or [] for value in values[1:])
 
     def logprob(self, row: int) -> float:
-        """Of the row's token; the step must have been asked for logprobs."""
+        """Logprob of the row's token. The step must have been asked for logprobs."""
         return self._logprobs[row]
 
     def top_logprobs(self, row: int, count: int) -> TopLogprobs:
@@ -71,7 +71,7 @@ class LaunchedStep:
     works: list[PrefillWork] = field(default_factory=list)
     """Row by row, of a prefill batch."""
     mostly_done: Event | None = None
-    """Of a prefill batch: recorded where the device has little left to do. See
+    """Recorded by a prefill batch where the device has little left to do. See
     `Scheduler._launch_prefill`."""
     reqs: list[Req] = field(default_factory=list)
     """Row by row, of a decode step."""

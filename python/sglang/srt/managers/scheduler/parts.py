@@ -31,7 +31,6 @@ from sglang.srt.managers.scheduler.results import ResultProcessor
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import SchedulerState
 from sglang.srt.managers.scheduler.stop import StopChecker
-from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarBackend
@@ -191,8 +190,7 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
 
 
 def _make_snapshots(server_args: ServerArgs, resources: SchedulerResources) -> Snapshots:
-    rows = resources.worker.req_to_token_pool
-    pool = rows.mamba_pool if isinstance(rows, HybridReqToTokenPool) else None
+    pool = resources.worker.req_to_token_pool.mamba_pool
     is_of_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
     interval = 0 if is_of_prompts_alone else server_args.mamba_track_interval
     return Snapshots(resources.tree, pool, interval)

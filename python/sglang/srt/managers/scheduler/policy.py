@@ -18,8 +18,8 @@ from typing import Final, Protocol, TypeVar
 LPM_MAX_WAITING: Final = 128
 """Beyond this many waiting requests, matching each of them costs more than the order gains."""
 LPM_MAX_OVERTAKEN: Final = 128
-"""Later requests that may overtake one: as many as are ordered at all. Requests that share a prefix
-in use go first, and a request that shares none still gets its turn."""
+"""Later requests that may overtake a request; equal to the number that is ordered. Requests that
+share a prefix in use go first, and a request that shares none still gets its turn."""
 MAX_RESERVED_NEW_TOKENS: Final = 4096
 """Tokens. Outputs rarely get as long as their limit; reserving for more would leave slots idle."""
 MAX_PREFILLS_IN_TURN: Final = 8

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Prefix:
-    """What of a prompt is cached. Its lock passes to the request, or is released."""
+    """The cached part of a prompt. Its lock passes to the request, or is released."""
 
     slots: torch.Tensor
     """int64: device slots of the prefix."""
@@ -48,7 +48,7 @@ class _Prefix:
     cut: int
     """Tokens behind it that would be cached if a recurrent state were."""
     branching: int | None
-    """Tokens before the place where others turn off from what is known of the prompt, if a
+    """Tokens before the place where other prompts diverge from what is known of this one, if a
     recurrent state is missing there."""
 
 
@@ -302,7 +302,7 @@ class PrefillScheduler:
             InitLoadBackParams(match.best_match_node, host, quota, req.slots)
         )
         if node is not prefix.node:
-            # Deeper by what was loaded, or higher up: where a state that was to come has no room.
+            # The node is deeper by what was loaded, or higher up if a state to load has no room.
             state.tree.inc_lock_ref(node)
             state.tree.dec_lock_ref(prefix.node)
             prefix.node = node

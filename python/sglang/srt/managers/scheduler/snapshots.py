@@ -56,7 +56,7 @@ class Snapshots:
     def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
         """How many tokens the first step of a prompt computes.
 
-        It ends where others have turned off from what is known of the prompt, so that it leaves a
+        It ends where others have diverged from what is known of the prompt, so that it leaves a
         snapshot there for those who come next.
 
         Args:
@@ -130,7 +130,7 @@ class Snapshots:
         before whatever uses it next."""
         slot, req.slots.snapshot_slot = req.slots.snapshot_slot, None
         if slot is not None:
-            assert self._pool is not None, "nobody else gives such slots out"
+            assert self._pool is not None, "the pool alone hands out such slots"
             self._pool.free(slot)
 
     def _track(self, req: Req, length: int) -> int:

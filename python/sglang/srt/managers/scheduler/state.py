@@ -16,7 +16,6 @@ from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.scheduler.batch_pools import release_slots
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class SchedulerState:
     """`time.monotonic()` of rank 0 at the start of this tick."""
 
     def workload(self) -> Workload:
-        """What of prompts is yet to be computed."""
+        """The parts of prompts that are yet to be computed."""
         computing = 0
         if self.in_flight is not None:
             computing = sum(work.extend_len for work in self.in_flight.works)
@@ -121,7 +120,7 @@ class SchedulerState:
         holders = [req.slots for req in self.queues.holders()]
         spare = [slot for one in holders for slot in (one.mamba_track_slot, one.snapshot_slot)]
         states = [slot for slot in spare if slot is not None]
-        if isinstance(rows, HybridReqToTokenPool):
+        if rows.mamba_pool is not None:
             running = rows.running_states()
             assert len(running) == len(holders), "states of no request"
             if not self.tree.supports_mamba():

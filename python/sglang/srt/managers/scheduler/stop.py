@@ -97,5 +97,5 @@ class StopChecker:
 
 
 def _is_timed(req: Req) -> bool:
-    """Whether a clock has a part in the end of `req`. Does not change while it runs."""
+    """Whether CPU time has a part in the end of `req`. Does not change while it runs."""
     return req.progress.matcher is not None or bool(req.spec.sampling_params.stop_patterns)

@@ -63,7 +63,7 @@ def new_rid() -> str:
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, as its body means it. Exactly one of `text` and `input_ids` is given.
 
-    Nobody changes it or its `sampling_params`; `tokenized` makes the scheduler's form of both.
+    Neither it nor its `sampling_params` change; `tokenized` makes the scheduler's form of both.
     """
 
     rid: str = msgspec.field(default_factory=new_rid)

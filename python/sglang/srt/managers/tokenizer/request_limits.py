@@ -37,6 +37,8 @@ class RequestLimits:
     context_len: int
     max_input_len: int
     """Longest prompt that fits the pools and leaves room for one output token."""
+    max_queued_requests: int
+    """Requests that may wait to be scheduled; those of one body come at once."""
     disaggregation_mode: str = WHOLE
     """The server's: whether a request needs a room (`prefill`, `decode`) or may have none."""
 
@@ -54,6 +56,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
         InvalidRequest: Names the field, what is wrong and what is allowed.
     """
     _check_fields(request)
+    _check_queue(request, limits.max_queued_requests)
     _check_half(request, limits.disaggregation_mode)
     try:
         request.sampling_params.verify(limits.vocab_size)
@@ -107,6 +110,16 @@ def _check_fields(request: GenerateRequest) -> None:
         )
     if not -_INT32_MAX <= request.priority <= _INT32_MAX:
         raise InvalidRequest("priority must fit in 32 bits", field="priority")
+
+
+def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
+    """A body whose requests never fit the queue together is not worth another try."""
+    if request.num_outputs > max_queued_requests:
+        raise InvalidRequest(
+            f"n: the body asks for {request.num_outputs} outputs, and at most "
+            f"{max_queued_requests} may wait (--max-queued-requests): split it",
+            field="n",
+        )
 
 
 def _check_half(request: GenerateRequest, mode: str) -> None:

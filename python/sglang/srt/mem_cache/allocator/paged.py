@@ -41,7 +41,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         if pages is None:
             return None
         stage_to_device = device_runtime(self.device).stage_to_device
-        # Of each request: its first new page's place in `pages`.
+        # The place in `pages` of each request's first new page.
         first_new = stage_to_device(pages_new.cumsum(0) - pages_new)
         counts = seq_lens - prefix_lens
         owner = torch.repeat_interleave(counts, output_size=extend_num_tokens)

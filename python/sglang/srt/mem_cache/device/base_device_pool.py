@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -48,6 +48,10 @@ class BaseDevicePool(ABC):
         layer_transfer_counter: Orders readers after loads; None: nothing loads.
     """
 
+    host_pool: ClassVar[str | None] = None
+    """Path of the class that mirrors it on the host, a `HostKVCache`: module and name, with a dot
+    between them. None: the hierarchical cache is refused."""
+
     def __init__(
         self, spec: StateSpec, size: int, device: torch.device | str, page_size: int = 1
     ) -> None:
@@ -80,7 +84,7 @@ class BaseDevicePool(ABC):
         self.layer_transfer_counter = layer_transfer_counter
 
     def wait_for_layer(self, layer_id: int) -> int:
-        """Index of the layer's buffers, once they may be read: on CUDA, by what is queued next.
+        """Index of the layer's buffers. On return they may be read; on CUDA, by work queued later.
 
         Args:
             layer_id: The model's layer.
@@ -112,13 +116,15 @@ class BaseDevicePool(ABC):
 class PagedDevicePool(BaseDevicePool):
     """Token slots in pages: one zeroed tensor for each buffer of the spec, cut into its layers.
 
-    Slots `[0, page_size)` are the padding page, which nobody owns: padded batches write there.
+    Slots `[0, page_size)` are the padding page, which has no owner: padded batches write there.
     Slots `[page_size, size + page_size)` are handed out by an allocator.
 
     Attributes:
         parts: For each buffer of the spec its layers, each contiguous `[size + page_size, *shape]`.
             fp8 is stored as bytes.
     """
+
+    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.PagedPoolHost"
 
     def __init__(
         self, spec: StateSpec, size: int, page_size: int, device: torch.device | str

@@ -18,6 +18,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         mamba_pool: Where the states are. Others may own slots there as well.
     """
 
+    mamba_pool: MambaPool
+
     def __init__(
         self,
         size: int,
@@ -29,9 +31,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """See `ReqToTokenPool`."""
         self.mamba_pool = mamba_pool
         self._state_of: list[int] = [0] * size
-        """By row; 0: nobody has the row."""
+        """State of each row; 0: the row is free."""
         self._states = torch.zeros(size, dtype=torch.int64, device=device)
-        """The same on the device; of a row that nobody has, anything."""
+        """The same on the device. Entries of free rows have any value."""
         super().__init__(size, max_context_len, device, enable_memory_saver)
 
     def available_size(self) -> int:
@@ -77,11 +79,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return self.state_slots(req_indices)
 
     def running_states(self) -> list[int]:
-        """Every slot that a request has."""
         return [state for state in self._state_of if state]
 
     def clear(self) -> None:
-        """Take back every row, and every state, whoever has it."""
+        """Take back every row and every state."""
         super().clear()
         self.mamba_pool.clear()
         self._state_of = [0] * self.size

@@ -1,6 +1,6 @@
 """Recurrent states: what the delta-net layers of a model keep of a whole prefix, one slot for each.
 
-A slot is the running state of a request, or a snapshot of one that nobody writes to any more.
+A slot is the running state of a request, or a snapshot of one that is no longer written.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MambaSpec(StateSpec):
 class MambaPool(BaseDevicePool):
     """Slots of recurrent states. The scheduler's thread owns the list of free ones.
 
-    Slot 0 is padding, which nobody owns; slots 1 to `size` are handed out. Whatever writes to a
+    Slot 0 is padding, which has no owner; slots 1 to `size` are handed out. Whatever writes to a
     slot is queued on the current stream, so that a slot may be freed while the step that used it
     last is in flight.
 
@@ -82,6 +82,8 @@ class MambaPool(BaseDevicePool):
         temporal: `[layers, size + 1, heads, key elements, value elements]`.
         conv: `[layers, size + 1, channels, kernel - 1]`.
     """
+
+    host_pool = "sglang.srt.mem_cache.host.mamba_host_pool.MambaPoolHost"
 
     def __init__(self, spec: MambaSpec, size: int, device: torch.device | str) -> None:
         """
@@ -107,11 +109,11 @@ class MambaPool(BaseDevicePool):
         self.clear()
 
     def available_size(self) -> int:
-        """Slots that nobody owns."""
+        """Slots without an owner."""
         return len(self._free)
 
     def free_slot_ids(self) -> list[int]:
-        """Every slot that nobody owns, in no particular order. For the self check."""
+        """Every slot without an owner, in no particular order. For the self check."""
         return self._free.copy()
 
     def take(self, n: int) -> list[int] | None:

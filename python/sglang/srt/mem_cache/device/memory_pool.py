@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,6 +20,9 @@ from sglang.srt.mem_cache.device.base_device_pool import (
     refuse_memory_saver,
 )
 from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 
 
 class HasReqPoolIdx(Protocol):
@@ -34,7 +37,11 @@ class ReqToTokenPool:
     Attributes:
         req_to_token: int32 `[size, max_context_len]` on `device`. Row r, column p is the slot of
             the token at position p. Columns past a request's length are garbage.
+        mamba_pool: Where each request that has a row has a recurrent state as well; None: the
+            model keeps none.
     """
+
+    mamba_pool: MambaPool | None = None
 
     def __init__(
         self,
@@ -101,6 +108,10 @@ class ReqToTokenPool:
         """The slot of the running recurrent state of the request at `row`; None: see above."""
         return None
 
+    def running_states(self) -> list[int]:
+        """The slot of every request's running recurrent state."""
+        return []
+
     def clear(self) -> None:
         """Take back every row."""
         # Popped from the end: low rows first.
@@ -152,6 +163,8 @@ class MHATokenToKVPool(KVCache):
         k_buffer: For each layer `[size + page_size, head_num, head_dim]` of `store_dtype`.
         v_buffer: For each layer `[size + page_size, head_num, v_head_dim]`.
     """
+
+    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.MHATokenToKVPoolHost"
 
     def __init__(
         self,

@@ -80,6 +80,8 @@ class MLATokenToKVPool(KVCache):
         kv_buffer: For each layer `[size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`.
     """
 
+    host_pool = "sglang.srt.mem_cache.host.mla_host_pool.MLATokenToKVPoolHost"
+
     def __init__(
         self,
         size: int,

@@ -23,7 +23,7 @@ class ModelPools:
 
     pools: tuple[BaseDevicePool, ...]
     num_layers: int
-    """Of the model on this rank, with or without state."""
+    """Layers of the model on this rank, with or without state."""
 
     def __post_init__(self) -> None:
         if not self.pools or self.pools[0].spec.indices_from_pool is not None:

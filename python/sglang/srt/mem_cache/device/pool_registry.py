@@ -25,7 +25,7 @@ def register_pool(spec_type: type[Spec], make: MakePool[Spec]) -> None:
     """From now on `make` makes the pools of specs whose class is `spec_type`.
 
     Raises:
-        ValueError: Another one does.
+        ValueError: Another function is registered for the class.
     """
     if spec_type in _POOLS:
         raise ValueError(f"{spec_type.__name__} has a pool already")

@@ -14,7 +14,11 @@ from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 
 @dataclass(slots=True)
 class PoolTransfer:
-    """Which slots of which pool move under which page keys, and how a hit counts."""
+    """Which slots of which pool move under which page keys, and how a hit counts.
+
+    Raises:
+        ValueError: `nodes_to_load` is given: the tree knows by itself which nodes it loads.
+    """
 
     name: str
     """A `PoolName`; in calls to a backend also that of a part of a pool."""
@@ -26,9 +30,16 @@ class PoolTransfer:
     """`{namespace}/{page_hash}`, one a page. Backends add pool and shard."""
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[Any] | None = None
-    """Tree nodes that a load brings back; opaque to pools and backends."""
+    """Unused."""
     indices_from_pool: PoolName | None = None
     """Take both index tensors from this pool's transfer. Resolved before a backend sees it."""
+
+    def __post_init__(self) -> None:
+        if self.nodes_to_load is not None:
+            raise ValueError(
+                f"pool transfer {self.name}: nodes_to_load has no effect here, the tree knows by "
+                "itself which nodes it loads: leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

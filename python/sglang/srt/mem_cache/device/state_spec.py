@@ -73,7 +73,7 @@ class StateBuffer:
     shape: tuple[int, ...]
     """Dimensions of one item, on this rank."""
     dtype: torch.dtype
-    """Of the values, as attention reads them; a pool may store fp8 as bytes."""
+    """Type of the values as attention reads them; a pool may store fp8 as bytes."""
     head_parts: tuple[int, ...] = ()
     """Lengths along the first dimension of runs that each are split evenly by heads; together its
     whole length. Empty: fewer heads cannot be cut out of it."""
@@ -112,7 +112,7 @@ class StateSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first buffer: keys, a latent row, a recurrent state."""
+        """Type of the first buffer: keys, a latent row, a recurrent state."""
         return self.buffers[0].dtype
 
     @property

@@ -75,7 +75,7 @@ class PageRuns:
         self._layer_bytes = page_size * rows.row_bytes
         self._page_stride = _page_stride(rows, page_size)
         self.page_bytes = self._layer_bytes * max_layers
-        """Of a page in the buffer."""
+        """Bytes of a page in the buffer."""
         self._is_whole = pages_are_runs(part, page_size)
         if self._is_whole and not is_token_major(part, page_size):
             token, layer = rows.row_bytes, self._layer_bytes
@@ -99,7 +99,7 @@ class PageRuns:
         """Where rows are in the buffer; a page's place there is its place in the list."""
 
     def runs(self, pages: npt.NDArray[np.int64], layers: int, buffer_offset: int) -> BufferRuns:
-        """The runs of so many layers of `pages`; what adjoins on both sides is one.
+        """The runs of some layers of `pages`; what adjoins on both sides is one.
 
         Args:
             pages: int64 `[n]`, n at most `max_pages`.

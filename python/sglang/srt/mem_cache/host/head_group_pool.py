@@ -38,7 +38,7 @@ class _Part(NamedTuple):
     outer: tuple[int, ...]
     """Layers and tokens of a page, in the order of the pool's layout."""
     length: int
-    """Of the share along the dimension that is split by heads."""
+    """Length of the share along the dimension that is split by heads."""
     strips: tuple[tuple[PageView, int], ...]
     """Runs of the pool `[page, *outer, part of length, bytes]`, and where each is in `length`."""
 
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 def _cut(
     items: torch.Tensor, lengths: Sequence[int], index: int, num_groups: int, begin: int
 ) -> _Part:
-    """Of each run of `lengths` the `index`-th of `num_groups` equal pieces.
+    """The `index`-th of `num_groups` equal pieces of each run of `lengths`.
 
     Args:
         items: See `PartedPoolHost.page_items`.
@@ -112,7 +112,7 @@ class HeadGroupPool:
         return False
 
     def check_pages(self, indices: torch.Tensor) -> None:
-        """As the pool's."""
+        """The pool's own."""
         self._pool.check_pages(indices)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:

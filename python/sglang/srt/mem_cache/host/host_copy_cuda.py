@@ -6,7 +6,7 @@ or writes host memory itself, a launch a layer to load, one launch for all layer
 of them, `EngineUse.of` and `prefers_cpu_slots` say. All issue in order with the current stream and
 return without waiting for the device. None loops over pages.
 
-Called by whoever issues copies: on CUDA that is the scheduler's thread, inside a `CopyStream`.
+Runs where copies are issued: on CUDA on the scheduler's thread, inside a `CopyStream`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.host.host_page_list import check_equally_many, whole_p
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 
 BUFFER_BYTES: Final = 64 * MIB
-"""Of pages that are on their way at once."""
+"""Bytes of pages that are on their way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Part:
     host: torch.Tensor
     """`[pages, layers, page_size, elements of a token]`, contiguous."""
     layers: tuple[torch.Tensor, ...]
-    """Of the device pool, each `[pages, page_size, elements of a token]`."""
+    """Layers of the device pool, each `[pages, page_size, elements of a token]`."""
 
     @classmethod
     def of(
@@ -66,7 +66,7 @@ class _Part:
 
 
 class NpuPageCopier(PageCopier):
-    """See the module. Called by whoever issues copies, inside a `CopyStream`."""
+    """See the module. Runs where copies are issued, inside a `CopyStream`."""
 
     def __init__(self, pools: PoolPair, *, buffer_bytes: int = BUFFER_BYTES) -> None:
         """Raises ValueError where the host pool's layout is not one of those that work."""
@@ -151,7 +151,7 @@ def _pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours in `pages`: where they start there, the first page, and how many they are."""
+    """Runs of neighbours in `pages`: the first one's index there, that page, and their number."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1).tolist()
     for start, stop in itertools.pairwise([*starts, len(pages)]):
         yield start, int(pages[start]), stop - start

@@ -37,7 +37,7 @@ class IoBackend(StrEnum):
     DIRECT = "direct"
     """Plain copies: by the CPU on a CPU, by copy engines on CUDA."""
     KERNEL = "kernel"
-    """As `direct` where pages are long; short ones by a kernel that accesses host memory."""
+    """Long pages as with `direct`; short ones by a kernel that accesses host memory."""
     KERNEL_ASCEND = "kernel_ascend"
     """On Ascend NPUs: plain copies of whole pages, and torch's indexed copies on the device."""
 
@@ -76,7 +76,7 @@ _LAYOUTS_FOR: Final[dict[str, dict[IoBackend, tuple[HostLayout, ...]]]] = {
 }
 
 LONG_PAGE_BYTES: Final = 256 * KIB
-"""Of K (or V) of a page over all layers: from here on copy engines are the faster way."""
+"""Bytes of K (or V) of a page over all layers from which on copy engines are the faster way."""
 
 _Pair = tuple[IoBackend, HostLayout]
 _ENGINES: Final = (IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT)
@@ -130,7 +130,8 @@ def is_zero_copy(layout: str) -> bool:
 
 
 def suits_copy_engines(page_bytes: int) -> bool:
-    """Whether pages with so many bytes of K (or V) over all layers are long enough."""
+    """Whether pages with this many bytes of K (or V) over all layers are long enough for copy
+    engines."""
     return page_bytes >= LONG_PAGE_BYTES
 
 
@@ -170,7 +171,7 @@ def resolve_layout_and_io(
 def check_layout_and_io(device: str, io_backend: str, layout: str) -> None:
     """Refuse what `resolve_layout_and_io` would, which depends on these three alone.
 
-    For whoever starts a server and does not know its model's pages yet. Imports no torch.
+    For the start of a server, which does not know its model's pages yet. Imports no torch.
     """
     _what_works(device, io_backend, layout)
 

@@ -53,8 +53,8 @@ _ALLOCATORS: Final = {
         "MooncakeHostTensorAllocator",
     ),
 }
-"""By `allocator_type`: module and class. Modules of storage backends stand above this one, and are
-imported when they are asked for."""
+"""Module and class by `allocator_type`. Modules of storage backends are in a layer above this one,
+and are imported when they are asked for."""
 
 
 def get_allocator_from_storage(allocator_type: str) -> HostTensorAllocator:

@@ -57,7 +57,7 @@ class HostKVCache(ABC, Generic[PoolT]):
     """
 
     LAYOUTS: ClassVar[tuple[HostLayout, ...]] = tuple(HostLayout)
-    """Those that the kind of state has."""
+    """Layouts that this kind of state has."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class HostKVCache(ABC, Generic[PoolT]):
     ) -> None:
         """Copy one layer (0-based in this pool) of whole pages to the device pool.
 
-        Who loads more than one is faster with `begin_load`, which looks at the indices once.
+        For several layers `begin_load` is faster, since it checks the indices once.
         """
         self.begin_load(device_pool, host_indices, device_indices, io_backend).issue(layer_id)
 
@@ -206,7 +206,7 @@ class HostKVCache(ABC, Generic[PoolT]):
         return f"{self.dtype} {self.layer_num} {self.page_size} {page_bytes}"
 
     def _over_all_heads(self, size: int) -> int:
-        """What `size`, of this rank's heads, is for all heads of the model."""
+        """`size`, which is that of this rank's heads, for all heads of the model."""
         share = self.device_pool.spec.share
         return size * share.total // (share.end - share.begin)
 

@@ -17,7 +17,11 @@ from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 
 @dataclass(slots=True)
 class PoolEntry:
-    """One pool of a group."""
+    """One pool of a group.
+
+    Raises:
+        ValueError: A function for device slots is given: the tree alone takes and frees those.
+    """
 
     name: PoolName
     host_pool: AnyHostPool
@@ -30,6 +34,14 @@ class PoolEntry:
     device_evict_fn: Callable[[int], Any] | None = None
     device_alloc_fn: Callable[[int], torch.Tensor | None] | None = None
     device_free_fn: Callable[[torch.Tensor], Any] | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("device_evict_fn", "device_alloc_fn", "device_free_fn"):
+            if getattr(self, field) is not None:
+                raise ValueError(
+                    f"host pool {self.name}: {field} has no effect here, the tree alone takes and "
+                    "frees device slots: leave it out"
+                )
 
     @classmethod
     def of(
@@ -71,7 +83,7 @@ class HostPoolGroup:
         self._layers: dict[str, dict[int, int]] = {
             entry.name: self._layers_of(entry) for entry in entries
         }
-        """By pool: its layer for each model layer that it has."""
+        """For each pool its own layer by the model's layer."""
         self.sidecars = tuple(
             self._sidecar(entry) for entry in entries if entry.spec.indices_from_pool
         )

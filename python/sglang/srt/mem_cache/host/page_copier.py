@@ -24,7 +24,7 @@ class PoolPair:
     """Views `[host_pages, page_size, elements]` of host memory, equally far apart in each part."""
     device: tuple[tuple[torch.Tensor, ...], ...]
     """On the device `[slots, ...]`: contiguous rows, equally far apart in the layers of a part.
-    They adjoin, but where a part is some columns of a buffer."""
+    They adjoin, unless a part is some columns of a buffer."""
     page_size: int
     """Tokens."""
     host_pages: int
@@ -65,7 +65,7 @@ class PageCopier(ABC):
         """Check and stage the slots of a load once for all of its layers. Raises as `backup`."""
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
-        """Whether backups had better be given their `device_indices` on the CPU."""
+        """Whether backups are faster with their `device_indices` on the CPU."""
         return False
 
 

@@ -66,3 +66,17 @@ class PagedPoolHost(PartedPoolHost[PagedDevicePool]):
         if page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR:
             return (*parts, self.page_size, self.layer_num, *items[0])
         return (*parts, self.layer_num, self.page_size, *items[0])
+
+
+class MHATokenToKVPoolHost(PagedPoolHost):
+    """Mirrors an `MHATokenToKVPool`: a page is its keys, then its values."""
+
+    @property
+    def k_buffer(self) -> torch.Tensor:
+        """Keys, in the layout's shape without its leading 2."""
+        return self._parts[0]
+
+    @property
+    def v_buffer(self) -> torch.Tensor:
+        """Values, likewise."""
+        return self._parts[1]

@@ -1,10 +1,10 @@
 """Copies pages through a device buffer.
 
 The copy engine moves runs of host memory (`PageRuns`) to or from the buffer, in the order that
-host memory has; a kernel moves them between the buffer and the layers. So nobody needs to know
-device slots on the CPU, runs are as long as host memory allows, and no kernel touches host memory:
-one that writes it fills queues that all multiprocessors share, and slowed down a matrix product
-beside it by half, and one that reads it gets 0.91 of the link. See benchmark/results.
+host memory has; a kernel moves them between the buffer and the layers. So the CPU need not know
+device slots, runs are as long as host memory allows, and no kernel touches host memory: one that
+writes it fills queues that all multiprocessors share, and slowed down a matrix product beside it by
+half, and one that reads it gets 0.91 of the link. See benchmark/results.
 
 Everything here is called inside a copy stream.
 """
@@ -26,15 +26,15 @@ from sglang.srt.mem_cache.host.copy_runs import BufferRuns, PageRuns, is_token_m
 from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning
 
 _BUFFER_SHARE: Final = 1 / 1024
-"""Of the device's memory, for one of four buffers. Long pieces, since each costs the CPU 0.1 ms and
-the kernels beside it a pause."""
+"""Share of the device's memory that one of four buffers takes. Pieces are long, since each costs
+the CPU 0.1 ms and the kernels beside it a pause."""
 _MIN_BUFFER_BYTES: Final = 32 * MIB
 _MAX_BUFFER_BYTES: Final = 128 * MIB
 _BUFFERS: Final = 2
 _ALIGNMENT: Final = 512
 _TUNING: Final = TokenCopyTuning(programs=264, tile_bytes=16384, num_warps=8)
-"""All of the device for as short as can be: a kernel that holds some multiprocessors makes a matrix
-product, whose blocks each want a whole one, wait as long as it lasts."""
+"""The kernel takes the whole device, for as short as possible. One that held some multiprocessors
+would delay a matrix product, whose blocks each want a whole one, for as long as it ran."""
 
 PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 """Parts with equal rows, and their table of device addresses."""
@@ -47,7 +47,7 @@ class StagedLoadTuning:
     run_bytes: int = 512 * KIB
 
     def layers_at_once(self, part: PartRows, page_size: int) -> int:
-        """As few layers as make runs that are long enough; equal steps through all of them, but
+        """The fewest layers that make runs long enough; equal steps through all of them, but
         that the first layer comes alone, for a forward waits for it."""
         num_layers = len(part.device_addresses)
         if is_token_major(part, page_size):
@@ -197,7 +197,7 @@ class StagedBackup:
 
 
 class StagedLoad:
-    """Loads a few layers of pages at a time: as many as make a run worth its while."""
+    """Loads a few layers of pages at a time: enough to make a run worth its while."""
 
     def __init__(
         self,

@@ -207,9 +207,9 @@ class HiCacheController:
 
         Args:
             device_indices: The anchor's slots.
-            extra_transfers: What of pools with slots of their own goes along: `device_indices`,
-                and `host_indices` where those are not to be taken from the pool. Pools that share
-                others' slots go along by themselves.
+            extra_transfers: Transfers of pools with slots of their own that go along:
+                `device_indices`, and `host_indices` where those are not to be taken from the pool.
+                Pools that share others' slots go along by themselves.
         """
         transfers = self._transfers.reserve_host_pages(device_indices, extra_transfers)
         if transfers is None:

@@ -7,6 +7,7 @@ what fails on one rank fails on all.
 
 from __future__ import annotations
 
+import importlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +17,8 @@ import torch
 
 from sglang.srt.constants import GB
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
-from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import (
@@ -31,35 +29,12 @@ from sglang.srt.mem_cache.host.host_layout import (
 from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 
 _MOST_NAME_BYTES: Final = 256
 
 HostPoolClass: TypeAlias = type[HostKVCache[Any]]
-
-_HOST_POOLS: dict[type, HostPoolClass] = {
-    MHATokenToKVPool: MHATokenToKVPoolHost,
-    MLATokenToKVPool: MLATokenToKVPoolHost,
-    NSAIndexerPool: NSAIndexerPoolHost,
-    MambaPool: MambaPoolHost,
-    PagedDevicePool: PagedPoolHost,
-}
-"""By class of the device pool; a subclass is mirrored as the nearest of its bases that is here."""
-
-
-def register_host_pool(device_pool_class: type, host_pool_class: HostPoolClass) -> None:
-    """Mirror device pools of `device_pool_class` in pools of `host_pool_class`. Before the start.
-
-    Raises:
-        ValueError: Another class is registered for it.
-    """
-    if _HOST_POOLS.setdefault(device_pool_class, host_pool_class) is not host_pool_class:
-        raise ValueError(f"{device_pool_class.__name__} has a host pool class already")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +162,7 @@ class HostStackSettings(TypedDict):
 def build_mamba_hybrid_stack(
     pools: ModelPools, **settings: Unpack[HostStackSettings]
 ) -> tuple[str, HostPoolGroup]:
-    """As `build_kv_host_stack`, of a model with recurrent states.
+    """`build_kv_host_stack` for a model with recurrent states.
 
     Raises:
         ValueError: As `build_kv_host_stack`; or the model has no such states.
@@ -199,13 +174,13 @@ def build_mamba_hybrid_stack(
 
 
 def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:
-    bases = type(pool).__mro__
-    found = next((_HOST_POOLS[base] for base in bases if base in _HOST_POOLS), None)
-    if found is None:
+    if pool.host_pool is None:
         raise ValueError(
-            f"the hierarchical cache has no host pool for {bases[0].__name__} "
+            f"the hierarchical cache has no host pool for {type(pool).__name__} "
             f"(pool {pool.spec.name}); start without --enable-hierarchical-cache"
         )
+    module, _, name = pool.host_pool.rpartition(".")
+    found: HostPoolClass = getattr(importlib.import_module(module), name)
     return found
 
 

@@ -13,7 +13,7 @@ from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 
 MOST_REASON_BYTES: Final = 1024
-"""Of one rank's reason, in UTF-8; the rest is cut off."""
+"""Length of one rank's reason in UTF-8; the rest is cut off."""
 
 T = TypeVar("T")
 

@@ -13,14 +13,15 @@ from typing import Final, NamedTuple
 from sglang.srt.mem_cache.tree.ballot import Rates
 
 _MEMORY: Final = 4
-"""After so many measurements of full size an earlier one has lost two thirds of its weight."""
+"""Measurements of full size after which an earlier one has lost two thirds of its weight."""
 _SIZE_FADES: Final = 0.99
 _ENOUGH_SAMPLES: Final = 4
 _CUT_MARGIN: Final = 1.25
 """A read may take longer than computing by this factor: it leaves the device to other requests and
 to decoding, and rates are known to about ten percent."""
 _CUT_SLACK_S: Final = 0.01
-"""And longer by this time: no client notices it, and a cut loses what a call has half read."""
+"""A read may take longer by this time as well: no client notices it, and a cut loses what a call
+has half read."""
 _START_MARGIN: Final = 2.0
 """A read that looks slower than computing by this factor is not begun. It is larger than
 `_CUT_MARGIN` because the hit is not known yet."""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLEAR: Final = "clear"
-"""Among the kinds of calls that are watched."""
+"""Its name among the kinds of calls that are watched."""
 
 Connect = Callable[[], HiCacheStorage]
 """Makes a client with all pools registered. Raises StorageUnavailable."""
@@ -79,7 +79,7 @@ class GuardedStore:
         self._breaker = CircuitBreaker(self._probe)
         self._call_started: dict[str, float] = {}
         self.timeouts = {"get": RecentTimeouts(), "set": RecentTimeouts()}
-        """By kind of call, that is by thread."""
+        """Recent timeouts by kind of call; each kind has a thread of its own."""
         self.client: HiCacheStorage | None = None
         self.reconnects = 0
         """How often the store came back: what it held before may be gone."""

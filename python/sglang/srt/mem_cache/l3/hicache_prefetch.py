@@ -49,9 +49,9 @@ class Read:
 
     operation: PrefetchOperation
     progress: PrefetchProgress = _NO_PROGRESS
-    """As agreed last."""
+    """What the ranks agreed on last."""
     needs: dict[str, int] = field(default_factory=dict)
-    """By request: how many of the read's pages it needs, from the first on."""
+    """How many of the read's pages each request needs, counted from the first; by request."""
 
     @property
     def is_reading(self) -> bool:

@@ -28,7 +28,8 @@ class StoredPools:
     resolve: Callable[[list[PoolTransfer]], list[PoolTransfer]] = _as_given
     """Adds the transfers of pools that share others' slots. Any thread."""
     shards: Mapping[str, PoolShards] = field(default_factory=dict)
-    """By pool. Of a pool that is not here a page is one object, and this rank writes all."""
+    """How pages of a pool are divided into objects, by pool. A page of a pool that is not here is
+    one object, and this rank writes all."""
 
     def questions(self) -> list[PoolTransfer]:
         """What a backend is asked about beside the anchor: one transfer for each further object."""

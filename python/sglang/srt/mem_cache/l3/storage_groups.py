@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.storage.types import CacheOutcome
 PAGES_PER_CALL: Final = 64
 """Pages of one get or put: enough to hide the round trip, few enough to cut a read soon."""
 _STUCK_SHARE: Final = 8
-"""A get is given one page in so many of L2 at most: it keeps them for as long as it hangs."""
+"""A get is given at most one in this many pages of L2, since it keeps them while it hangs."""
 _PROMPTS_PER_QUESTION: Final = 16
 _PAGES_PER_QUESTION: Final = 1024
 """All prompts of a question together; a single prompt may have more."""

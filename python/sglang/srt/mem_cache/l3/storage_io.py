@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 5.0
-"""For calls under way to return, and again for the client to close."""
+"""Time for calls under way to return, and again for the client to close."""
 
 
 class StorageIO:

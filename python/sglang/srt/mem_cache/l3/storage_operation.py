@@ -63,7 +63,7 @@ class PrefetchOperation(_Operation):
     hashes: list[PageHash]
     """One a page asked for."""
     prefix_hashes: list[PageHash]
-    """Of the pages before."""
+    """Hashes of the pages before."""
     deadline: float
     """`time.monotonic()` seconds."""
     epoch: int

@@ -31,8 +31,8 @@ class StorageSettings:
     on_unreachable: OnUnreachable = OnUnreachable.EXIT
     pass_prefix_keys: bool = False
     tp_lcm_size: int | None = None
-    """Objects hold the heads of one rank of so many, whatever the ranks of this server, so that
-    servers of other sizes find them; None: of one rank of this server."""
+    """An object holds the heads that one of this many ranks would have, so that servers of other
+    sizes find it; None: those of one rank of this server."""
 
     @classmethod
     def from_extra_config(cls, config: Mapping[str, Any]) -> StorageSettings:

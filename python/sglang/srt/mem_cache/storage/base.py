@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,8 +185,10 @@ class HiCacheStorage(ABC):
         target_sizes: Any | None = None,
     ) -> list[torch.Tensor | None]:
         """`get` for each key."""
-        targets = target_locations if target_locations is not None else [None] * len(keys)
-        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
+        return [
+            self.get(key, target, size)
+            for key, target, size in _rows(keys, target_locations, target_sizes)
+        ]
 
     @abstractmethod
     def set(
@@ -206,8 +208,10 @@ class HiCacheStorage(ABC):
         target_sizes: Any | None = None,
     ) -> bool:
         """`set` for each key until one fails. True if all succeeded."""
-        given = values if values is not None else [None] * len(keys)
-        return all(self.set(key, value) for key, value in zip(keys, given, strict=True))
+        return all(
+            self.set(key, value, target, size)
+            for key, value, target, size in _rows(keys, values, target_locations, target_sizes)
+        )
 
     @abstractmethod
     def exists(self, key: str) -> bool:
@@ -336,3 +340,9 @@ def checked_transfer(transfer: PoolTransfer, pool: StoragePool) -> tuple[list[st
         )
     pool.check_pages(indices)
     return keys, indices
+
+
+def _rows(keys: list[str], *columns: Sequence[Any] | None) -> Iterator[tuple[Any, ...]]:
+    """Each key with its item of every column; None from a column that is None."""
+    given = ([None] * len(keys) if column is None else column for column in columns)
+    return zip(keys, *given, strict=True)

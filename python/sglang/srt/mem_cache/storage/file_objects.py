@@ -48,7 +48,7 @@ class ObjectFiles:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def is_writable_by_others(self) -> bool:
-        """Whether the root belongs to another user than root, or is writable by everybody.
+        """Whether the root belongs to another user than root, or is writable by all.
 
         This matters because a checksum detects damage, but not a foreign writer.
         """

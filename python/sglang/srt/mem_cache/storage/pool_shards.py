@@ -67,7 +67,8 @@ class PoolShards:
             pool: Its name.
             share: The heads that this rank has.
             ranks: All of them.
-            tp_lcm_size: An object holds the heads of one rank of so many; None: of this one.
+            tp_lcm_size: An object holds the heads that one of this many ranks would have; None:
+                those of this rank.
 
         Raises:
             ValueError: The heads are not split evenly, or `tp_lcm_size` cannot work; see

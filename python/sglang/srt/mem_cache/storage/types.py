@@ -99,7 +99,8 @@ class HiCacheStorageConfig:
     is_page_first_layout: bool
     model_name: str | None
     tp_lcm_size: int | None = None
-    """Objects hold the heads of one rank of so many, whatever `tp_size`; None: of this rank."""
+    """An object holds the heads that one of this many ranks would have, whatever `tp_size` is;
+    None: those of this rank."""
     should_split_heads: bool = False
     """Whether this rank's heads are several objects. The backend knows the first by the pool's
     name, and each further one as a pool of its own."""
@@ -108,8 +109,8 @@ class HiCacheStorageConfig:
     """First part of every key: weights, KV dtype, page size, byte order, format version."""
     object_names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """Last part of the keys of a pool's objects (`kv/h0-3.8`: heads 0 to 3 of 8), by pool as the
-    backend knows it. The engine names all pools. Of a pool that is not here, the objects are this
-    rank's alone, or those of all ranks with `is_mla_model`."""
+    backend knows it. The engine names all pools. Objects of a pool that is not here are this
+    rank's alone, or, with `is_mla_model`, those of all ranks."""
 
     @property
     def verify_checksum(self) -> bool:

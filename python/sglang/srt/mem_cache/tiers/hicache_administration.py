@@ -201,7 +201,7 @@ class StorageAdministration(TierFlow):
         return refuse
 
     def wait(self, tick: Callable[[], None]) -> ChangeResult:
-        """The end of the change, for who has nothing else to do than to `tick` meanwhile."""
+        """Wait for the end of the change, and call `tick` meanwhile."""
         deadline = time.monotonic() + LONGEST_STORAGE_CHANGE_S
         while (result := self.take_result()) is None:
             if time.monotonic() > deadline:

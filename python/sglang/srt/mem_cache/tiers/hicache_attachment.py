@@ -48,7 +48,7 @@ class PreparedChange:
     prefetch_policy: PrefetchPolicy | None
     """None: as it is."""
     storage: OpenStorage | None
-    """None: that which is attached."""
+    """None: the one that is attached."""
 
     def discard(self) -> None:
         """It is not going to be made."""

@@ -276,8 +276,15 @@ class HiRadixCache(RadixCache):
     ) -> ChangeResult:
         """Attach L3, or change the policies of the one that is attached, and wait for the end.
 
+        `served_model_name` must be None: objects in L3 are named after the model that the server
+        was started with.
+
         Returns whether it was done, and what or why not; unpacks to these two.
         """
+        if served_model_name is not None:
+            return ChangeResult(
+                False, "served_model_name is that of the server's start: leave it out"
+            )
         return self._change_storage(
             lambda: self.administration.begin_attaching(
                 storage_backend,

@@ -200,7 +200,7 @@ class HostBackup(TierFlow):
                 self._host.unpin(node)
         self._tree.unlock(copy.node)
         if self._states is not None:
-            # What nobody could use any more has gone when it was unlocked.
+            # What had become useless went when it was unlocked.
             landed = [node for node in landed if node.parent is not None]
             if self.write_policy != "write_back":
                 for node in landed:

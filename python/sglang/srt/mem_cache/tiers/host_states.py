@@ -72,8 +72,8 @@ class HostStates:
         return self.pool.alloc(1)
 
     def evict(self, num: int) -> int:
-        """Free `num` host states that nothing pins, if there are so many; states freed. What serves
-        nobody without its state goes too."""
+        """Free up to `num` host states that nothing pins. Returns how many were freed. What is
+        useless without its state goes too."""
         freed = 0
         while freed < num and (node := self._heap.pop()) is not None:
             self.forget(node)

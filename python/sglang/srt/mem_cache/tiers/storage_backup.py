@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 
 _BACKUP_SHARE: Final = 0.5
-"""Of L2: writes to L3 under way may hold this much, so that they do not starve it."""
+"""Share of L2 that writes to L3 under way may hold, so that they do not starve it."""
 
 
 class NoWrite(StrEnum):
@@ -65,7 +65,7 @@ class StorageBackup(TierFlow):
         self._metrics = metrics
         self._under_way: deque[StorageOperation] = deque()
         self._tokens = 0
-        """Of the writes under way."""
+        """Tokens of the writes under way."""
         self._postponed: dict[int, TreeNode] = {}
         """Nodes that wait for room among the writes under way, by id, parents first."""
 

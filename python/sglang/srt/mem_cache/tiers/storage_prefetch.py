@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFETCH_SHARE: Final = 0.5
-"""Of L2: reads under way may hold this much, so that they do not starve it."""
+"""Share of L2 that reads under way may hold, so that they do not starve it."""
 
 
 class NoRead(StrEnum):
@@ -96,7 +96,7 @@ class StoragePrefetch(TierFlow):
         self.board = PrefetchBoard(self.page_size)
         self._choice = FetchChoice(self.board)
         self._loaded: dict[str, int] = {}
-        """By request: tokens that L3 contributed."""
+        """Tokens that L3 contributed, by request."""
         self._used: set[ChildKey] = set()
         """First pages of what was put on the device or used again since the last tick."""
 
@@ -381,7 +381,7 @@ class StoragePrefetch(TierFlow):
         self._loaded.pop(rid, None)
 
     def _leave(self, rid: str) -> None:
-        """Cut the reads that nobody else waits for, and publish what has landed of them."""
+        """Cut the reads that no other request waits for, and publish what has landed of them."""
         for read in self.board.leave(rid):
             if self._publish(read, read.progress.landed) is None:
                 self._metrics.prefetch_outcomes.labels(NoRead.ORPHAN.value).inc()

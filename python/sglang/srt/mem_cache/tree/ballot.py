@@ -36,17 +36,17 @@ _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
 
 
 class Verdict(IntEnum):
-    """On one operation. The least over the ranks is what it came to."""
+    """What became of one operation. The least over the ranks counts."""
 
     UNDER_WAY = 0
-    """On some rank, until which all wait."""
+    """It is under way on some rank: all ranks wait."""
     FAILED = 1
-    """On some rank, so that it counts for none."""
+    """It failed on some rank: it counts on none."""
     LANDED = 2
 
     @classmethod
     def on(cls, *, is_good: bool) -> Verdict:
-        """Of an operation that has ended."""
+        """The verdict on an operation that has ended."""
         return cls.LANDED if is_good else cls.FAILED
 
 
@@ -58,14 +58,14 @@ class Rates(NamedTuple):
 
 
 class PrefetchProgress(NamedTuple):
-    """Of one prefetch, in pages."""
+    """How far one prefetch is, in pages."""
 
     hit: int = -1
     """Pages that the store reported; -1 while unknown."""
     landed: int = 0
     """Pages whose bytes are in host memory, from the first on."""
     ended: bool = False
-    """The transfer touches host memory no more."""
+    """The transfer no longer touches host memory."""
     expired: bool = False
     """Its time is up."""
     handed: int = 0
@@ -80,27 +80,27 @@ class Progress:
     """What one rank has seen, or what all agree on. Made at every tick."""
 
     books_digest: int = 0
-    """Of tree, free counts and queues (`Books`); must be equal on all ranks."""
+    """Digest of tree, free counts and queues (`Books`); must be equal on all ranks."""
     available: bool = True
     """No call to L3 is stuck."""
     rates: Rates = _NO_RATES
-    """Of reading from L3 and of computing; those of the slowest rank, 0 where any knows none."""
+    """Speeds of reading from L3 and of computing: the slowest rank's; 0 where any rank has none."""
     has_reconnected: bool = False
     """L3 came back after a failure, perhaps without what it held, since the ranks last agreed that
     it did."""
     writes: int = 0
     """Copies from L1 to L2 that have ended, from the head of their queue on."""
     loads: int = 0
-    """Copies from L2 to L1, the same."""
+    """Copies from L2 to L1 that have ended, likewise."""
     check: Verdict = Verdict.UNDER_WAY
     """Whether L3 still has what it was asked about; `FAILED`: it has lost pages."""
     administration: Verdict = Verdict.UNDER_WAY
     """Whether the change of L3 that an operator has begun can be made."""
     backups: Sequence[Verdict] = ()
-    """On the writes to L3 that have ended, from the head of their queue on; at most
+    """Verdicts on the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""
     prefetches: Sequence[PrefetchProgress] = ()
-    """In the order of the board: those that are waited for, then those that were cut."""
+    """Reads in the order of the board: those that requests wait for, then those that were cut."""
 
 
 def to_vector(progress: Progress) -> torch.Tensor:

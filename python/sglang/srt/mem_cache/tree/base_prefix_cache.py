@@ -176,7 +176,7 @@ class Workload(NamedTuple):
     computing: int
     """The device was given these, or they follow those in the prompt that is computed in parts."""
     waiting: Mapping[str, int]
-    """By request in the queue: what no tier had of its prompt when it came."""
+    """Tokens of each prompt in the queue that no tier had when it came, by request."""
 
 
 class BasePrefixCache(ABC):
@@ -214,12 +214,17 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
         """Take over what `req` computed so far and let it go on: its row of the
-        `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len` are updated."""
+        `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len` are updated.
+
+        Args:
+            chunked: More of its prompt follows. A tree that counts uses then counts none;
+                `RadixCache` counts a request's use when it ends.
+        """
 
     @abstractmethod
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` device slots if unlocked pages allow it, and `mamba_num`
-        states. A page that nobody can use without its state goes with it."""
+        states. A page that is useless without its state goes with it."""
 
     @abstractmethod
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:

@@ -43,7 +43,7 @@ _STORAGE_WEIGHT: Final = 0x1C3A5C85C97CB312
 _COUNT_WEIGHT: Final = 0x02F1BBCDCBFA53E0
 
 _MAX_ENTRIES: Final = 20_000
-"""Of a description: what ranks tell each other when they differ, a few megabytes."""
+"""Entries of a description, which ranks that differ send each other: a few megabytes."""
 _MAX_ENTRY_CHARS: Final = 120
 _MAX_DIFFERENCE_BYTES: Final = 512
 

@@ -32,7 +32,7 @@ class HiCacheMetrics:
         self.host_total = gauge("hicache_host_total_tokens", "Host (L2) capacity in tokens")
         self.host_stuck = gauge(
             "hicache_host_stuck_tokens",
-            "Host (L2) tokens that L3 reads keep though nobody waits for them: the call hangs",
+            "Host (L2) tokens kept by reads from L3 that hang and that no request waits for",
         )
         self.evicted = counter("evicted_tokens_total", "Tokens evicted, by tier", "tier")
         self.dropped = counter(

@@ -2,7 +2,7 @@
 
 A request is matched when it arrives, and the nodes of its prefix are marked until it is scheduled
 or goes away; those that L3 brings meanwhile are marked too. Marked nodes leave a tier after all
-others, the one that is needed last first. Where nobody waits nothing changes.
+others, the one that is needed last first. Without waiting requests nothing changes.
 
 Source: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
 CachedAttention", USENIX ATC'24: scheduler-aware eviction, here on a radix tree.
@@ -27,7 +27,7 @@ class LookAhead:
     def __init__(self) -> None:
         self._arrivals: dict[str, int] = {}
         self._ends: dict[int, TreeNode] = {}
-        """By arrival number: the deepest node of the prefix that is still in the tree."""
+        """The deepest node of each prefix that is still in the tree, by arrival number."""
 
     def add(self, rid: str, arrival: int, node: TreeNode) -> None:
         """Request `rid` will use `node` and what is above it."""

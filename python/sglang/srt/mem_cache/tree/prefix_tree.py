@@ -168,7 +168,7 @@ class PrefixTree:
         node.detach(self.page_size)
 
     def prune(self, node: TreeNode) -> int:
-        """Delete `node` if it serves nobody, and then what it leaves useless above; the device
+        """Delete `node` if it is useless, and then what it leaves useless above; the device
         tokens that this frees. Call it when `node` may have become useless."""
         freed = 0
         while self._is_useless(node):

@@ -2,7 +2,7 @@
 
 A prefix of a model with such states is usable where the tree has both its pages and the state at
 its end. Slots are evicted apart from pages. A node that has neither a state on any tier nor
-children serves nobody, and goes.
+children is useless, and goes.
 
 A request never runs on a slot of the tree: its first step reads the state and writes a slot of the
 request's own. So a state is locked by copies between tiers, and until the steps that read it are
@@ -187,7 +187,7 @@ class StateComponent(TreeComponent):
         return node.has_state
 
     def evict(self, num: int) -> int:
-        """Free `num` slots if there are candidates; slots freed. What serves nobody without its
+        """Free `num` slots if there are candidates; slots freed. What is useless without its
         state goes too. For a tree without lower tiers."""
         freed = 0
         while freed < num and (node := self.heap.pop()) is not None:
@@ -235,7 +235,7 @@ class StateComponent(TreeComponent):
 
 def _check_node(node: TreeNode) -> None:
     is_in_use = node.lock_ref or node.host_ref_counter
-    assert node.children or node.has_state or is_in_use, f"{node} serves nobody"
+    assert node.children or node.has_state or is_in_use, f"{node} is useless"
     assert node.mamba_value is None or node.value is not None, f"{node}: a state without pages"
     assert node.mamba_host_value is None or node.backuped, f"{node}: a host state without pages"
     assert not node.mamba_lock_ref or (node.lock_ref and node.mamba_value is not None), (

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 _PLACES: Final = {
     "used": "that requests run on or keep for the cache, or that copies use",
     "evictable": "of the prefix cache that nothing uses",
-    "free": "that nobody owns",
+    "free": "without an owner",
 }
 
 

@@ -115,7 +115,7 @@ class TreeNode:
         """The write of these pages to L3 under way, if any."""
         self._storage_epoch = -1
         self.hash_value: list[PageHash] | None = None
-        """Hash of each page, once somebody asked."""
+        """Hash of each page, computed when it is first asked for."""
         self.last_access_time = 0
         self.creation_time = 0
         self.hit_count = 0
@@ -123,12 +123,12 @@ class TreeNode:
         self.wanted_by: list[int] = []
         """Arrival numbers of the waiting requests that will use these pages, ascending."""
         self.tree_digest: TreeDigest
-        """Of the tree that this node is or was in; the root brings it along."""
+        """Digest of the tree that this node is or was in. The root makes it."""
         if id == ROOT_ID:
             self.tree_digest = TreeDigest()
         self.prefix: PrefixHash | None = None
-        """Of all tokens up to the end of this node, once it has been in a tree. Stays when it
-        leaves: a node comes back at no other place."""
+        """Hash of all tokens up to the end of this node, once it has been in a tree. It stays when
+        the node leaves, since a node comes back at the same place only."""
         self.span = 0
         """How the node counts in the digest."""
 
@@ -251,7 +251,7 @@ class TreeNode:
         return upper
 
     def _weight(self) -> int:
-        """Of the tiers that this node is in, for the digest."""
+        """Sum of the digest's weights of the tiers that this node is in."""
         weight = storage_weight(self._storage_epoch)
         if self.value is not None:
             weight += DEVICE_WEIGHT
@@ -260,7 +260,7 @@ class TreeNode:
         return weight
 
     def _state_weight(self) -> int:
-        """Of the tiers that the state is in, for the digest."""
+        """Sum of the digest's weights of the tiers that the state is in."""
         on_device = STATE_WEIGHT * (self.mamba_value is not None)
         return on_device + HOST_STATE_WEIGHT * (self.mamba_host_value is not None)
 

@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.test.caches.marks_pool import MarksPool, page_marks, prefix_marks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.marks_pool import MarksPool, page_marks, prefix_marks
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

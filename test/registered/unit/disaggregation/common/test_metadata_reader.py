@@ -23,7 +23,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
+from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

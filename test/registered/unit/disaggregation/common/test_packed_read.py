@@ -25,8 +25,8 @@ from sglang.srt.disaggregation.common.protocol import (
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.control_proxy import ControlProxy
-from sglang.test.prompt_scene import PAGES, PATIENT, ROOM, TOKEN, Scene, until
+from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.prompt_scene import PAGES, PATIENT, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

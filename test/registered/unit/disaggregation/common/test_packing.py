@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.common.staging import (
 )
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_rig import LocalMover
+from sglang.test.disaggregation.pd_rig import LocalMover
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -17,9 +17,9 @@ from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.protocol import Ask, Asked, Question
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.control_proxy import ControlProxy, Fate
-from sglang.test.pd_rig import one_rank
-from sglang.test.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
+from sglang.test.disaggregation.control_proxy import ControlProxy, Fate
+from sglang.test.disaggregation.pd_rig import one_rank
+from sglang.test.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

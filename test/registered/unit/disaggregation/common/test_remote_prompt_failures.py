@@ -35,8 +35,8 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_rig import LocalMover, one_rank
-from sglang.test.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
+from sglang.test.disaggregation.pd_rig import LocalMover, one_rank
+from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

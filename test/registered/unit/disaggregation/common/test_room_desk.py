@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,99 +18,19 @@ from sglang.srt.disaggregation.common.protocol import (
     Answered,
     Ask,
     Asked,
-    FirstToken,
     GiveUp,
     Hello,
-    Offer,
     Question,
     Received,
     Released,
     RoomNews,
 )
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk
-from sglang.srt.utils.network import can_connect, wait_until
+from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.desk_rig import OFFER, TOKEN, Asker, Clock, fill, until
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
-
-OFFER = Offer(2, "instance", "session", "layout", {"page size": "4"}, [])
-TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d", top_logprobs=[(-0.5, 7)])
-UNWANTED_S, SILENT_S = 300, 10
-
-
-class Clock:
-    """Stands, unless it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Asker:
-    """A decode server's connection."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], port: int) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.connect(f"tcp://127.0.0.1:{port}")
-        self._number = 0
-
-    def send(self, question: Question, number: int | None = None) -> int:
-        self._number = self._number + 1 if number is None else number
-        self.socket.send(msgspec.msgpack.encode(Asked(self._number, question)))
-        return self._number
-
-    def hear(self, timeout_ms: int = 10_000) -> Answered:
-        assert self.socket.poll(timeout_ms), "no answer"
-        return msgspec.msgpack.decode(self.socket.recv(), type=Answered)
-
-    def ask(self, question: Question) -> Answer:
-        number = self.send(question)
-        answered = self.hear()
-        assert (answered.number, answered.instance_id) == (number, "instance")
-        return answered.answer
-
-    def look(self, room: int, reader: str = "me", have: int = 0) -> RoomNews:
-        """The state of a room, now."""
-        news = self.ask(Ask(room, reader, have, may_wait=False))
-        assert isinstance(news, RoomNews)
-        return news
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def desk(clock: Clock) -> Iterator[RoomDesk]:
-    desk = RoomDesk(OFFER, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
-    yield desk
-    desk.close()
-
-
-@pytest.fixture
-def new_asker(desk: RoomDesk) -> Iterator[Callable[[], Asker]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield lambda: Asker(context, desk.port)
-    context.destroy(linger=0)
-
-
-@pytest.fixture
-def asker(new_asker: Callable[[], Asker]) -> Asker:
-    return new_asker()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    assert wait_until(is_so, 10, interval=0.005)
-
-
-def fill(desk: RoomDesk, room: int) -> None:
-    desk.open(room)
-    desk.add_pages(room, [3, 4])
-    desk.complete(room, TOKEN)
-
 
 # ---- the way of a room -------------------------------------------------------------------------
 
@@ -263,147 +183,6 @@ def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: RoomDesk, asker: 
     assert asker.look(1) == RoomNews(1, True)
 
 
-# ---- readers of several ranks ------------------------------------------------------------------
-
-
-def test_a_room_is_read_when_all_parts_of_its_reader_have_it(
-    desk: RoomDesk, new_asker: Callable[[], Asker], clock: Clock
-) -> None:
-    fill(desk, 1)
-    askers = [new_asker() for _ in range(3)]
-    for part, one in enumerate(askers):
-        news = one.ask(Ask(1, "me", 0, may_wait=False, part=part, num_parts=3))
-        assert news == RoomNews(1, True, 0, [3, 4], TOKEN)
-    assert desk.take_claimed() == [1], "they are one reader"
-    for part, one in enumerate(askers):
-        assert desk.outcome(1) is None
-        for _ in range(2):
-            assert one.ask(Received(1, "me", part)) == Released(1, was_held=True)
-    assert desk.outcome(1) == ""
-
-
-def test_a_part_that_is_silent_is_missed(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
-    """Also if it has never asked, while the others go on."""
-    fill(desk, 1)
-    for _ in range(3):
-        asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
-        assert desk.outcome(1) is None
-        clock.now += SILENT_S / 2
-    assert desk.outcome(1) == "the decode server has not been heard of for 10 s"
-
-
-def test_a_part_that_has_all_need_not_be_heard_of(
-    desk: RoomDesk, asker: Asker, clock: Clock
-) -> None:
-    fill(desk, 1)
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
-    assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
-    clock.now += SILENT_S - 1
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=1, num_parts=2))
-    clock.now += SILENT_S - 1
-    assert desk.outcome(1) is None
-
-
-def test_a_part_gives_up_for_all(desk: RoomDesk, asker: Asker) -> None:
-    fill(desk, 1)
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
-    assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
-    assert asker.ask(GiveUp(1, "me", "because")) == Released(1, was_held=False)
-    assert desk.take_given_up() == {1: "the decode server gave it up: because"}
-    assert asker.ask(Received(1, "me", 1)) == Released(1, was_held=False)
-    assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True), "it was, until then"
-
-
-def test_a_part_that_there_is_not_has_read_nothing(desk: RoomDesk, asker: Asker) -> None:
-    fill(desk, 1)
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=1))
-    assert asker.ask(Received(1, "me", 5)) == Released(1, was_held=False)
-    assert desk.outcome(1) is None
-
-
-# ---- decode servers that do not want it, or are gone -------------------------------------------
-
-
-def test_a_room_that_is_given_up_is_told_once(desk: RoomDesk, asker: Asker) -> None:
-    desk.open(1)
-    asker.look(1)
-    for reason in ("aborted" * 200, "second"):
-        assert asker.ask(GiveUp(1, "me", reason)) == Released(1, was_held=False)
-    given_up = desk.take_given_up()
-    assert given_up == {1: "the decode server gave it up: " + ("aborted" * 200)[:500]}
-    assert desk.take_given_up() == {}
-    assert desk.outcome(1) == given_up[1]
-    assert asker.look(1).failure == given_up[1]
-
-
-def test_a_room_that_has_ended_is_not_given_up(desk: RoomDesk, asker: Asker) -> None:
-    fill(desk, 1)
-    asker.look(1)
-    asker.ask(Received(1, "me"))
-    asker.ask(GiveUp(1, "me", "late"))
-    assert (desk.outcome(1), desk.take_given_up()) == ("", {})
-    fill(desk, 2)
-    asker.ask(GiveUp(2, "me", "in time"))
-    desk.end(2, "before anybody has looked")
-    assert desk.take_given_up() == {}
-
-
-def test_a_room_may_be_given_up_before_its_request_comes(
-    desk: RoomDesk, asker: Asker, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room_desk, "_MAX_UNWANTED", 2)
-    for room in (1, 2, 1, 3):
-        asker.ask(GiveUp(room, "me", f"of {room}"))
-    for room in (1, 2, 3):
-        desk.open(room)
-    assert desk.take_given_up() == {
-        room: f"the decode server gave it up: of {room}" for room in (1, 3)
-    }, "the oldest was forgotten"
-    asker.ask(GiveUp(4, "me", "of 4"))
-    clock.now += UNWANTED_S + 1
-    until(lambda: not desk._unwanted)
-    desk.open(4)
-    assert desk.take_given_up() == {}, "as late a request is another"
-
-
-def test_a_room_is_claimed_by_the_first_that_asks_for_it(desk: RoomDesk, asker: Asker) -> None:
-    for room in (1, 2, 3):
-        desk.open(room)
-    asker.ask(Hello())
-    asker.ask(Received(2, "me"))
-    asker.ask(GiveUp(3, "me", "because"))
-    assert desk.take_claimed() == ()
-    asker.look(1)
-    asker.look(1, "another")
-    asker.look(4)
-    assert desk.take_claimed() == [1]
-    assert desk.take_claimed() == ()
-
-
-def test_a_reader_that_is_not_heard_of_is_gone(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
-    fill(desk, 1)
-    asker.look(1)
-    clock.now += SILENT_S
-    assert desk.outcome(1) is None
-    asker.look(1, "somebody else")
-    clock.now += 1
-    assert desk.outcome(1) == "the decode server has not been heard of for 10 s"
-
-
-def test_reading_for_long_is_no_silence(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
-    fill(desk, 1)
-    for _ in range(5):
-        clock.now += SILENT_S
-        asker.look(1, have=2)
-        assert desk.outcome(1) is None
-    asker.send(Ask(1, "me", 2, has_token=True))
-    asker.ask(Hello())
-    clock.now += LONG_POLL_S
-    asker.hear()
-    clock.now += SILENT_S
-    assert desk.outcome(1) is None, "it was heard of until its question was answered"
-
-
 # ---- whatever comes ----------------------------------------------------------------------------
 
 
@@ -491,7 +270,7 @@ def test_questions_that_wait_are_bounded(
 def test_a_desk_that_fails_ends_the_scheduler(
     desk: RoomDesk, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the server would look healthy and serve nobody."""
+    """Else the server would look healthy and serve no request."""
 
     def fail(question: Question) -> Answer:
         raise KeyError("a defect")

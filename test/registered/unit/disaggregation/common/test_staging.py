@@ -35,8 +35,8 @@ from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pd_rig import LocalMover
-from sglang.test.prompt_scene import PATIENT, ROOM, TOKEN
+from sglang.test.disaggregation.pd_rig import LocalMover
+from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

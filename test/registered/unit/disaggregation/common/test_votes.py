@@ -8,8 +8,8 @@ import pytest
 
 from sglang.srt.disaggregation.common.votes import FAILED, SLOTS, Outcome, Votes
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank
+from sglang.test.caches.memory_ranks import MemoryExchange, run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange, run_on_ranks
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

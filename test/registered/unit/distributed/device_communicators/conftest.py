@@ -12,7 +12,11 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
 from sglang.srt.environ import envs
-from sglang.test.fake_transfer_engine import FakeTransferEngines, listening_peer, start_engine
+from sglang.test.stores.fake_transfer_engine import (
+    FakeTransferEngines,
+    listening_peer,
+    start_engine,
+)
 
 
 @pytest.fixture(autouse=True)

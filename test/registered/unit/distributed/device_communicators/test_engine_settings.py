@@ -20,7 +20,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_transfer_engine import FakeTransferEngines
+from sglang.test.stores.fake_transfer_engine import FakeTransferEngines
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -32,7 +32,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_transfer_engine import (
+from sglang.test.stores.fake_transfer_engine import (
     BASE,
     FakeCall,
     FakeTransferEngine,

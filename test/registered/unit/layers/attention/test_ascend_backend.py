@@ -24,16 +24,16 @@ from sglang.srt.layers.attention.base_attn_backend import FULL_ATTENTION, Attent
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
-from sglang.test.attention_cases import (
+from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
+from sglang.test.models.attention_cases import (
     PagedContexts,
     assert_close,
     attend,
     attention_layer,
     queries,
 )
-from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
-from sglang.test.recorded_calls import fake_torch_npu
-from sglang.test.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.test.models.recorded_calls import fake_torch_npu
+from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_npu_ci(est_time=4, suite="base-a-test-npu")

@@ -13,7 +13,8 @@ from sglang.srt.layers.attention.attention_registry import create_attention_back
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
-from sglang.test.attention_cases import (
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.models.attention_cases import (
     FP8,
     PagedContexts,
     assert_close,
@@ -21,7 +22,6 @@ from sglang.test.attention_cases import (
     attention_layer,
     queries,
 )
-from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

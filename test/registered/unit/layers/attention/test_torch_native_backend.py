@@ -27,8 +27,8 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.state_spec import KVSpec
-from sglang.test.attention_cases import PagedContexts, assert_close, attention_layer, queries
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.models.attention_cases import PagedContexts, assert_close, attention_layer, queries
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

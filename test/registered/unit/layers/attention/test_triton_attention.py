@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.triton_device import triton_device
+from sglang.test.models.triton_device import triton_device
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
@@ -37,13 +37,13 @@ from sglang.srt.layers.attention.triton_ops.extend import (  # noqa: E402
 )
 from sglang.srt.layers.attention.triton_ops.paged import split_range  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.pages import page_indices  # noqa: E402
-from sglang.test.attention_cases import (  # noqa: E402
+from sglang.test.models.attention_cases import (  # noqa: E402
     FP8,
     PagedContexts,
     assert_close,
     attend,
 )
-from sglang.test.attention_cases import queries as queries_on  # noqa: E402
+from sglang.test.models.attention_cases import queries as queries_on  # noqa: E402
 
 DTYPES = [torch.float32, HALF, *([FP8] if ON_GPU else [])]
 SHAPES = [(8, 2, 128), (6, 2, 16), (7, 1, 80), (2, 2, 64)]

@@ -23,7 +23,7 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import EOS_ID, byte_tokenizer
+from sglang.test.servers.fake_engine import EOS_ID, byte_tokenizer
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

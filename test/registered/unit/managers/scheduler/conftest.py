@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.l3 import fetch_worth
-from sglang.test.scheduler_rig import PROMPTS, SchedulerRig
+from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

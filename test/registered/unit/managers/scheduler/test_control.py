@@ -15,7 +15,7 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
+from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 register_cuda_ci(est_time=8, suite="base-b-test-1-gpu-large")

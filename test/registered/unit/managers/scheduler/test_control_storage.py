@@ -26,7 +26,7 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -118,7 +118,7 @@ def test_requests_run_while_a_backend_connects_and_until_it_is_given_up(
         rig.step(rig.request(rid, ids))
         step_until(rig, partial(ended, rig, rid))
         assert rig.results[rid].output_ids == cold
-    # One change at a time, nobody waits for idleness in vain, and looking is free.
+    # One change at a time, no wait for idleness is in vain, and looking is free.
     rig.step(ATTACH, CLEAR, DETACH, FlushCacheReqInput(req_id="flush"))
     for req_id in ("attach", "clear", "detach", "flush"):
         refused = answer(rig, req_id)

@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
+from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")

@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.managers.scheduler.launched_step import StepOutOfMemory, naming_the_remedy
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scheduler_rig import SchedulerRig, prompt
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, prompt
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -16,8 +16,8 @@ from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCac
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

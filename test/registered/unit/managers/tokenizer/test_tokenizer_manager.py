@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import string
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -27,9 +28,13 @@ from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
+from sglang.test.servers.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+LIMITS: Final = RequestLimits(
+    vocab_size=260, context_len=200, max_input_len=199, max_queued_requests=4096
+)
 
 
 def ask(text: str = "ab", **fields: Any) -> GenerateRequest:
@@ -349,16 +354,15 @@ def test_nothing_of_a_body_is_sent_where_one_of_its_requests_is_refused() -> Non
 
 
 def test_a_request_stays_as_it_was_made_and_its_message_is_settled() -> None:
-    limits = RequestLimits(vocab_size=260, context_len=200, max_input_len=199)
     params = SamplingParams(
         max_new_tokens=128, min_new_tokens=7, temperature=0.0, top_k=1000, stop="x"
     )
     request = ask(sampling_params=params, default_max_new_tokens=5)
     before = msgspec.structs.replace(params)
     tokens = token_array([65, 66])
-    check_request(request, limits)
-    check_prompt(request, tokens, limits)
-    message = tokenized(request, tokens, limits, created_time=1.5)
+    check_request(request, LIMITS)
+    check_prompt(request, tokens, LIMITS)
+    message = tokenized(request, tokens, LIMITS, created_time=1.5)
     assert request.sampling_params is params
     assert params == before
     settled = message.sampling_params
@@ -376,13 +380,26 @@ def test_a_request_stays_as_it_was_made_and_its_message_is_settled() -> None:
 def test_a_default_number_of_tokens_fits_the_context(
     default: int, least: int, prompt_len: int, settled: int
 ) -> None:
-    limits = RequestLimits(vocab_size=260, context_len=200, max_input_len=199)
     params = SamplingParams(min_new_tokens=least)
     request = ask(sampling_params=params, default_max_new_tokens=default)
     tokens = token_array([65] * prompt_len)
-    check_prompt(request, tokens, limits)
-    message = tokenized(request, tokens, limits, created_time=0.0)
+    check_prompt(request, tokens, LIMITS)
+    message = tokenized(request, tokens, LIMITS, created_time=0.0)
     assert message.sampling_params.max_new_tokens == settled
+
+
+def test_a_body_that_never_fits_the_queue_is_refused_for_good() -> None:
+    limits = dataclasses.replace(LIMITS, max_queued_requests=3)
+    for fits in (expand_samples([ask(sampling_params=SamplingParams(n=3))]), [ask(), ask()]):
+        for request in fits:
+            check_request(request, limits)
+    two_of_two = expand_samples([ask(sampling_params=SamplingParams(n=2))] * 2)
+    four = expand_samples([ask()] * 4)
+    for too_many in (two_of_two, four):
+        with pytest.raises(
+            InvalidRequest, match=r"4 outputs, and at most 3 may wait \(--max-queued-requests\)"
+        ):
+            check_request(too_many[0], limits)
 
 
 def test_samples_of_a_text_are_encoded_once() -> None:

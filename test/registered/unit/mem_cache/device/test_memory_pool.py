@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pool_readers import Layer, SpyCounter
+from sglang.test.stores.pool_readers import Layer, SpyCounter
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

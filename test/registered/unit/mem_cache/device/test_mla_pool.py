@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.pool_readers import Layer, SpyCounter
+from sglang.test.stores.pool_readers import Layer, SpyCounter
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

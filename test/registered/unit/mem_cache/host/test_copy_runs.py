@@ -26,8 +26,9 @@ from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
+from sglang.test.caches.mla_pools import make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     copy_to_device,
     device_bytes,
@@ -35,7 +36,6 @@ from sglang.test.host_pools import (
     make_host_pool,
     page_slots,
 )
-from sglang.test.mla_pools import make_mla_pool
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

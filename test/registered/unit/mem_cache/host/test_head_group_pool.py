@@ -13,12 +13,12 @@ from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
+from sglang.test.caches.marks_pool import MarksPool, MarksPoolHost, page_marks
+from sglang.test.caches.mla_pools import make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import PAGE, fill_with_random_bits, page_slots
-from sglang.test.marks_pool import MarksPool, MarksPoolHost, page_marks
-from sglang.test.mla_pools import make_mla_pool
+from sglang.test.stores.host_pools import PAGE, fill_with_random_bits, page_slots
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
 from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.host_pools import page_slots
+from sglang.test.stores.host_pools import page_slots
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
@@ -220,7 +220,7 @@ def test_copies_follow_what_the_caller_queued(layout: str, io_backend: str) -> N
             buffer.view(torch.int16).add_(turn + 1)
         backup(stream, host, source, slots, pages, io_backend)
         events = load(stream, host, target, slots, pages[::-1], io_backend)
-        # Whoever reuses the memory of a freed index tensor would send the copy elsewhere.
+        # What reuses the memory of a freed index tensor would send the copy elsewhere.
         for _ in range(8):
             torch.zeros(len(pages) * 16, dtype=torch.int64, device="cuda")
         device_slots = page_slots(pages[::-1], 16).to("cuda")

@@ -15,9 +15,10 @@ from sglang.srt.mem_cache.host.host_copy_npu import NpuPageCopier, _runs
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.page_copier import PoolPair, register_page_copier
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
-from sglang.test.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
+from sglang.test.caches.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
+from sglang.test.caches.mla_pools import make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     copy_to_host,
     device_bytes,
@@ -25,7 +26,6 @@ from sglang.test.host_pools import (
     make_host_pool,
     page_slots,
 )
-from sglang.test.mla_pools import make_mla_pool
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 register_npu_ci(est_time=3, suite="base-a-test-npu")
@@ -37,7 +37,7 @@ IO = "kernel_ascend"
 
 @pytest.fixture
 def as_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """From then on pools in CPU memory are copied as an NPU's, so many bytes of K at once."""
+    """From then on pools in CPU memory are copied as an NPU's, this many bytes of K at once."""
     monkeypatch.setattr(page_copier, "_REGISTERED", {})
 
     def use(buffer_bytes: int) -> None:

@@ -13,15 +13,15 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, SidecarPoolSpec
 from sglang.srt.mem_cache.host.page_copier import PageLoad
 from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, PoolEntry
+from sglang.test.caches.marks_pool import MarksPool, MarksPoolHost, marks_of, page_marks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     device_bytes,
     make_device_pool,
     make_host_pool,
     page_slots,
 )
-from sglang.test.marks_pool import MarksPool, MarksPoolHost, marks_of, page_marks
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
@@ -154,6 +154,14 @@ def test_a_group_needs_one_anchor_known_names_and_equal_slots() -> None:
     small = MarksPoolHost(pools.marks, 1.0, 0, PAGE, "page_first")
     with pytest.raises(ValueError, match=r"indexer shares.*kv.*16 pages of 4, not 32 of 4"):
         HostPoolGroup([replace(indexer, host_pool=small), kv])
+
+
+@pytest.mark.parametrize("field", ["device_evict_fn", "device_alloc_fn", "device_free_fn"])
+def test_functions_for_device_slots_are_refused(field: str) -> None:
+    entry = Pools().group.anchor_entry
+    given: dict[str, Any] = {field: lambda _: None}
+    with pytest.raises(ValueError, match=f"^host pool kv: {field} has no effect here"):
+        replace(entry, **given)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.host.host_layout import HostLayout, page_byte_order
 from sglang.srt.mem_cache.host.host_page_list import HostPageList
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     copy_to_device,
     copy_to_host,

@@ -13,7 +13,6 @@ from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.host import host_copy, page_copier
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.page_copier import (
     PageCopier,
     PageLoad,
@@ -22,9 +21,10 @@ from sglang.srt.mem_cache.host.page_copier import (
     make_page_copier,
     register_page_copier,
 )
+from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import page_slots
+from sglang.test.stores.host_pools import page_slots
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

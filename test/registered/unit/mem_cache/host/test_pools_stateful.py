@@ -32,10 +32,10 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParam
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.test.cache_rig import CacheRig
+from sglang.test.caches.cache_rig import CacheRig
+from sglang.test.caches.mla_pools import make_indexer_pool, make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import device_bytes, make_device_pool, page_slots
-from sglang.test.mla_pools import make_indexer_pool, make_mla_pool
+from sglang.test.stores.host_pools import device_bytes, make_device_pool, page_slots
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

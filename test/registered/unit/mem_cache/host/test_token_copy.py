@@ -12,12 +12,12 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.host_pools import PAGE, device_bytes, fill_with_random_bits, page_slots
-from sglang.test.triton_device import triton_device
+from sglang.test.models.triton_device import triton_device
+from sglang.test.stores.host_pools import PAGE, device_bytes, fill_with_random_bits, page_slots
 
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 

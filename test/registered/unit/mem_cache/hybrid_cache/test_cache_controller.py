@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.mem_cache.host.mha_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache import cache_controller
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
-from sglang.test.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
+from sglang.test.caches.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

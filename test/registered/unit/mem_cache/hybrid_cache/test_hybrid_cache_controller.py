@@ -16,10 +16,10 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     _resolve_shared_pool_transfers,
 )
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.test.caches.marks_pool import marks_of
+from sglang.test.caches.state_pools import TRAILING, StatePools
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import device_bytes, page_slots
-from sglang.test.marks_pool import marks_of
-from sglang.test.state_pools import TRAILING, StatePools
+from sglang.test.stores.host_pools import device_bytes, page_slots
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang.srt.mem_cache.l3 import guarded_store, storage_writes
-from sglang.test.hanging_store import HangingBench
+from sglang.test.stores.hanging_store import HangingBench
 
 
 @pytest.fixture

@@ -108,7 +108,8 @@ def test_a_probe_has_ended_only_when_its_result_counts(works: bool) -> None:
 
 
 class Gate:
-    """A lock that lets somebody else in first at its second taking: that of a probe's result."""
+    """A lock that lets another caller in first when it is taken the second time, for a probe's
+    result."""
 
     def __init__(self, lock: threading.Lock, somebody: Callable[[], None]) -> None:
         self._lock = lock

@@ -20,9 +20,9 @@ from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Rates
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
-from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
@@ -49,7 +49,7 @@ class Queue:
         return Workload(self.computing, self.waiting)
 
     def comes(self, *rids: str, uncached: int = ASKED) -> None:
-        """Requests of so many tokens that no tier has, of which L3 is asked for `ASKED`."""
+        """Requests with this many tokens that no tier has, of which L3 is asked for `ASKED`."""
         for rid in rids:
             self.waiting[rid] = uncached
             self.board.start(
@@ -288,7 +288,7 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
             ] == [False] * 2
         computing = 0
         ranks.tick()
-        # One has read all of both; as the other has not, nobody uses any of it.
+        # One has read all of both; as the other has not, none uses any of it.
         assert [rig.hi.check_prefetch_progress(rid) for rid in "ab" for rig in ranks.rigs] == [
             True
         ] * 4

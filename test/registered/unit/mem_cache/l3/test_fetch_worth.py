@@ -37,7 +37,7 @@ def cuts(*reads: int, rates: Rates = EQUAL, waiting: int = 0, ahead: int = 0) ->
 
 def test_a_burst_is_divided_between_the_two_queues() -> None:
     assert cuts(*[1000] * 7) == "rcrcrcr"
-    # Whoever is faster gets more of it.
+    # The faster one gets more of it.
     assert cuts(*[1000] * 8, rates=Rates(1000, 3000)).count("c") == 6
     assert cuts(*[1000] * 8, rates=Rates(3000, 1000)).count("c") == 1
 

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.l3.storage_operation import (
 )
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.hanging_store import HangingBench, wait_for
+from sglang.test.stores.hanging_store import HangingBench, wait_for
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -65,7 +65,7 @@ def test_no_more_is_read_than_the_store_has_for_all_ranks() -> None:
     board = PrefetchBoard(PAGE)
     operation = started(board)
     operation.hit_pages = 10
-    assert operation.hand_over(4), "nobody knows yet what the others have"
+    assert operation.hand_over(4), "no rank knows yet what the others have"
     board.agree([PrefetchProgress(hit=-1)])
     assert operation.hand_over(6)
     board.agree([PrefetchProgress(hit=6, handed=6)])

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.hanging_store import HangingStore, wait_for
+from sglang.test.stores.hanging_store import HangingStore, wait_for
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 

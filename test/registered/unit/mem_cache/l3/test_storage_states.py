@@ -18,10 +18,10 @@ from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.test.caches.marks_pool import marks_of
+from sglang.test.caches.state_pools import TRAILING, StatePools
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import PAGE, device_bytes, page_slots, storage_config
-from sglang.test.marks_pool import marks_of
-from sglang.test.state_pools import TRAILING, StatePools
+from sglang.test.stores.host_pools import PAGE, device_bytes, page_slots, storage_config
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

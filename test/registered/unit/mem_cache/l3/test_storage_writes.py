@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.hanging_store import HangingStore, wait_for
+from sglang.test.stores.hanging_store import HangingStore, wait_for
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

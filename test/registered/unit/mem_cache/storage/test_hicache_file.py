@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.file_objects import ObjectFiles, escape
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     copy_to_host,
     make_device_pool,

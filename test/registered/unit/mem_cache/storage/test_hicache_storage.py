@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import (
+from sglang.test.stores.host_pools import (
     PAGE,
     copy_to_host,
     make_device_pool,
@@ -262,6 +262,34 @@ def test_extra_pools_of_a_plain_backend() -> None:
     assert torch.equal(host.get_data_page(int(slot)).view(torch.int16), before.view(torch.int16))
 
 
+class NotedStorage(DictStorage):
+    """A backend that notes the arguments of its plain calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def get(self, *args: Any) -> Any:
+        self.calls.append(args)
+
+    def set(self, *args: Any) -> bool:
+        self.calls.append(args)
+        return True
+
+
+def test_plain_batches_pass_every_argument_on() -> None:
+    storage, keys = NotedStorage(), ["a", "b"]
+    storage.batch_get(keys)
+    storage.batch_get(keys, [1, 2], [3, 4])
+    assert storage.batch_set(keys, target_locations=[5, 6], target_sizes=[7, 8])
+    assert storage.calls == [
+        ("a", None, None), ("b", None, None), ("a", 1, 3), ("b", 2, 4),
+        ("a", None, 5, 7), ("b", None, 6, 8),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="shorter"):
+        storage.batch_set(keys, [1])
+
+
 def test_v1_calls_are_used_for_the_anchor() -> None:
     storage = V1Storage()
     storage.register_mem_pool_host(make_host_pool(make_device_pool(), "page_first"))
@@ -320,6 +348,8 @@ def test_malformed_transfers_name_the_field() -> None:
         storage.batch_get_v2([PoolTransfer(PoolName.KV, slots[:8], keys=keys)])
     with pytest.raises(ValueError, match="keys and host_indices"):
         storage.batch_set_v2([PoolTransfer(PoolName.KV, keys=keys)])
+    with pytest.raises(ValueError, match="kv: nodes_to_load has no effect"):
+        PoolTransfer(PoolName.KV, nodes_to_load=[])
     with pytest.raises(ValueError, match="'indexer' was not registered"):
         storage.batch_get_v2([PoolTransfer(PoolName.INDEXER, slots, keys=keys)])
 

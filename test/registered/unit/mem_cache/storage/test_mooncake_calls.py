@@ -24,8 +24,8 @@ from sglang.srt.mem_cache.storage.mooncake_store import client, mooncake_store
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_mooncake import FakeMooncakes
-from sglang.test.host_pools import (
+from sglang.test.stores.fake_mooncake import FakeMooncakes
+from sglang.test.stores.host_pools import (
     copy_to_host,
     make_device_pool,
     make_host_pool,

@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
 from sglang.srt.mem_cache.tiers.hicache_attachment import host_allocator_type
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.host_pools import make_device_pool, make_host_pool, storage_config
+from sglang.test.stores.host_pools import make_device_pool, make_host_pool, storage_config
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

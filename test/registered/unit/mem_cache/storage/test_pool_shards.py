@@ -10,8 +10,8 @@ import torch
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.storage.pool_shards import PoolShards
+from sglang.test.caches.memory_ranks import MemoryExchange, PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange, PlaceInGroup
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

@@ -25,9 +25,9 @@ from sglang.srt.mem_cache.tiers.hicache_administration import (
     ChangeResult,
 )
 from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import run_on_ranks
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

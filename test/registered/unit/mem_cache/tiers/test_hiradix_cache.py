@@ -14,9 +14,15 @@ from sglang.srt.mem_cache.l3 import hicache_prefetch
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
 )
-from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, Reused
+from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
+from sglang.test.caches.tier_rigs import (
+    FlakyStorage,
+    other_prompts,
+    three_tiers,
+    two_tiers,
+    wait_for,
+)
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.tier_rigs import FlakyStorage, other_prompts, three_tiers, two_tiers, wait_for
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 register_cuda_ci(est_time=10, suite="base-b-test-1-gpu-large")
@@ -233,6 +239,8 @@ def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:
     extra = json.dumps({"prefetch_threshold": 4})
     assert rig.hi.attach_storage_backend("file", extra) == (True, "attached file")
     assert not rig.hi.attach_storage_backend("mooncake")[0]
+    done, why = rig.hi.attach_storage_backend("file", extra, served_model_name="other")
+    assert not done and "served_model_name" in why
     rig.hi.detach_storage_backend()
     waits = json.dumps({"prefetch_threshold": 4, "on_unreachable": "wait"})
     done, why = rig.hi.attach_storage_backend("file", waits)

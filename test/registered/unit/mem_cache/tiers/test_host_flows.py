@@ -12,9 +12,9 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import Reused
+from sglang.test.caches.cache_rig import Reused
+from sglang.test.caches.tier_rigs import other_prompts, three_tiers, two_tiers
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.tier_rigs import other_prompts, three_tiers, two_tiers
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_cuda_ci(est_time=10, suite="base-b-test-1-gpu-large")

@@ -18,10 +18,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.caches.cache_rig import CacheRig, Reused
+from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.mla_rig import MLARig
-from sglang.test.storage_rigs import PAGE, StorageRigs, counts
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -31,14 +31,20 @@ from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.storage.types import StoragePool
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.marks_rig import MarksRig
+from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.storage_rigs import (
+    PAGE,
+    StorageRigs,
+    assert_one_question_for_all_prompts,
+    counts,
+    storage_io_of,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_mooncake import FakeMooncake, FakeMooncakes
-from sglang.test.marks_rig import MarksRig
-from sglang.test.mla_rig import MLARig
-from sglang.test.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
-from sglang.test.random_setup import impatient
-from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+from sglang.test.schedulers.random_setup import impatient
+from sglang.test.stores.fake_mooncake import FakeMooncake, FakeMooncakes
+from sglang.test.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
@@ -141,24 +147,7 @@ def test_rows_cut_in_two_are_read_where_rows_are_cut_alone(rigs: StorageRigs) ->
 def test_both_kinds_go_to_mooncake_and_come_back_with_one_question_for_all_prompts(
     monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    fakes = FakeMooncakes(monkeypatch)
-    monkeypatch.setattr(mooncake_store, "is_reachable", lambda config: True)
-    with StorageRigs(master_server_address="127.0.0.1:1", protocol="tcp") as rigs:
-        writer, reader = (rigs.make(kind=kind) for _ in range(2))
-        other = [*range(500, 520), 7]
-        for prompt in (PROMPT, other):
-            writer.run(prompt)
-        writer.settle()
-        assert sum(key.endswith("/indexer") for key in fakes[0].objects) == 15
-        reader.arrive("a", PROMPT)
-        reader.arrive("b", other)
-        reader.until(lambda: all(reader.tree.check_prefetch_progress(rid) for rid in "ab"))
-        assert fakes[1].calls.count("batch_is_exist") == 1
-        for rid, prompt, tokens in (("a", PROMPT, 40), ("b", other, 20)):
-            request, reused = reader.admit(rid, prompt)
-            assert reused == Reused(storage=tokens)
-            reader.finish(request)
-        reader.settle()
+    assert_one_question_for_all_prompts(monkeypatch, kind, "indexer", 15)
 
 
 @pytest.mark.parametrize("trouble", ["missing", "damaged", "truncated"])

@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.device.memory_pool import KVCache
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, StorageUnreachable
 from sglang.srt.mem_cache.host import host_memory
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
-from sglang.test.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings
+from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import run_on_ranks
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -17,13 +17,13 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
+from sglang.test.caches.memory_ranks import run_on_ranks
+from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.sharded_rig import ShardedRig, ShardedStateRig
+from sglang.test.caches.state_rig import SPEC, StateRig
+from sglang.test.caches.storage_rigs import counts, storage_io_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import run_on_ranks
-from sglang.test.mla_rig import MLARig
-from sglang.test.sharded_rig import ShardedRig, ShardedStateRig
-from sglang.test.state_rig import SPEC, StateRig
-from sglang.test.storage_rigs import counts, storage_io_of
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
@@ -118,7 +118,7 @@ def test_each_object_is_written_once_and_read_on_all_ranks(
 ) -> None:
     shares = run_on_ranks(ranks, write_all(make, PROMPT), attn_cp_size=cp)
     assert sum(shares) == len(objects(storage_dir)) == per_page * PAGES
-    assert min(shares) > 0, "everybody writes"
+    assert min(shares) > 0, "every rank writes"
     results = run_on_ranks(ranks, read_all(make, PROMPT), attn_cp_size=cp)
     assert results == [Reused(storage=160)] * ranks
 

@@ -11,9 +11,9 @@ import torch
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InitLoadBackParams
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.test.cache_rig import HeldStream, HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import HeldStream, HiCacheSettings, Reused
+from sglang.test.caches.state_rig import StateRig, depth
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.state_rig import StateRig, depth
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -13,10 +13,10 @@ import pytest
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
-from sglang.test.cache_rig import HiCacheSettings
+from sglang.test.caches.cache_rig import HiCacheSettings
+from sglang.test.caches.memory_ranks import MemoryExchange
+from sglang.test.caches.state_rig import SPEC, StateRig
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange
-from sglang.test.state_rig import SPEC, StateRig
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -19,14 +19,18 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
-from sglang.test.cache_rig import CacheRig, HeldReads, Reused
+from sglang.test.caches.cache_rig import CacheRig, HeldReads, Reused
+from sglang.test.caches.state_rig import StateRig
+from sglang.test.caches.storage_rigs import (
+    PAGE,
+    StorageRigs,
+    assert_one_question_for_all_prompts,
+    counts,
+    storage_io_of,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.fake_mooncake import FakeMooncakes
-from sglang.test.state_rig import StateRig
-from sglang.test.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
@@ -113,24 +117,7 @@ def test_a_state_that_has_seen_the_last_token_is_not_read(rigs: StorageRigs) -> 
 def test_the_prompts_of_a_tick_share_one_question_for_pages_and_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fakes = FakeMooncakes(monkeypatch)
-    monkeypatch.setattr(mooncake_store, "is_reachable", lambda config: True)
-    with StorageRigs(master_server_address="127.0.0.1:1", protocol="tcp") as rigs:
-        writer, reader = (rigs.make(kind=StateRig) for _ in range(2))
-        other = [*range(500, 520), 7]
-        for prompt in (PROMPT, other):
-            writer.run(prompt)
-        writer.settle()
-        assert sum(key.endswith("/mamba") for key in fakes[0].objects) == 2
-        reader.arrive("a", PROMPT)
-        reader.arrive("b", other)
-        reader.until(lambda: all(reader.tree.check_prefetch_progress(rid) for rid in "ab"))
-        assert fakes[1].calls.count("batch_is_exist") == 1
-        for rid, prompt, tokens in (("a", PROMPT, 40), ("b", other, 20)):
-            request, reused = reader.admit(rid, prompt)
-            assert reused == Reused(storage=tokens)
-            reader.finish(request)
-        reader.settle()
+    assert_one_question_for_all_prompts(monkeypatch, StateRig, "mamba", 2)
 
 
 @pytest.mark.parametrize("trouble", ["damaged", "truncated"])

@@ -13,11 +13,11 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, Reused
+from sglang.test.caches.cache_rig import CacheRig, Reused
+from sglang.test.caches.memory_ranks import EchoGroup
+from sglang.test.caches.storage_rigs import counts
+from sglang.test.caches.tier_rigs import FlakyStorage, three_tiers, wait_for
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.memory_ranks import EchoGroup
-from sglang.test.storage_rigs import counts
-from sglang.test.tier_rigs import FlakyStorage, three_tiers, wait_for
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_cuda_ci(est_time=10, suite="base-b-test-1-gpu-large")

@@ -13,9 +13,9 @@ import pytest
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
+from sglang.test.caches.storage_rigs import counts
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.storage_rigs import counts
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
@@ -164,7 +164,7 @@ def test_a_prompt_joins_several_reads_one_after_the_other(make: Callable[..., Ca
         for rid, ids in (("a", FIRST), ("b", SECOND), ("c", third), ("d", third)):
             rig.arrive(rid, ids)
         assert [len(rig.hi.storage_prefetch.board.reads_of(rid)) for rid in "abcd"] == [1, 2, 3, 3]
-        # In another order than they came: each takes what is there, and counts what nobody has.
+        # In another order than they came: each takes what is there, and counts what no tier has.
         assert serve(rig, "d", third) == Reused(storage=44)
         assert serve(rig, "c", third) == Reused(device=44)
         assert serve(rig, "b", SECOND) == Reused(device=36)
@@ -186,7 +186,7 @@ def test_of_a_prompt_whose_pages_the_store_lacks_nothing_is_asked_twice(
         assert read.needs == {"first": 8, "second": 6}
         reads.open()
         rig.until(lambda: read.progress.ended)
-        # It has ended, and nobody has taken yet what it brought.
+        # It has ended, and what it brought has not been taken yet.
         rig.arrive("third", FIRST)
         assert read.needs == {"first": 8, "second": 6, "third": 6}
         rig.tree.release_aborted_request("third")
@@ -237,7 +237,7 @@ def test_a_read_ends_when_the_tree_has_its_pages(make: Callable[..., CacheRig]) 
         rig.arrive("a", FIRST)
         rig.arrive("b", SECOND)
         rig.until(lambda: rig.hi.storage_prefetch.board.reads_of("a")[0].progress.landed == 1)
-        # Somebody computes the pages that both wait for, and all of the first's.
+        # Another request computes the pages that both wait for, and all of the first's.
         request, _ = rig.admit("computes", FIRST)
         rig.finish(request)
         rig.tick()
@@ -256,7 +256,7 @@ def test_a_read_ends_when_the_tree_has_its_pages(make: Callable[..., CacheRig]) 
 
 
 def test_a_read_makes_room_in_l2(make: Callable[..., CacheRig]) -> None:
-    """L2 of 16 pages, full of what nobody waits for."""
+    """L2 of 16 pages, full of what no request waits for."""
     rig = make(16, hicache_ratio=1.0)
     stored(rig, FIRST)
     for number in (1, 2):

@@ -25,10 +25,10 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import HiCacheSettings, Reused
+from sglang.test.caches.cache_rig import HiCacheSettings, Reused
+from sglang.test.caches.stepped_rig import SteppedRig
+from sglang.test.caches.tiers_machine import StateTiers, Tiers
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.stepped_rig import SteppedRig
-from sglang.test.tiers_machine import StateTiers, Tiers
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")

@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.tree.ballot import (
 from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+from sglang.test.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import EchoGroup, MemoryExchange
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 

@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.tree.digest import (
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

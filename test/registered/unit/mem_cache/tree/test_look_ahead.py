@@ -6,7 +6,7 @@ import pytest
 
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.cache_rig import CacheRig
+from sglang.test.caches.cache_rig import CacheRig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -89,7 +89,7 @@ def test_a_shared_prefix_is_kept_for_the_first_who_needs_it() -> None:
     rig.tree.check_integrity()
     match = rig.tree.match_prefix(MatchPrefixParams(RadixKey(shared)))
     assert match.last_device_node.wanted_by == [0 + 3, 2 + 3]  # three have run before
-    evict(rig, 1)  # nobody waits for it
+    evict(rig, 1)  # no request waits for it
     evict(rig, 1)  # what only the third needs
     evict(rig, 2)
     assert held(rig, 3) == 0

@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
-from sglang.test.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
+from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
+from sglang.test.caches.state_rig import SPEC, StateRequest, StateRig, depth
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.state_rig import SPEC, StateRequest, StateRig, depth
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

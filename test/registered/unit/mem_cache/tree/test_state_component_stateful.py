@@ -15,9 +15,9 @@ from hypothesis.stateful import (
 )
 
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
-from sglang.test.cache_rig import RigRequest
+from sglang.test.caches.cache_rig import RigRequest
+from sglang.test.caches.state_rig import StateRequest, StateRig, depth
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.state_rig import StateRequest, StateRig, depth
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -68,7 +68,7 @@ _EXAMPLE_PREFIX: Final = 8192
 
 
 class _DeviceMemory(TypedDict):
-    """What `pool_budget` and `size_kv_pool` both ask."""
+    """Arguments that `pool_budget` and `size_kv_pool` share."""
 
     has_own_memory: bool
     total_bytes: int
@@ -255,17 +255,20 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         "graph_bytes": runner.graph_bytes(),
     }
     states = _size_states(runner, server_args, memory)
+    all_state_bytes = 0 if states is None else (states.amount + 1) * runner.state_bytes()
     size = size_kv_pool(
         **memory,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         page_size=page_size,
         max_total_tokens=server_args.max_total_tokens,
-        state_bytes=0 if states is None else (states.amount + 1) * runner.state_bytes(),
+        state_bytes=all_state_bytes,
         context_len=runner.model_config.context_len,
     )
+    pool_bytes = (size.amount + page_size) * runner.kv_bytes_per_token()
     rows = size_running_requests(
         pool_tokens=size.amount,
         context_len=runner.model_config.context_len,
+        available_bytes=available - pool_bytes - all_state_bytes,
         max_running_requests=server_args.max_running_requests,
         states=None if states is None else states.amount,
     )

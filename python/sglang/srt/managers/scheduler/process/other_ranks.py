@@ -1,4 +1,4 @@
-"""What a scheduler's process does since it is one of several: watch the others, share the cores."""
+"""What the process of one of several ranks does: watch the others, share the cores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OtherRanks:
         return "" if self._rendezvous is None else f"rank {self._rendezvous.rank}: "
 
     def watch(self) -> None:
-        """They are there: end this process from now on when one is gone."""
+        """All ranks are there: from now on end this process when one of them is gone."""
         meeting = self._rendezvous
         if meeting is not None:
             self._watch = RankWatch(make_store(meeting), meeting.rank, meeting.size, end_process)

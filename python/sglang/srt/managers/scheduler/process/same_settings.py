@@ -18,7 +18,7 @@ _OF_A_MACHINE: Final = frozenset(
      "admin_api_key", "admin_api_key_file", "log_level", "log_requests", "enable_metrics",
      "node_rank", "dist_init_addr", "base_gpu_id", "mem_fraction_static"}
 )  # fmt: skip
-"""Fields that each machine may have its own of: paths, addresses, keys, and what of the device's
+"""Fields that may differ between machines: paths, addresses, keys, and what of the device's
 memory is used, of which the ranks take the least."""
 _CONFIG: Final = "config.json of the model"
 _DIGEST_BYTES: Final = 32

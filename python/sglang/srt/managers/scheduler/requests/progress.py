@@ -26,7 +26,7 @@ class RequestProgress:
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)
-    """Of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
+    """Logprobs of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     turn: int = 0
     """See `policy.Arrival`; set by `RequestQueues`."""

@@ -28,11 +28,11 @@ class RequestReport:
     """From its arrival to its first prefill."""
     was_scheduled: bool = False
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
-    """Of its first prefill."""
+    """What its first prefill found in the cache."""
     num_sent: int = 0
-    """Of `output_ids`, those that left for the detokenizer."""
+    """How many of `output_ids` have been sent to the detokenizer."""
     stages: Stages = field(default_factory=Stages)
-    """As far as they are over."""
+    """Durations of the stages that are over."""
     stage_began: float = 0.0
     """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
 
@@ -95,7 +95,7 @@ class Req:
         return position if position < len(spec.origin_input_ids) - 1 else None
 
     def match_key(self) -> RadixKey:
-        """What may be looked up in the cache: all, but for what gives prompt logprobs."""
+        """Tokens that may be looked up in the cache: all but those that give prompt logprobs."""
         wanted = self.next_input_logprob
         length = self.progress.num_tokens if wanted is None else wanted
         return RadixKey(self.progress.ids_between(0, length), self.spec.extra_key)

@@ -64,7 +64,7 @@ class RequestQueues:
         self._decoding = self._in[RequestState.DECODING]
         self._held = self._in[RequestState.HELD]
         self._lingering: dict[int, Req] = {}
-        """By `id`: one that lives may have the same rid."""
+        """Keyed by `id`, since a living request may have the same rid."""
         self._aborted: dict[str, Req] = {}
         self.partial: Req | None = None
         self.num_admitted = 0

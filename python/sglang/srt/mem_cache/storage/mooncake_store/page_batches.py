@@ -68,7 +68,7 @@ class PoolRows:
     memory: torch.Tensor
     """uint8 `[batches, batch_pages, row_bytes]`. One block needs only one registration."""
     _free: dict[bool, queue.SimpleQueue[torch.Tensor]]
-    """Rows of a batch that nobody uses, of gets and of sets."""
+    """Unused rows of batches, for gets and for sets."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.tiny_models import save_tiny_checkpoint
+from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

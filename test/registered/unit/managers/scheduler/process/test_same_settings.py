@@ -12,8 +12,8 @@ import pytest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.server_args import ServerArgs
+from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.memory_ranks import MemoryExchange
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -13,7 +13,7 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scheduler_rig import greedy
+from sglang.test.schedulers.scheduler_rig import greedy
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

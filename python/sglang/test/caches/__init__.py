@@ -1,0 +1,1 @@
+"""Prefix caches with real pools and made-up state."""

@@ -1,0 +1,1 @@
+"""Prefill and decode servers for tests."""

@@ -1,0 +1,80 @@
+"""Prefill and decode servers of the built-in model behind the real router, on loopback."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sglang.embedded_router import Router
+from sglang.srt.utils.network import get_free_port
+from sglang.test.servers.engine_server import EngineServer
+
+TCP: Final = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
+_START_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Servers that share the work on each request."""
+
+    prefill: list[EngineServer]
+    decode: list[EngineServer]
+    url: str
+    """Of the router."""
+
+
+def prefill_server(
+    *args: str, model: str | None = None, env: Mapping[str, str] = TCP
+) -> tuple[EngineServer, int]:
+    """A prefill server that is not started yet, and its bootstrap port."""
+    port = get_free_port()
+    flags = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
+    return EngineServer(*flags, "--page-size", "16", *args, env=env, model=model), port
+
+
+def decode_server(
+    *args: str, model: str | None = None, env: Mapping[str, str] = TCP
+) -> EngineServer:
+    """A decode server that is not started yet."""
+    flags = ("--disaggregation-mode", "decode", "--page-size", "16")
+    return EngineServer(*flags, *args, env=env, model=model)
+
+
+@contextmanager
+def router(
+    prefill: Sequence[tuple[EngineServer, int]], decode: Sequence[EngineServer], *flags: str
+) -> Iterator[str]:
+    """The URL of `sglang_router` in front of servers that are up; it ends with the block.
+
+    It sends a request once, to whatever servers there are, so that clients see what these answer.
+    """
+    with ExitStack() as stack:
+        log_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        process = Router(
+            [(server.url, port) for server, port in prefill],
+            [server.url for server in decode],
+            port=get_free_port(),
+            log_dir=Path(log_dir),
+            flags=("--disable-retries", "--disable-circuit-breaker", *flags),
+        )
+        stack.callback(process.kill)
+        process.start(_START_S)
+        yield process.url
+
+
+@contextmanager
+def halves(
+    num_prefill: int = 1, num_decode: int = 1, prefill_args: Sequence[str] = ()
+) -> Iterator[Halves]:
+    """Servers with the built-in model, and the router in front of them."""
+    with ExitStack() as stack:
+        prefill = [prefill_server(*prefill_args) for _ in range(num_prefill)]
+        decode = [decode_server() for _ in range(num_decode)]
+        for server in (*(one for one, _ in prefill), *decode):
+            stack.enter_context(server)
+        url = stack.enter_context(router(prefill, decode))
+        yield Halves([one for one, _ in prefill], decode, url)

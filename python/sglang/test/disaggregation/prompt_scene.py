@@ -1,0 +1,166 @@
+"""A prompt on its way between two small pools: the desk, what moves the bytes, and the threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import zmq
+
+from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
+from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.staging import Staging
+from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
+from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.utils.network import wait_until
+from sglang.test.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
+
+PAGE, PAGES, ROOM = 2, 16, 5
+TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
+PATIENT = Patience(bootstrap=60, waiting=60, silence=30)
+HASTY = Patience(bootstrap=0.3, waiting=0.3, silence=0.4)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    assert wait_until(is_so, 10, interval=0.005)
+
+
+class Place:
+    """A pool of two layers whose pages can be told apart, and its geometry."""
+
+    def __init__(self, value: float) -> None:
+        self.pool = MHATokenToKVPool(PAGE * PAGES, PAGE, torch.float32, 1, 2, 2, "cpu")
+        for number, buffer in enumerate(buffer for part in self.pool.parts for buffer in part):
+            slots = torch.arange(len(buffer)).reshape(-1, 1, 1)
+            buffer.copy_((value + number + slots * 0.01) * torch.ones(1, 1, 2))
+        self.geometry = PoolGeometry.of([self.pool], "w")
+
+    def page(self, page: int) -> torch.Tensor:
+        """All that the pool has of a page: `[buffers, page size, 2]`."""
+        span = slice(page * PAGE, (page + 1) * PAGE)
+        buffers = [buffer for part in self.pool.parts for buffer in part]
+        return torch.stack([buffer[span, 0].clone() for buffer in buffers])
+
+
+class Scene:
+    """Both places, the desk, and what moves bytes.
+
+    Args:
+        unit_bytes: Of packed pages; None: they are not packed.
+        link: On which they are.
+        rows: Of metadata, that the desk offers.
+    """
+
+    def __init__(
+        self,
+        unit_bytes: int | None = None,
+        link: LinkCosts = SLOW_BLOCKS,
+        rows: RowsOffer | None = None,
+    ) -> None:
+        self.there, self.here = Place(100), Place(500)
+        self.mover = LocalMover()
+        self.unit_bytes = unit_bytes
+        self.link = None if unit_bytes is None else link
+        self.units, self.staging = self._make_staging(), self._make_staging()
+        """Of the desk, and of the prompts."""
+        session_id = self.mover.get_session_id()
+        offer = self.there.geometry.offer(
+            "instance", session_id, unit_bytes=unit_bytes or 0, rows=rows
+        )
+        packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
+        self.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
+        self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._readers = itertools.count()
+        self.prompts: list[tuple[WholePrompt, threading.Thread]] = []
+
+    def _make_staging(self) -> Staging:
+        cpu = torch.device("cpu")
+        if self.unit_bytes is None:
+            return Staging(self.mover, cpu)
+        return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
+
+    def begin(
+        self,
+        own_pages: Sequence[int],
+        first_page: int = 0,
+        patience: Patience = PATIENT,
+        **fields: Any,
+    ) -> WholePrompt:
+        means = Means(
+            place=RankPlace(),
+            geometry=self.here.geometry,
+            mover=fields.pop("mover", self.mover),
+            staging=self.staging,
+            metadata=fields.pop("metadata", MetadataReader()),
+            find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
+            patience=patience,
+            context=self.context,
+            link=self.link,
+        )
+        prompt = WholePrompt(
+            Bootstrap("host", 1, fields.pop("room", ROOM)),
+            OwnSlots(pages=own_pages, first_page=first_page),
+            means,
+            f"reader {next(self._readers)}",
+            **fields,
+        )
+        thread = threading.Thread(target=prompt.run, daemon=True)
+        thread.start()
+        self.prompts.append((prompt, thread))
+        return prompt
+
+    def end(self, prompt: WholePrompt) -> WholePrompt:
+        """`prompt`, once its thread has ended."""
+        (thread,) = [thread for one, thread in self.prompts if one is prompt]
+        thread.join(30)
+        assert not thread.is_alive(), "it has not ended"
+        return prompt
+
+    def failure(self, prompt: WholePrompt) -> str:
+        """Why it did not come."""
+        assert self.end(prompt).failure is not None
+        assert (prompt.first_token, prompt.has_ended) == (None, True)
+        return prompt.failure or ""
+
+    def assert_read(self, theirs: Sequence[int], own: Sequence[int]) -> None:
+        """Assert that these pages were read and no others were touched."""
+        untouched = Place(500)
+        source = dict(zip(own, theirs, strict=True))
+        for page in range(PAGES + 1):
+            want = self.there.page(source[page]) if page in source else untouched.page(page)
+            assert torch.equal(self.here.page(page), want), page
+
+    def assert_untouched(self) -> None:
+        self.assert_read([], [])
+
+    def given_up(self) -> str:
+        """Why, as the desk has heard it."""
+        heard: dict[int, str] = {}
+
+        def is_heard() -> bool:
+            heard.update(self.desk.take_given_up())
+            return bool(heard)
+
+        until(is_heard)
+        return heard[ROOM].removeprefix("the decode server gave it up: ")
+
+    def close(self) -> None:
+        """End the threads and the desk."""
+        self.mover.release()
+        for prompt, thread in self.prompts:
+            prompt.cancel()
+            thread.join(10)
+        self.desk.close()
+        self.context.destroy(linger=0)

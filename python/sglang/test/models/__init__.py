@@ -1,0 +1,1 @@
+"""Tiny models and what is known of their outputs."""

@@ -1,0 +1,86 @@
+"""What transformers computes of a tiny checkpoint, and the same asked of a `StepDriver`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sglang.test.models.tiny_models import StepDriver
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Token ids that every tiny checkpoint has."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
+    return tokens
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal up to the rounding of fp32 sums in another order."""
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def assert_logits_of_batches(
+    model: PreTrainedModel, driver: StepDriver, cut: int = 37, length: int = 86
+) -> None:
+    """Compare a chunked prompt beside a short one, which then decode together.
+
+    Args:
+        model: Gives the right logits.
+        driver: Has run nothing.
+        cut: Tokens of the long prompt that the first step computes.
+        length: Tokens of the long prompt.
+    """
+    long, short = prompt(length + 4, 1), prompt(21, 2)
+    want_long, want_short = reference(model, long), reference(model, short)
+    # A whole prefill beside the first chunk of another, then that one's second chunk.
+    first = driver.extend([(0, short[:17]), (1, long[:cut])]).next_token_logits
+    assert_close(first, torch.stack([want_short[16], want_long[cut - 1]]))
+    second = driver.extend([(1, long[cut:length])]).next_token_logits
+    assert_close(second, want_long[length - 1 : length])
+    # Decoding together: contexts of unlike length, in pages that alternate.
+    for step in range(4):
+        pairs = [(1, long[length + step]), (0, short[17 + step])]
+        got = driver.decode(pairs).next_token_logits
+        assert_close(got, torch.stack([want_long[length + step], want_short[17 + step]]))
+
+
+@torch.inference_mode()
+def assert_greedy_words(
+    model: PreTrainedModel, driver: StepDriver, tokens: list[int], count: int = 256
+) -> None:
+    """Compare the `count` likeliest tokens after `tokens`. The checkpoint has no end token."""
+    generate: Any = model.generate
+    generated = generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    want = generated[0, len(tokens) :].tolist()
+    assert len(want) == count
+    got = [int(driver.extend([(0, tokens)]).next_token_logits[0].argmax())]
+    while len(got) < count:
+        got.append(int(driver.decode([(0, got[-1])]).next_token_logits[0].argmax()))
+    assert got == want
+
+
+def logits_of_three_steps(
+    model: PreTrainedModel, driver: StepDriver, tokens: list[int], cut: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The driver's and `model`'s `[3, vocab]`: of a chunk of `cut` tokens, of all the rest but one,
+    and of the last in a decode step."""
+    steps = [driver.extend([(0, tokens[:cut])]), driver.extend([(0, tokens[cut:-1])])]
+    steps.append(driver.decode([(0, tokens[-1])]))
+    got = torch.cat([step.next_token_logits for step in steps])
+    return got, reference(model, tokens)[[cut - 1, -2, -1]]

@@ -1,0 +1,91 @@
+"""What must hold in the random driver: of what requests give, and of the tiers at rest."""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.test.schedulers import checkable_model
+from sglang.test.schedulers.random_requests import Sent
+from sglang.test.schedulers.scheduler_rig import Collected
+from sglang.test.stores.object_store import IN_PLACE, ObjectStore
+
+
+def assert_words(sent: Sent, got: Collected) -> None:
+    """The words that have come so far are those that the prompt must give."""
+    said = got.output_ids
+    if said != sent.words[: len(said)]:
+        at = next(i for i, word in enumerate(said) if sent.words[i : i + 1] != [word])
+        raise AssertionError(
+            f"{sent.message.rid}: word {at} is {said[at]} and not {sent.words[at : at + 1]}, after "
+            f"a prompt of {len(sent.prompt)} tokens; {got.last}"
+        )
+
+
+def assert_whole(sent: Sent, got: Collected) -> None:
+    """A request that ended without being aborted gave all that it must."""
+    last, rid = got.last, sent.message.rid
+    assert last is not None and last.finish_reason is not None
+    assert not sent.is_refused, f"{rid} is too long and ran"
+    assert got.output_ids == sent.words, f"{rid} ended after {len(got.output_ids)} words"
+    expected = "stop" if sent.stops else "length"
+    assert last.finish_reason.type == expected, f"{rid} ended by {last.finish_reason}"
+    details = last.cached_tokens_details
+    assert details.total < len(sent.prompt), f"{rid}: {details}"
+    assert_input_logprobs(sent, got)
+
+
+def assert_input_logprobs(sent: Sent, got: Collected) -> None:
+    """A request that ended has the log probabilities that it asked for of its prompt."""
+    message = sent.message
+    if message.logprob_start_len >= 0:
+        start = message.logprob_start_len
+        wanted = checkable_model.input_logprobs(sent.prompt, message.seed, start)
+        assert got.input_logprobs == wanted, f"{message.rid}: wrong logprobs of its prompt"
+
+
+def assert_unpinned(tree: RadixCache) -> None:
+    """At rest no node is kept by anything."""
+    for node in tree.nodes():
+        assert not node.host_ref_counter, f"{node} is pinned though nothing is under way"
+        assert not node.lock_ref, f"{node} is locked though nothing runs"
+
+
+def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_began: float) -> None:
+    """L3 has, or has lost since, what the tree takes for stored; this rank gave it no page without
+    those before it that are this rank's to write. What other ranks failed to write it cannot know.
+
+    Args:
+        store: Of one that breaks its contract nothing is known.
+        backend: Its name.
+        epoch_began: `time.monotonic()` seconds before the tree took to this L3.
+    """
+    storage_io = tree.cache_controller.storage_io if isinstance(tree, HiRadixCache) else None
+    if storage_io is None or storage_io.storage is None or store.breaks_contract:
+        return
+    storage = storage_io.storage
+    assert isinstance(tree, HiRadixCache)
+    namespace = tree._attachment._namespace()
+    for node in tree.nodes():
+        pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
+        keys = storage.object_keys(pages, PoolName.KV)
+        if node.storage_epoch == tree.storage_link.epoch:
+            missing = [key for key in keys if not store.has_had_since(key, epoch_began)]
+            assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
+        if backend == IN_PLACE and node.parent not in (None, tree.root_node):
+            assert node.parent is not None
+            before = [f"{namespace}/{page}" for page in node.parent.page_hashes(tree.page_size)]
+            given = _written_here(storage_io, pages)
+            if any(map(store.has_had, storage.object_keys(given, PoolName.KV))):
+                above = storage.object_keys(_written_here(storage_io, before), PoolName.KV)
+                assert all(map(store.has_had, above)), f"{node} was written as an orphan"
+
+
+def _written_here(storage_io: StorageIO, pages: list[str]) -> list[str]:
+    """Those of `pages`, with their namespace, whose keys and values this rank writes."""
+    shards = storage_io.store._pools.shards.get(PoolName.KV)
+    if shards is None:
+        return pages
+    name = shards.objects[0].name
+    return [page for page in pages if shards.writes(f"{page}/{name}")]

@@ -1,0 +1,117 @@
+"""Real ranks on this machine: processes that meet, run a function, and give its results.
+
+They are forked from a server that has torch imported, so that a rank starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import multiprocessing
+import os
+import runpy
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import torch
+
+from sglang.srt.distributed.parallel_state import (
+    get_attention_tp_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
+from sglang.srt.hardware_backend.device_kinds import device_kind
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+_TIMEOUT_S: Final = 120.0
+
+
+class RankFailed(AssertionError):
+    """A rank ended badly; the message has its traceback."""
+
+
+def run_ranks(
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    attn_cp_size: int = 1,
+    device: str = "cpu",
+    preload: Sequence[str] = (),
+) -> list[Any]:
+    """What `work(*args)` gives on each rank of a server of `size` ranks, in their groups.
+
+    Args:
+        work: A function at the top of a file, which each rank loads again; what it gives can be
+            sent.
+        device: Kind of the ranks' devices. Where there are several of it, each has one, by its
+            rank.
+        preload: Modules that ranks need and that take long to import. Those of a process's first
+            call count.
+
+    Raises:
+        RankFailed: It raised on some rank, or a rank died or did not end in time. None is left.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sglang.test.schedulers.rank_processes", *preload])
+    place = inspect.getfile(work), work.__name__
+    ranks, readers = [], []
+    with open_rendezvous(size) as meeting:
+        for rank in range(size):
+            reader, writer = context.Pipe()
+            arguments = (meeting.for_rank(rank), attn_cp_size, device, writer, place, args)
+            process = context.Process(target=_rank, args=arguments)
+            process.start()
+            writer.close()
+            ranks.append(process)
+            readers.append(reader)
+    try:
+        return [_result(rank, reader) for rank, reader in enumerate(readers)]
+    finally:
+        for reader, process in zip(readers, ranks, strict=True):
+            reader.close()
+            process.kill()
+            process.join()
+
+
+def _result(rank: int, reader: Connection) -> Any:
+    if not reader.poll(_TIMEOUT_S):
+        raise RankFailed(f"rank {rank} has not ended after {_TIMEOUT_S:.0f} s")
+    try:
+        is_good, value = reader.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died") from None
+    if not is_good:
+        raise RankFailed(f"rank {rank}:\n{value}")
+    return value
+
+
+def _rank(
+    meeting: Rendezvous,
+    attn_cp_size: int,
+    device: str,
+    writer: Connection,
+    place: tuple[str, str],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    file, name = place
+    try:
+        kind = device_kind(device)
+        if kind.has_symmetric_memory:
+            device_runtime(device).set_device(meeting.rank)
+        init_distributed_environment(kind.process_group, meeting)
+        initialize_model_parallel(meeting.size, attn_cp_size)
+        if kind.has_symmetric_memory:
+            own = torch.device(device, meeting.rank)
+            get_attention_tp_group().open_symmetric_memory(own)
+        writer.send((True, runpy.run_path(file)[name](*args)))
+    except Exception:  # noqa: BLE001 - it is the parent's to raise
+        writer.send((False, traceback.format_exc()))
+    # Rank 0 has the store through which others may still be meeting.
+    with contextlib.suppress(EOFError):
+        writer.recv()
+    # Without waiting for other ranks, as the end of a world does.
+    os._exit(0)

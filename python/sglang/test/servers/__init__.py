@@ -1,0 +1,1 @@
+"""Real servers, their clients, and fakes of their other side."""

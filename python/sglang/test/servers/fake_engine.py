@@ -1,0 +1,324 @@
+"""The server process of an engine with a scheduler that echoes: real sockets, no model.
+
+`FrontServer` runs the HTTP application on a free loopback port, with the real detokenizer in a
+thread and `FakeScheduler` in another, all in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import uvicorn
+import zmq
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sglang.srt.arg_groups.disaggregation import WHOLE
+from sglang.srt.entrypoints.http.listener import BoundedServer
+from sglang.srt.entrypoints.http.protocol import bounded_protocol
+from sglang.srt.entrypoints.http.server_context import ServerContext
+from sglang.srt.entrypoints.http_server import create_app
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer, open_sockets, serve
+from sglang.srt.managers.detokenizer.incremental_detokenizer import (
+    DecoderFactory,
+    make_decoder_factory,
+)
+from sglang.srt.managers.messages.io_struct import (
+    ABORTED_BY_CLIENT,
+    AbortReq,
+    BatchTokenIDOutput,
+    CachedTokensDetails,
+    ControlReqOutput,
+    DeclineRoomReq,
+    FinishReason,
+    GetMetricsReq,
+    Message,
+    RequestOutput,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+    encode,
+    scheduler_decoder,
+)
+from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.scheduler.stop_finder import StopFinder
+from sglang.srt.managers.tokenizer.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import IpcNames, get_free_port, wait_until
+
+EOS_ID: Final = 256
+CONTEXT_LEN: Final = 200
+VOCAB_SIZE: Final = 260
+CHAT_TEMPLATE: Final = (
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '|' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with one token for each byte, `<eos>` and `<sys>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True)])
+    backend.add_special_tokens([AddedToken("<sys>", special=True)])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
+
+
+@dataclass(slots=True)
+class _Running:
+    request: TokenizedGenerateReqInput
+    finder: StopFinder
+    sent: int = 0
+
+
+@dataclass
+class FakeScheduler:
+    """Answers every request with its own prompt, repeated, one token a step.
+
+    Thread `fake-scheduler`. Outputs end by `stop_token_ids`, `max_new_tokens`, aborts, and stops
+    that the real finder finds in the text. Logprobs are `-token_id`.
+    """
+
+    ipc: IpcAddresses
+    new_decoder: DecoderFactory
+    hold: threading.Event = field(default_factory=threading.Event)
+    """While set, running requests get no further tokens."""
+    hold_after: int | None = None
+    """Tokens after which a streaming request gets no further tokens."""
+    refuse_with: FinishReason | None = None
+    """If set, every new request ends with it."""
+    control_success: bool = True
+    received: list[Message] = field(default_factory=list)
+    frame_sizes: list[int] = field(default_factory=list)
+    """Number of messages in each frame."""
+    running: dict[str, _Running] = field(default_factory=dict)
+
+    def run(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Serve until the context is terminated."""
+        source = context.socket(zmq.PULL)
+        source.bind(self.ipc.scheduler_input)
+        tokens = context.socket(zmq.PUSH)
+        tokens.connect(self.ipc.detokenizer_input)
+        control = context.socket(zmq.PUSH)
+        control.connect(self.ipc.server_input)
+        decoder = scheduler_decoder()
+        try:
+            while True:
+                idle = not self._steppable()
+                while source.poll(5 if idle else 0):
+                    messages = decoder.decode(source.recv())
+                    self.frame_sizes.append(len(messages))
+                    for message in messages:
+                        self.received.append(message)
+                        self._handle(message, tokens, control)
+                if ready := self._steppable():
+                    outputs = [self._step(one) for one in ready]
+                    self._send(tokens, [one for one in outputs if one is not None])
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            for socket in (source, tokens, control):
+                socket.close(linger=0)
+
+    def _steppable(self) -> list[_Running]:
+        if self.hold.is_set():
+            return []
+        limit = self.hold_after
+        return [one for one in self.running.values() if limit is None or one.sent < limit]
+
+    def _handle(self, message: Any, tokens: zmq.Socket[bytes], control: zmq.Socket[bytes]) -> None:
+        if isinstance(message, TokenizedGenerateReqInput):
+            if self.refuse_with is None:
+                params = message.sampling_params
+                finder = StopFinder(params, self.new_decoder(params.skip_special_tokens))
+                self.running[message.rid] = _Running(message, finder)
+            else:
+                self._send(
+                    tokens,
+                    [RequestOutput(rid=message.rid, output_ids=[], finish_reason=self.refuse_with)],
+                )
+        elif isinstance(message, AbortReq):
+            rids = list(self.running) if message.abort_all else [message.rid]
+            ended = [rid for rid in rids if self.running.pop(rid, None) is not None]
+            self._send(
+                tokens,
+                [
+                    RequestOutput(rid=r, output_ids=[], finish_reason=ABORTED_BY_CLIENT)
+                    for r in ended
+                ],
+            )
+        elif not isinstance(message, ShutdownReq | DeclineRoomReq):
+            data: dict[str, Any] = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
+            if isinstance(message, GetMetricsReq):
+                data = {"text": "sglang:num_running_reqs 0.0\n"}
+            answer = ControlReqOutput(
+                req_id=message.req_id,
+                success=self.control_success,
+                message="done" if self.control_success else "busy: running 1; try again when idle",
+                data=data,
+            )
+            control.send(encode(answer))
+
+    def _step(self, one: _Running) -> RequestOutput | None:
+        request, params = one.request, one.request.sampling_params
+        ids = request.input_ids.tolist()
+        reason: FinishReason | None = None
+        first = one.sent
+        while reason is None:
+            token = ids[one.sent % len(ids)]
+            one.sent += 1
+            output = [ids[i % len(ids)] for i in range(one.sent)]
+            match = one.finder.advance(output, may_stop=True) if params.has_text_stops else None
+            if token in (params.stop_token_ids or ()):
+                reason = FinishReason(type="stop", matched=token)
+            elif match is not None:
+                reason = FinishReason(type="stop", matched=match.stop)
+            elif one.sent >= params.max_new_tokens:
+                reason = FinishReason(type="length", length=params.max_new_tokens)
+            if request.stream:
+                break
+        if reason is not None:
+            del self.running[request.rid]
+        start = request.logprob_start_len
+        told = ids[start + 1 :] if start >= 0 and first == 0 else None
+        fresh = [ids[i % len(ids)] for i in range(first, one.sent)]
+        return RequestOutput(
+            rid=request.rid,
+            output_ids=fresh,
+            finish_reason=reason,
+            prompt_tokens=len(ids),
+            completion_tokens=one.sent,
+            cached_tokens_details=CachedTokensDetails(
+                device=1, storage=2, storage_backend="HiCacheFile"
+            ),
+            output_logprobs=[-float(t) for t in fresh] if request.return_logprob else None,
+            output_top_logprobs=[[(-float(t), t), (-999.0, 0)] for t in fresh]
+            if request.top_logprobs_num
+            else None,
+            input_logprobs=None if told is None else [-float(t) for t in told],
+            input_top_logprobs=[[(-float(t), t)] for t in told]
+            if told is not None and request.top_logprobs_num
+            else None,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_chars=one.finder.shown_chars(ended=reason is not None),
+        )
+
+    @staticmethod
+    def _send(socket: zmq.Socket[bytes], outputs: list[RequestOutput]) -> None:
+        if outputs:
+            socket.send(encode(BatchTokenIDOutput(outputs=outputs)))
+
+
+@dataclass(frozen=True)
+class FakeEngine:
+    """The two threads behind a `TokenizerManager`, and the addresses to reach them."""
+
+    ipc: IpcAddresses
+    scheduler: FakeScheduler
+    tokenizer: PreTrainedTokenizerFast
+
+    def manager(
+        self,
+        metrics: ServerMetrics | None = None,
+        disaggregation_mode: str = WHOLE,
+        max_queued_requests: int = 4096,
+    ) -> TokenizerManager:
+        """A manager that uses this engine. At most one at a time."""
+        limits = RequestLimits(
+            vocab_size=VOCAB_SIZE,
+            context_len=CONTEXT_LEN,
+            max_input_len=CONTEXT_LEN - 1,
+            max_queued_requests=max_queued_requests,
+            disaggregation_mode=disaggregation_mode,
+        )
+        return TokenizerManager(
+            ipc=self.ipc, tokenizer=self.tokenizer, limits=limits, metrics=metrics
+        )
+
+
+@contextlib.contextmanager
+def fake_engine() -> Iterator[FakeEngine]:
+    """Run a fake scheduler and the real detokenizer in threads."""
+    names = IpcNames.create()
+    ipc = IpcAddresses.from_names(names)
+    tokenizer = byte_tokenizer()
+    scheduler = FakeScheduler(ipc, make_decoder_factory(byte_tokenizer()))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def detokenize() -> None:
+        source, sink = open_sockets(context, ipc)
+        serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
+        source.close(linger=0)
+        sink.close(linger=0)
+
+    threads = [
+        threading.Thread(target=scheduler.run, args=(context,), name="fake-scheduler"),
+        threading.Thread(target=detokenize, name="fake-detokenizer"),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield FakeEngine(ipc, scheduler, tokenizer)
+    finally:
+        context.term()
+        for thread in threads:
+            thread.join()
+        names.remove()
+
+
+@dataclass(frozen=True)
+class FrontServer:
+    """A running HTTP application and its engine."""
+
+    url: str
+    engine: FakeEngine
+    context: ServerContext
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        return self.engine.scheduler
+
+
+@contextlib.contextmanager
+def front_server(**args: Any) -> Iterator[FrontServer]:
+    """Serve on a free loopback port; `args` are fields of `ServerArgs`."""
+    server_args = ServerArgs(model_path="dummy", served_model_name="echo", **args).resolve()
+    with fake_engine() as engine:
+        metrics = ServerMetrics() if server_args.enable_metrics else None
+        context = ServerContext(
+            args=server_args,
+            manager=engine.manager(
+                metrics, server_args.disaggregation_mode, server_args.max_queued_requests
+            ),
+            chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),
+            ready_details={"max_req_input_len": CONTEXT_LEN - 1},
+            model_info={"model_path": "dummy", "is_generation": True},
+        )
+        port = get_free_port()
+        config = uvicorn.Config(
+            create_app(context),
+            port=port,
+            http=bounded_protocol(),
+            ws="none",
+            log_config=None,
+            timeout_graceful_shutdown=2,
+        )
+        server = BoundedServer(config)
+        thread = threading.Thread(target=server.run, name="front-server")
+        thread.start()
+        try:
+            assert wait_until(lambda: server.started, 20.0), "uvicorn did not start"
+            yield FrontServer(f"http://127.0.0.1:{port}", engine, context)
+        finally:
+            server.should_exit = True
+            thread.join()

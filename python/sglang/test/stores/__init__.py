@@ -1,0 +1,1 @@
+"""Stores for L3, real and fake, and Transfer Engines."""

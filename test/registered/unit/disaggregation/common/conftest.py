@@ -1,0 +1,35 @@
+"""A desk with a clock that stands, and decode servers that ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.test.disaggregation.desk_rig import OFFER, SILENT_S, UNWANTED_S, Asker, Clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def desk(clock: Clock) -> Iterator[RoomDesk]:
+    desk = RoomDesk(OFFER, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
+    yield desk
+    desk.close()
+
+
+@pytest.fixture
+def new_asker(desk: RoomDesk) -> Iterator[Callable[[], Asker]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield lambda: Asker(context, desk.port)
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def asker(new_asker: Callable[[], Asker]) -> Asker:
+    return new_asker()

@@ -1,0 +1,265 @@
+"""Requests of models with recurrent states over the prefix cache: hits, snapshots, evictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+
+register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+
+PAGE = 4
+
+
+class Oracle:
+    """A tiny checkpoint, and transformers' greedy words."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hf = save_tiny_checkpoint(path, "qwen3_5", eos_token_id=None)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def words(self, tokens: list[int], count: int) -> list[int]:
+        known = self._known.get(tuple(tokens), [])
+        if len(known) < count:
+            generate: Any = self.hf.generate
+            ids = generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
+            known = self._known[tuple(tokens)] = ids[0, len(tokens) :].tolist()
+        return known[:count]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    torch.set_num_threads(1)
+    return Oracle(tmp_path_factory.mktemp("hybrid"))
+
+
+def rig_of(oracle: Oracle, **args: Any) -> SchedulerRig:
+    settings: dict[str, Any] = {
+        "page_size": PAGE,
+        "num_states": 32,
+        **args,
+    }
+    if "mamba_scheduler_strategy" not in args:
+        settings.setdefault("mamba_track_interval", 4 * PAGE)
+    return SchedulerRig(oracle.path, **settings)
+
+
+def run(rig: SchedulerRig, oracle: Oracle, rid: str, tokens: list[int], count: int) -> int:
+    """Run one request, check its words; how many of its tokens came from the cache."""
+    rig.run(rig.request(rid, tokens, greedy(count)))
+    result = rig.results[rid]
+    assert result.output_ids == oracle.words(tokens, count)
+    assert result.last is not None
+    details = result.last.cached_tokens_details
+    return details.device + details.host + details.storage
+
+
+def test_a_prompt_continues_from_the_last_snapshot_before_its_end(oracle: Oracle) -> None:
+    rig = rig_of(oracle)
+    tokens = prompt(1, 43)
+    assert run(rig, oracle, "cold", tokens, 5) == 0
+    assert run(rig, oracle, "warm", tokens, 5) == 40
+    assert run(rig, oracle, "longer", [*tokens, *prompt(2, 9)], 5) == 40
+    assert run(rig, oracle, "again", [*tokens, *prompt(2, 9)], 5) == 48
+    # The state at its end has its last token already, which must be computed again.
+    assert run(rig, oracle, "shorter", tokens[:40], 5) == 0
+    assert run(rig, oracle, "shorter again", tokens[:40], 5) == 36
+    rig.assert_clean()
+
+
+def test_decoding_leaves_snapshots_for_the_next_turn(oracle: Oracle) -> None:
+    rig = rig_of(oracle)
+    tokens = prompt(3, 10)
+    assert run(rig, oracle, "first", tokens, 40) == 0
+    assert rig.tree.mamba_evictable_size() == 2, "of the prompt, and the last of the answer"
+    turn = [*tokens, *oracle.words(tokens, 40), *prompt(4, 5)]
+    assert run(rig, oracle, "next", turn, 5) == 48
+    rig.assert_clean()
+
+
+def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: Oracle) -> None:
+    """Where steps overlap, a step runs already when the CPU learns that the request has stopped:
+    its snapshot stands behind a token too many, and so does the running state."""
+    rig = rig_of(oracle)
+    ends: set[int] = set()
+    for length in range(17, 17 + 8 * PAGE):
+        tokens = prompt(100 + length, length)
+        words = oracle.words(tokens, 12)
+        at = max(index for index, word in enumerate(words) if words.index(word) == index)
+        stops = greedy(24, ignore_eos=False, stop_token_ids=[words[at]])
+        rig.run(rig.request(f"stops {length}", tokens, stops))
+        assert rig.results[f"stops {length}"].output_ids == words[: at + 1]
+        # The last token was not computed, except by the step whose result was not awaited.
+        end = length + at
+        ends.add(end % (4 * PAGE))
+        of_prompt, of_answer = (length - 1) // PAGE * PAGE, end - end % (4 * PAGE)
+        turn = [*tokens, *words[: at + 1], *prompt(99, 3)]
+        reused = run(rig, oracle, f"next {length}", turn, 4)
+        assert reused == (of_answer if of_answer > length else of_prompt)
+    rig.assert_clean()
+    assert ends == set(range(4 * PAGE)), "ends of all kinds, one before a snapshot included"
+
+
+def test_no_buffer_takes_snapshots_of_prompts_alone(oracle: Oracle) -> None:
+    rig = rig_of(oracle, mamba_scheduler_strategy="no_buffer")
+    tokens = prompt(3, 10)
+    run(rig, oracle, "first", tokens, 30)
+    assert run(rig, oracle, "next", [*tokens, *oracle.words(tokens, 30), 7], 5) == 8
+
+
+def test_the_second_that_turns_off_leaves_a_snapshot_for_the_third(oracle: Oracle) -> None:
+    """Two prompts share 27 tokens, where no request had reason to leave a snapshot."""
+    rig = rig_of(oracle)
+    shared = prompt(5, 27)
+    assert run(rig, oracle, "1", [*shared, *prompt(6, 20)], 3) == 0
+    assert run(rig, oracle, "2", [*shared, *prompt(7, 20)], 3) == 0
+    assert run(rig, oracle, "3", [*shared, *prompt(8, 20)], 3) == 24
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("chunk", [12, 20, 64])
+def test_chunks_that_end_anywhere_change_nothing(oracle: Oracle, chunk: int) -> None:
+    """Snapshots at multiples of 8, in pages of 4."""
+    rig = rig_of(oracle, chunked_prefill_size=chunk, snapshot_alignment=8)
+    tokens = prompt(9, 90)
+    assert run(rig, oracle, "cold", tokens, 6) == 0
+    assert run(rig, oracle, "warm", tokens, 6) == 88
+    ends = [end // 8 * 8 for end in range(chunk, 50, chunk)]
+    assert run(rig, oracle, "part", [*tokens[:50], *prompt(10, 20)], 6) == max([0, *ends])
+    assert run(rig, oracle, "again", [*tokens[:50], *prompt(11, 20)], 6) == 48
+    rig.assert_clean()
+
+
+def test_ten_continue_from_one_snapshot_at_once(oracle: Oracle) -> None:
+    rig = rig_of(oracle, max_requests=10)
+    shared = prompt(12, 41)
+    run(rig, oracle, "first", shared, 4)
+    prompts = [[*shared, *prompt(20 + i, 1 + i)] for i in range(10)]
+    assert rig.generate(prompts, 20) == [oracle.words(tokens, 20) for tokens in prompts]
+    for result in list(rig.results.values())[1:]:
+        assert result.last is not None
+        assert result.last.cached_tokens_details.device == 40
+    rig.assert_clean()
+
+
+def test_samples_of_a_prompt_share_its_snapshot(oracle: Oracle) -> None:
+    rig = rig_of(oracle)
+    tokens = prompt(13, 30)
+    rig.run(
+        *[rig.request(str(n), tokens, greedy(6), sample_of="0" if n else None) for n in range(4)]
+    )
+    assert [rig.results[str(n)].output_ids for n in range(4)] == [oracle.words(tokens, 6)] * 4
+    last = rig.results["3"].last
+    assert last is not None
+    assert last.cached_tokens_details.device == 28
+
+
+def test_without_room_for_snapshots_requests_run_all_the_same(oracle: Oracle) -> None:
+    rig = rig_of(oracle, num_states=2, max_requests=2)
+    prompts = [prompt(30 + i, 20 + i) for i in range(5)]
+    assert rig.generate(prompts, 20) == [oracle.words(tokens, 20) for tokens in prompts]
+    rig.assert_clean()
+
+
+def test_a_request_that_runs_takes_the_slot_of_the_oldest_snapshot(oracle: Oracle) -> None:
+    rig = rig_of(oracle, num_states=3, max_requests=1)
+    old, new = prompt(40, 20), prompt(41, 20)
+    for rid, tokens in (("old", old), ("new", new)):
+        run(rig, oracle, rid, tokens, 3)
+    # One slot runs, one takes the snapshot: the oldest of two in the tree goes.
+    run(rig, oracle, "third", prompt(42, 20), 3)
+    assert run(rig, oracle, "new again", new, 3) == 16
+    assert run(rig, oracle, "old again", old, 3) == 0
+
+
+def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: Oracle) -> None:
+    """Two slots: one runs a request, the other has the snapshot from which the next continues. That
+    one waits, since it would be given the slot of its own snapshot."""
+    rig = rig_of(oracle, num_states=2, max_requests=2, mamba_scheduler_strategy="no_buffer")
+    tokens = prompt(43, 30)
+    run(rig, oracle, "first", tokens, 2)
+    runs, continues = prompt(45, 3), [*tokens, *prompt(44, 10)]
+    rig.step(rig.request("runs", runs, greedy(12)))
+    rig.step(rig.request("continues", continues, greedy(6)))
+    queues = rig.scheduler.state.queues
+    while queues.find("runs") is not None:
+        assert [req.rid for req in queues.waiting] == ["continues"]
+        rig.step()
+    rig.run()
+    assert rig.results["runs"].output_ids == oracle.words(runs, 12)
+    assert rig.results["continues"].output_ids == oracle.words(continues, 6)
+    last = rig.results["continues"].last
+    assert last is not None
+    assert last.cached_tokens_details.device == 28
+
+
+def test_retraction_changes_no_word(oracle: Oracle) -> None:
+    rig = rig_of(oracle, pool_tokens=120, schedule_conservativeness=0.1)
+    prompts = [prompt(50 + i, 25) for i in range(4)]
+    assert rig.generate(prompts, 30) == [oracle.words(tokens, 30) for tokens in prompts]
+    assert rig.scheduler.state.counters.retractions > 0
+    rig.assert_clean()
+
+
+def test_a_probe_leaves_nothing(oracle: Oracle) -> None:
+    rig = rig_of(oracle)
+    tokens = prompt(60, 30)
+    rig.run(rig.request(HEALTH_CHECK_RID_PREFIX, tokens, greedy(20)))
+    assert rig.results[HEALTH_CHECK_RID_PREFIX].output_ids == oracle.words(tokens, 20)
+    match = rig.tree.match_prefix(MatchPrefixParams(RadixKey([*tokens, 1])))
+    assert not len(match.device_indices)
+    assert rig.tree.evict(EvictParams(mamba_num=1)).mamba_num_evicted == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_work_gives_the_words_of_transformers(oracle: Oracle, seed: int) -> None:
+    """Families of prompts over small pools: hits, retractions, aborts and evictions mixed."""
+    random = Random(seed)
+    page = random.choice([1, 4])
+    rig = rig_of(
+        oracle,
+        page_size=page,
+        mamba_track_interval=page * random.choice([4, 8]),
+        num_states=random.choice([4, 6, 12]),
+        pool_tokens=200,
+        max_requests=4,
+        chunked_prefill_size=random.choice([8, 12, 64]),
+        schedule_conservativeness=0.1,
+        radix_eviction_policy=random.choice(["lru", "lfu"]),
+    )
+    stems = [prompt(900 + i, 40) for i in range(3)]
+    asked: dict[str, tuple[list[int], int]] = {}
+    for number in range(24):
+        stem = random.choice(stems)
+        tail = prompt(1000 * seed + number, random.randint(1, 12))
+        tokens = [*stem[: random.randint(0, len(stem))], *tail]
+        rid, count = str(number), random.randint(1, 24)
+        asked[rid] = tokens, count
+        rig.step(rig.request(rid, tokens, greedy(count)))
+        for _ in range(random.randint(0, 6)):
+            rig.step()
+            rig.check()
+        if random.random() < 0.15:
+            rig.step(rig.abort(rid))
+    rig.run()
+    for rid, (tokens, count) in asked.items():
+        output = rig.results[rid].output_ids
+        reason = rig.results[rid].finish_reason
+        is_whole = reason is not None and reason.type != "abort"
+        assert output == oracle.words(tokens, count if is_whole else len(output))
+    rig.assert_clean()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
