@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.models.model_oracle import logits_of_batches
 from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, prompt
 
@@ -22,25 +20,14 @@ pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 
 
-def logits(path: Path, device: str) -> torch.Tensor:
-    """Of two chunks of a prompt, of decode steps, and of a short prompt beside them."""
-    driver = StepDriver(path, page_size=16, device=device)
-    long, short = prompt(1, 90), prompt(2, 21)
-    steps: list[Callable[[], LogitsProcessorOutput]] = [
-        lambda: driver.extend([(0, short[:17]), (1, long[:37])]),
-        lambda: driver.extend([(1, long[37:86])]),
-        *[partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)],
-    ]
-    # The next captured step overwrites the logits of one.
-    return torch.cat([step().next_token_logits.cpu().clone() for step in steps])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_a_cpu(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family)
-    torch.testing.assert_close(
-        logits(tmp_path, "cuda"), logits(tmp_path, "cpu"), rtol=1e-3, atol=1e-3
+    got, want = (
+        logits_of_batches(StepDriver(tmp_path, page_size=16, device=device))
+        for device in ("cuda", "cpu")
     )
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.test.models.tiny_models import StepDriver
 
 
@@ -52,6 +55,19 @@ def assert_logits_of_batches(
         pairs = [(1, long[length + step]), (0, short[17 + step])]
         got = driver.decode(pairs).next_token_logits
         assert_close(got, torch.stack([want_long[length + step], want_short[17 + step]]))
+
+
+def logits_of_batches(driver: StepDriver) -> torch.Tensor:
+    """fp32 `[11, vocab]` on the CPU: of two chunks of a prompt beside a short one, and of steps in
+    which both decode. The driver has run nothing."""
+    long, short = prompt(90, 1), prompt(21, 2)
+    steps: list[Callable[[], LogitsProcessorOutput]] = [
+        partial(driver.extend, [(0, short[:17]), (1, long[:37])]),
+        partial(driver.extend, [(1, long[37:86])]),
+        *(partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)),
+    ]
+    # At once: the logits of a captured step are overwritten by the next.
+    return torch.cat([step().next_token_logits.cpu().clone() for step in steps])
 
 
 @torch.inference_mode()

@@ -241,7 +241,8 @@ def test_a_block_gives_what_it_gives_in_torch(
         out, _ = block.forward(x.clone(), torch.zeros_like(x))
         assert isinstance(out, torch.Tensor)
         found.append(out)
-    assert relative_error(found[1], found[0]) < (1e-5 if dtype is torch.float32 else 5e-3)
+    # Both round to bf16 in between, at places of their own: its unit is 8e-3.
+    assert relative_error(found[1], found[0]) < (1e-5 if dtype is torch.float32 else 1e-2)
 
 
 def test_one_expert_of_many_tokens_is_read_by_all() -> None:
