@@ -93,19 +93,14 @@ def expected(args: argparse.Namespace, ranks: int, cp: int) -> dict[str, Any]:
             "kv_mb_given_per_layer": round(split * per_rank * kv_bytes / 1e6, 4),
             # Of keys and values in each layer, and of the last token's hidden state.
             "cp": split * (args.layers + 1),
-            # Behind attention and MLP of each layer, the embedding, and the logits.
-            "tp": (tp > 1) * (2 * args.layers + 2),
+            # Behind attention and MLP of each layer, and of the embedding. What sampling reads of
+            # other ranks' logits is not part of a step here.
+            "tp": (tp > 1) * (2 * args.layers + 1),
         },
         "decode": {
             "cp": 0,
-            "tp": (tp > 1) * (2 * args.layers + 2),
-            "tp_mb_given": round(
-                (tp > 1)
-                * _BATCH
-                * ((2 * args.layers + 1) * hidden + VOCABULARY // tp * _FP32)
-                / 1e6,
-                4,
-            ),
+            "tp": (tp > 1) * (2 * args.layers + 1),
+            "tp_mb_given": round((tp > 1) * _BATCH * (2 * args.layers + 1) * hidden / 1e6, 4),
         },
     }
 

@@ -190,7 +190,9 @@ def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, 
     found = {}
     for unit in units:
         packer = Packer(side.geometry.page_rows(), side.staging[unit])
-        offer = side.geometry.offer(f"desk {unit}", side.engine.get_session_id(), packer.unit_bytes)
+        offer = side.geometry.offer(
+            f"desk {unit}", side.engine.get_session_id(), unit_bytes=packer.unit_bytes
+        )
         desk = RoomDesk(offer, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
         for case in all_cases:
             if case.unit_mib == unit:

@@ -486,14 +486,9 @@ def test_control_messages_that_are_lost_doubled_and_late(
     with ControlProxy(pair.prefill.endpoint, fate) as proxy:
         monkeypatch.setattr(pair, "endpoint", proxy.endpoint)
         for turn in range(3):
-            check(
-                pair,
-                single,
-                *(
-                    pair.request(f"{share} {turn} {n}", prompt(200 + 10 * turn + n, 20 + 17 * n))
-                    for n in range(8)
-                ),
-            )
+            prompts = [prompt(200 + 10 * turn + n, 20 + 17 * n) for n in range(8)]
+            names = (f"{share} {turn} {n}" for n in range(8))
+            check(pair, single, *map(pair.request, names, prompts))
         assert proxy.counts["lost"] and proxy.counts["doubled"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear_attention.delta_net import (
     DeltaNetHeads,
@@ -15,6 +14,7 @@ from sglang.srt.layers.linear_attention.delta_net import (
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
+from sglang.srt.models.gated_attention import GatedAttention
 from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM, MakeAttention
 from sglang.srt.models.qwen3_moe import sparse_layers, sparse_options
 

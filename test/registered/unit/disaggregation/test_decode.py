@@ -445,11 +445,9 @@ def test_retracted_requests_go_before_new_ones(model: Path) -> None:
     while not rig.scheduler.state.counters.retractions:
         rig.step()
     rig.step(rig.ask("new", ids[3], 3, greedy(4)))
-    waiting = {req.rid for req in rig.scheduler.state.queues.waiting}
-    while waiting - {"new"}:
+    while waiting := {req.rid for req in rig.scheduler.state.queues.waiting} - {"new"}:
         assert len(rig.servers.begun) == 3, f"{waiting} wait, and a new request got slots"
         rig.step()
-        waiting = {req.rid for req in rig.scheduler.state.queues.waiting}
     rig.run_until(lambda: len(rig.servers.begun) == 4)
     rig.prompt(3).come(ids[3])
     rig.run()

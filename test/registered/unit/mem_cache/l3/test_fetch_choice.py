@@ -207,8 +207,11 @@ class TwoRanks:
         exchange = MemoryExchange(len(rates), deadline_s=60)
         self._pool = ThreadPoolExecutor(len(rates))
         for rank, (rig, known) in enumerate(zip(self.rigs, rates, strict=True)):
-            rig.hi._group = exchange.group(rank)
-            storage_io = rig.hi.cache_controller.storage_io
+            controller = rig.hi.cache_controller
+            controller._destroy_prefetch_sync_groups()
+            rig.hi._group = controller.ranks = exchange.group(rank)
+            controller._create_prefetch_sync_groups()
+            storage_io = controller.storage_io
             assert storage_io is not None
             for _ in range(4):
                 storage_io.worth.reads.add(known.reads, 1.0)
