@@ -68,7 +68,7 @@ class Remote(Protocol):
         """Begin to get a prompt."""
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
-        """Tell a prefill server that nobody will get a prompt."""
+        """Tell a prefill server that its prompt will not be read."""
 
     def close(self) -> None:
         """End its threads."""
@@ -88,7 +88,7 @@ class _Coming:
     """A request whose prompt is on its way."""
 
     number: int
-    """Of all prompts so far; the same on all ranks."""
+    """Its place among all prompts so far; the same on all ranks."""
     req: Req
     prompt: Prompt
 
@@ -124,18 +124,18 @@ class DecodeHalf:
         self._remote = remote
         self._wait_s = wait_s
         self._wanted: dict[str, _Wanted] = {}
-        """By id, in order of arrival."""
+        """Requests that wait for slots, by id, in order of arrival."""
         self._coming: dict[str, _Coming] = {}
         self._lingering: dict[int, _Coming] = {}
-        """Of requests that have ended, prompts that may still be read; by number."""
+        """Prompts of ended requests that may still be read; by number."""
         self._let_go: list[Req] = []
         self._votes = Votes(group or SingleRank())
-        """By number of the prompt."""
+        """Votes on prompts, by their number."""
         self._num_begun = 0
         self._ended: list[tuple[Req, FinishReason]] = []
         self._received: list[tuple[Req, FirstToken]] = []
         self._owners: dict[int, str] = {}
-        """By room: the id of the request that has it."""
+        """The id of the request that has a room."""
         registry = state.metrics.registry
         self._metrics = DisaggregationMetrics(
             registry,

@@ -66,7 +66,7 @@ _MAX_DECLINING: Final = 32
 _MAX_CONVERSATIONS: Final = 16_384
 """At once; ZMQ's own limit is 1023, and large servers hold more requests."""
 _ROUTE_BYTES: Final = 2048
-"""Of a rank's route as JSON, at most."""
+"""Most bytes of a rank's route as JSON."""
 
 
 class Engine(Mover, Protocol):
@@ -85,7 +85,7 @@ class HalfServer:
 
     make: MakeHalf
     routes: list[Route]
-    """Of all ranks, for the bootstrap server; empty on a decode server, which nobody looks for."""
+    """Routes of all ranks, for the bootstrap server; empty on a decode server, which has none."""
 
 
 def make_half_server(

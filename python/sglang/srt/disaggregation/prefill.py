@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LOST_STATUS: Final = 503
 REMEMBER_S: Final = 60.0
-"""For how long a room that has ended is nobody else's."""
+"""For how long a room that has ended is not given to another request."""
 
 
 class RoomVote(IntEnum):
@@ -60,13 +60,15 @@ class Desk(Protocol):
 
 
 def prompt_digest(ids: TokenArray) -> str:
-    """Of a prompt's token ids."""
+    """The digest of a prompt's token ids."""
     return xxhash.xxh3_64_hexdigest(ids.tobytes())
 
 
 def sampling_digest(params: SamplingParams) -> str:
-    """Of all that makes the first token another than the most likely one; "" without any. A seed
-    that a server has drawn is not in it."""
+    """The digest of all that makes the first token another than the likeliest; "" without any.
+
+    A seed that a server has drawn is not in it.
+    """
     draws = None
     if not params.is_greedy:
         draws = params.temperature, params.top_p, params.top_k, params.min_p, params.sampling_seed
@@ -115,21 +117,21 @@ class PrefillHalf:
         self._desk = desk
         self._wait_s = wait_s
         self._votes = Votes(group or SingleRank())
-        """By room."""
+        """Votes on prompts, by room."""
         self._unclaimed: dict[int, float] = {}
-        """By room: when the request came, in seconds of the scheduler's ticks; in this order."""
+        """When a room's request came, in seconds of the scheduler's ticks; in this order."""
         self._asked: dict[int, float] = {}
-        """By room: `time.monotonic()` at which a decode server was found to ask for it."""
+        """`time.monotonic()` at which a decode server was found to ask for a room."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
-        """By id: requests that are complete, and how they end if all goes well."""
+        """Requests that are complete, by id, and how they end if all goes well."""
         self._metadata = metadata
         self._rows: dict[int, int] = {}
-        """By room: its row."""
+        """The row of each room that has one."""
         self._rowless: dict[int, FirstToken] = {}
-        """By room: what waits for a row; in this order."""
+        """What waits for a row, by room; in this order."""
         self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
-        """By room: the id of the request that has it."""
+        """The id of the request that has a room."""
         self._past: dict[int, float] = {}
         """Rooms that have ended, and when, in seconds of the scheduler's ticks; in this order."""
         self._metrics = DisaggregationMetrics(

@@ -27,7 +27,7 @@ from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 NUM_ROWS: Final = 512
-"""Of a rank: 2 MiB. Requests that need one more wait."""
+"""Rows of a rank: 2 MiB. Requests that need one more wait."""
 _WORD_BYTES: Final = 4
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -54,7 +54,7 @@ def metadata_device(pages: torch.device) -> torch.device | None:
 
 
 def host_identity() -> str:
-    """Of this machine since its last start; the same in all its containers."""
+    """A name of this machine since its last start; the same in all its containers."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -117,11 +117,11 @@ class MetadataBuffers:
         return self._runtime.allocations_of([self._rows])
 
     def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each tensor, of which there is one: address, bytes, and bytes of a row."""
+        """Address, bytes, and bytes of a row, for each tensor, of which there is one."""
         return [self._rows.data_ptr()], [self._rows.nbytes], [ROW_BYTES]
 
     def address(self, index: int) -> int:
-        """Of a row."""
+        """Where a row begins."""
         return self._rows.data_ptr() + index * ROW_BYTES
 
     def take(self, timeout: float = 0.0) -> int | None:
@@ -137,7 +137,7 @@ class MetadataBuffers:
         raw = pack_row(room, words)
         if raw is None:
             return False
-        # Of whole words: such short copies to a GPU do not wait behind long ones.
+        # In whole words: such short copies to a GPU do not wait behind long ones.
         raw = raw.ljust(-(-len(raw) // _WORD_BYTES) * _WORD_BYTES, b"\0")
         row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         with self._beside_steps():
@@ -145,7 +145,7 @@ class MetadataBuffers:
         return True
 
     def clear(self, index: int) -> None:
-        """Make it nobody's. Peers see that when it returns."""
+        """Mark it as free. Peers see that when it returns."""
         with self._beside_steps():
             self._rows[index, :HEAD_BYTES].zero_()
 

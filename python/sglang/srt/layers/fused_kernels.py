@@ -155,7 +155,7 @@ class FusedKernels:
     run_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights], torch.Tensor]
     """For tokens so few that reading the weights of their experts is what takes time."""
     rows_added_in_product: int
-    """From so many rows on a product adds the residual itself."""
+    """Rows from which on a product adds the residual itself."""
     has_grouped_mm: bool
     """Whether `torch._grouped_mm` takes bf16 on the device, reading nothing back."""
     runs_fla: bool

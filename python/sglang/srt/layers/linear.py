@@ -140,7 +140,7 @@ class RowParallelLinear(WeightedLayer):
         self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
         kernels = fused_kernels(placement.device)
         self._rows_added: int | None = None
-        """From so many rows on, the residual is added inside the product; None: never."""
+        """Rows from which on the residual is added inside the product; None: never."""
         if kernels is not None and self.bias is None and self._group.size == 1:
             self._rows_added = kernels.rows_added_in_product
 

@@ -38,7 +38,7 @@ class VocabLogits:
         return VocabLogits(self.part[:count], self.tokens, self._group)
 
     def whole(self) -> torch.Tensor:
-        """fp32 `[n, vocab_size]`. Nobody writes to it. Gathered by the first call."""
+        """fp32 `[n, vocab_size]`, to be read only. The first call gathers it."""
         if self._group.size == 1:
             return self.part
         if self._whole is None:

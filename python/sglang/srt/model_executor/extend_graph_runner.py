@@ -135,7 +135,7 @@ class ExtendGraphRunner:
     def _states_of(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
         """What kernels read of a step's states, in the order of the static tensors."""
         states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
-        assert states is not None and num_new is not None, "whoever made the batch gave it states"
+        assert states is not None and num_new is not None, "the maker of the batch gave it states"
         plan = ShortPlan.of(
             num_new, states.track_lens_cpu, forward_batch.input_ids.device, self._max_requests
         )

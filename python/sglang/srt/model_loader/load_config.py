@@ -30,9 +30,9 @@ class LoadConfig:
     load_format: str = "auto"
     """A key of `loader.WEIGHT_SOURCES`; "auto" is "safetensors"."""
     random_seed: int = 0
-    """Of `dummy` weights."""
+    """The seed of `dummy` weights."""
     seed_instance: SeedAddress | None = None
-    """Of `remote_instance` weights."""
+    """Where `remote_instance` weights come from."""
     device: str = "cpu"
     tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
     """The ranks that split the model's layers."""

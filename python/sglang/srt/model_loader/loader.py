@@ -31,7 +31,7 @@ WEIGHT_SOURCES: Mapping[str, Callable[[ModelConfig, LoadConfig], WeightSource]] 
         "remote_instance": RemoteInstanceWeights,
     }
 )
-"""By what `--load-format` says."""
+"""Sources of weights by the value of `--load-format`."""
 
 
 def get_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
@@ -45,7 +45,7 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
     """This rank's share of a model, on its device; the weights have any values.
 
     Raises:
-        ValueError: The model cannot be split over so many ranks.
+        ValueError: The model cannot be split over this number of ranks.
     """
     placement = TensorPlacement(
         dtype=model_config.dtype,

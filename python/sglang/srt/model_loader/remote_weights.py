@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES: Final = 256 * MIB
 """Read in one go, while those read before are hashed."""
 _STAGED_BYTES: Final = 32 * MIB
-"""Of those, at most what arrives in staging memory."""
+"""Most bytes among those that arrive in staging memory."""
 _BATCH_TIMEOUT_S: Final = 30.0
 _LEAST_RATE: Final = 10e6
 """Bytes a second; a slower seed is given up."""

@@ -22,7 +22,7 @@ DIGEST_TIMEOUT_S: Final = 600.0
 """Until the seed has read all its weights once, beside what it serves."""
 _POLL_S: Final = 0.1
 _MOST_BYTES: Final = 64 * MIB
-"""Of an answer; a tensor takes about 300."""
+"""Most bytes of an answer; a tensor takes about 300."""
 
 
 class SeedClient:

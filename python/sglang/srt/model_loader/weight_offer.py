@@ -17,9 +17,9 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
     """The part of one checkpoint tensor that a rank holds."""
 
     dtype: str
-    """As torch names it: `bfloat16`."""
+    """torch's name of it, like `bfloat16`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's shape."""
     split_dim: int = 0
     split_ranges: tuple[tuple[int, int], ...] = ()
     """Begins and ends of the rank's parts of `split_dim`, one for each of `split_runs`, which
@@ -55,8 +55,8 @@ class WeightsDigest(msgspec.Struct, frozen=True, kw_only=True):
     identity: str
     """See `weights_identity`; the same of all ranks."""
     checksums: dict[str, list[str]]
-    """By tensor: xxh3-128 of the bytes of each cell (`HeldRanges.cells`) in the rank's memory, row
-    by row, 32 hexadecimal digits."""
+    """For each tensor xxh3-128 of the bytes of each cell (`HeldRanges.cells`) in the rank's memory,
+    row by row, 32 hexadecimal digits."""
 
 
 class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, str]
     """See `config_values`."""
     protocol: str
-    """Of its Transfer Engine."""
+    """The protocol of its Transfer Engine."""
     ranks: int
     """How many ranks the seed has."""
     tensors: dict[str, TensorPart]

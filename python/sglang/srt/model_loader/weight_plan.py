@@ -193,7 +193,7 @@ class _Planner:
     def _candidates(
         self, name: str, part: Range, cells: Sequence[Range], holders: Sequence[_Held]
     ) -> list[int]:
-        """Who can give a part, and has checksums of its cells. Raises ValueError: nobody."""
+        """Ranks that can give a part, with its cells' checksums. Raises ValueError: none can."""
         having = [at for at, held in enumerate(holders) if held.ranges.offset_of(part) is not None]
         if not having:
             raise ValueError(f"tensor {name!r}: {part[0]} to {part[1]} is on none of its ranks")

@@ -86,7 +86,7 @@ def common_parts(wanted: HeldRanges, holders: Sequence[HeldRanges]) -> list[Rang
 
 
 class EvenSpread:
-    """Chooses among replicas: whoever was asked for the fewest bytes until now.
+    """Chooses among replicas: the one that was asked for the fewest bytes until now.
 
     Args:
         num_holders: How many there are.
@@ -98,7 +98,7 @@ class EvenSpread:
         self._first = first
 
     def choose(self, candidates: Sequence[int], num_bytes: int) -> int:
-        """One of `candidates`, which is going to give so many bytes."""
+        """The one of `candidates` that is going to give these bytes."""
         count = len(self.num_bytes)
         chosen = min(
             candidates,

@@ -22,7 +22,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: Text
     """Drawn at its start: another one at the same address is another server."""
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
-    """Of the server."""
+    """How many ranks the server has."""
     attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
     """Over how many of them the heads of attention are split; see `RankGroup`."""
 

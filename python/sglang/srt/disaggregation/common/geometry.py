@@ -31,9 +31,9 @@ from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateSpec
 
 STAGING_BYTES: Final = 32 * MIB
-"""Of a buffer that pages are read into, at least."""
+"""Least bytes of a buffer that pages are read into."""
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""By bytes: what copies of raw memory move at once."""
+"""Words that copies of raw memory move, by their bytes."""
 
 
 class CannotServe(ValueError):
@@ -56,7 +56,7 @@ class PoolGeometry:
 
     @classmethod
     def of(cls, pools: Sequence[BaseDevicePool], weights_identity: str) -> PoolGeometry:
-        """Of the pools of a model whose requests own slots of one of them, and maybe a state."""
+        """The geometry of a model's pools; requests own slots of one of them, and maybe a state."""
         offers: list[PoolOffer] = []
         tensors: list[torch.Tensor] = []
         facts = {"weights": weights_identity, "page size": str(pools[0].page_size)}
@@ -81,7 +81,7 @@ class PoolGeometry:
 
     @property
     def addresses(self) -> list[int]:
-        """Of each buffer, pool by pool."""
+        """The address of each buffer, pool by pool."""
         return [buffer.address for pool in self.pools for buffer in pool.buffers]
 
     @property
@@ -152,7 +152,7 @@ class PoolGeometry:
             draw: Any number. Where several ranks have the same heads, it says who gives them.
 
         Raises:
-            CannotServe: A head is nobody's, or heads cannot be cut out.
+            CannotServe: No rank has a head, or heads cannot be cut out.
         """
         portions = [Portion([], [], []) for _ in offers]
         tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
@@ -340,7 +340,7 @@ def _parts(buffer: StateBuffer, num_heads: int) -> list[int]:
 
 
 def _shapes(spec: StateSpec, num_heads: int, dtype: object) -> str:
-    """Of a head in each buffer; of the whole item where heads cannot be cut out."""
+    """Shapes of a head in each buffer; of the whole item where heads cannot be cut out."""
     shapes = []
     for buffer in spec.buffers:
         shape = list(buffer.shape)

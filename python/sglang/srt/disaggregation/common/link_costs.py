@@ -9,7 +9,7 @@ from typing import Final
 from sglang.srt.constants import MIB
 
 UNIT_BYTES: Final = 128 * MIB
-"""Of packed pages that are read at once: a read of them takes longer than what the processes say
+"""Packed pages that are read at once: a read of them takes longer than what the processes say
 to each other meanwhile, and a prompt of thousands of tokens is several, which overlap."""
 
 
@@ -46,4 +46,4 @@ LINKS: Final[Mapping[str, LinkCosts]] = {
     # 1.5 TB/s and two messages take by calculation.
     "nvlink_intra": LinkCosts(block_s=5e-6, bytes_per_s=390e9, packing_s=0.4e-3),
 }
-"""By protocol. Over the others, whose blocks are queued, pages are read from pool to pool."""
+"""Costs by protocol. Over the others, whose blocks are queued, pages are read from pool to pool."""

@@ -113,7 +113,7 @@ class RowRead:
         self._mover = mover
         self._timeout = timeout
         self._index: int | None = None
-        """Of the row here."""
+        """The place of the row here."""
         self._transfer: Transfer | None = None
 
     def run(

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.common.conversation import RoomFailed
 from sglang.srt.disaggregation.common.protocol import FirstToken
 
 ROW_BYTES: Final = 4096
-"""Of each row: 128 top logprobs take 1,900 bytes."""
+"""Bytes of each row: 128 top logprobs take 1,900."""
 HEAD_BYTES: Final = 20
 _HEAD: Final = struct.Struct("<QQI")
 _LENGTH: Final = struct.Struct("<I")

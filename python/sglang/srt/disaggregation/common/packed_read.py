@@ -23,8 +23,8 @@ from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer
 
 MOST_BUFFERS: Final = 3
-"""Of this server, that one prompt takes: one is unpacked while two reads are under way. Fewer than
-there are, so that one that hangs has not all of them."""
+"""Buffers of this server that one prompt takes: one is unpacked while two reads are under way. There
+are more, so that one prompt that hangs has not all of them."""
 _SOON_S: Final = 1e-4
 """How soon the place of a further unit is noticed at first while another is read; later less so."""
 
@@ -72,7 +72,7 @@ class PackedRead:
         sizes = [one.page_bytes for one in buffers]
         self._units = list(rounds(sizes, len(own), first.unit_bytes))
         self._places: list[int] = []
-        """Of units that are known, from the first on; 0 for those that were read before they were
+        """Addresses of known units, from the first on; 0 for those that were read before they were
         told of again."""
         self._num_begun = 0
         self._num_done = 0
@@ -137,7 +137,7 @@ class PackedRead:
         self._is_asked = True
 
     def _begin_reads(self) -> None:
-        """Of units that are known, as far as there are buffers."""
+        """Begin reads of known units, as far as there are buffers."""
         while self._num_begun < len(self._places) and (self._free or self._take_buffer(0)):
             unit, buffer = self._num_begun, self._free.pop()
             length = unit_bytes_of(self._units[unit])

@@ -33,7 +33,7 @@ class _Packing:
     number: int
     pages: Sequence[int]
     end_page: int
-    """Of the prompt: behind `pages`."""
+    """The prompt's page behind `pages`."""
     rows: Sequence[torch.Tensor]
     units: list[list[Piece]]
     done: int = 0
@@ -41,7 +41,7 @@ class _Packing:
     next: int = 0
     """The unit that is packed next."""
     packed: dict[int, StagingBuffer] = field(default_factory=dict)
-    """By unit: not read yet."""
+    """Buffers of units that have not been read yet, by unit."""
     index: torch.Tensor | None = None
     """`pages` on the device."""
     failure: str | None = None
@@ -85,7 +85,7 @@ class Packer:
 
     @property
     def unit_bytes(self) -> int:
-        """Of a unit, at most."""
+        """Most bytes of a unit."""
         return self._staging.num_bytes
 
     def start(self, on_packed: Callable[[], None]) -> None:
@@ -131,7 +131,7 @@ class Packer:
                 self._changed.notify()
 
     def end(self, room: int) -> None:
-        """The room has ended: its units are nobody's. Idempotent."""
+        """The room has ended: its units are free. Idempotent."""
         with self._changed:
             for key in [key for key in self._packings if key[0] == room]:
                 self._end(key)

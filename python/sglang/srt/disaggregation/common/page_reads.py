@@ -24,7 +24,7 @@ class Mover(Protocol):
 
 
 class PageReads:
-    """Of the thread of the part.
+    """Reads of pages, by the thread of the part.
 
     Args:
         mover: The transport.

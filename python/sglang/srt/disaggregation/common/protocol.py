@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
 VERSION: Final = 3
-"""Of these messages, and of what they mean."""
+"""The version of these messages and of their meaning."""
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 """Who reads a prompt, drawn for each, the same on all ranks of the decode server: a room belongs to
 the first reader that asks for it."""
@@ -62,14 +62,14 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     instance_id: str
     """Drawn at its start."""
     session_id: str
-    """Of its Transfer Engine."""
+    """The session of its Transfer Engine."""
     layout: str
     """Digest of all that determines a head's bytes: equal ones can be exchanged."""
     layout_facts: dict[str, str]
     """What the digest is of, for errors."""
     pools: list[PoolOffer]
     unit_bytes: int = 0
-    """Pages are packed into units of at most so many bytes; 0: they are not packed."""
+    """Most bytes of a unit that pages are packed into; 0: they are not packed."""
     rows: RowsOffer | None = None
     """None: what is found beside keys and values is told."""
 
@@ -81,14 +81,14 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """None: the request wants no token."""
     prompt_len: int
     prompt_digest: str
-    """Of the prompt's token ids: both servers must mean the same."""
+    """The digest of the prompt's token ids: both servers must mean the same prompt."""
     sampling_digest: str = ""
     """See `sampling_digest`: also where two requests share a room and a prompt."""
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
     state_slot: int | None = None
-    """Of the prefill server's pool of recurrent states: the one behind the last token of the
+    """A slot of the prefill server's pool of recurrent states: the one behind the last token of the
     prompt; None: the model has none."""
     queue_seconds: float = 0.0
     """From being asked for to the first step for it, by the prefill server's clock."""
@@ -108,13 +108,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     room: int
     reader: Reader
     have_pages: int
-    """Of the prompt, from its first page on."""
+    """How many pages of the prompt, from its first on."""
     has_token: bool = False
     may_wait: bool = True
     """False: only to be heard, and to hear of a failure."""
     part: Part = 0
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
-    """Of this reader's ranks so many read from this rank."""
+    """How many of the reader's ranks read from this rank."""
     wants_words: bool = True
     """False: the first token is read from its row, where it has one."""
 
@@ -131,14 +131,14 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     reader: Reader
     part: Part
     number: Annotated[int, msgspec.Meta(ge=0)]
-    """Of this packing, among those of this room and part. A larger one ends those before it."""
+    """This packing's among those of this room and part. A larger one ends those before it."""
     buffers: list[int]
     """Addresses of the buffers whose pages are wanted."""
     first_page: Annotated[int, msgspec.Meta(ge=0)]
-    """Of the prompt."""
+    """Its place in the prompt."""
     num_pages: Annotated[int, msgspec.Meta(ge=1)]
     unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    """Of a unit, at most."""
+    """Most bytes of a unit."""
     done: Annotated[int, msgspec.Meta(ge=0)] = 0
     """So many units were read, or are not wanted any more."""
     known: int = 0

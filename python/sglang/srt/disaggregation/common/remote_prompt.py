@@ -1,9 +1,9 @@
 """The decode server's side of a room: reads a prompt from the memory of a prefill server's rank.
 
-The decode server reads; nobody writes into its memory. So its pages are free again as soon as its
-own reads have ended, which it knows itself, whatever becomes of the prefill server. While it reads,
-it goes on asking: the prefill server keeps the pages for those that it hears of, and a prefill
-server that is gone fails the request before the transport has given up.
+The decode server reads; no other server writes into its memory. So its pages are free again as soon
+as its own reads have ended, which it knows itself, whatever becomes of the prefill server. While it
+reads, it goes on asking: the prefill server keeps the pages for those that it hears of, and a
+prefill server that is gone fails the request before the transport has given up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import Block
 logger = logging.getLogger(__name__)
 
 STEPS: Final = ("asking", "reading", "confirming")
-"""Of a prompt, where tests let it fail."""
+"""Steps of a prompt in which tests let it fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

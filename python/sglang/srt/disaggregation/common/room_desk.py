@@ -54,12 +54,12 @@ class _Room:
     pages: list[int] = field(default_factory=list)
     first_token: FirstToken | None = None
     row: int | None = None
-    """Of `MetadataBuffers`, which has the first token too."""
+    """The row of `MetadataBuffers` that has the first token too."""
     is_complete: bool = False
     """All pages were told, and the first token."""
     failure: str | None = None
     reader: str | None = None
-    """The first that asked; None: nobody has."""
+    """The reader that asked first; None: none has."""
     reading: dict[int, float] = field(default_factory=dict)
     """When those parts of the reader were last heard of that have not received all."""
     received: set[int] = field(default_factory=set)
@@ -143,7 +143,7 @@ class RoomDesk:
     # -- the scheduler's side --------------------------------------------------------------------
 
     def open(self, room: int) -> None:
-        """A request has arrived. The room is nobody's, or was forgotten."""
+        """A request has arrived. No other has the room, or it was forgotten."""
         with self._lock:
             assert room not in self._rooms, f"room {room} is open, or has just been"
             self._rooms[room] = one = _Room()
@@ -214,7 +214,7 @@ class RoomDesk:
             RuntimeError: The thread that answers decode servers has failed.
         """
         if self._defect is not None:
-            raise RuntimeError("nobody answers decode servers any more") from self._defect
+            raise RuntimeError("decode servers are no longer answered") from self._defect
         if not self._claimed:
             return ()
         with self._lock:
@@ -305,7 +305,7 @@ class RoomDesk:
             self._reply(sender, asked.number, self._answer(question))
 
     def _keep_waiting(self, sender: bytes, number: int, question: Ask | Pack) -> None:
-        """Of each asker the last question counts."""
+        """Keep a question for later; each asker's last one counts."""
         before = self._waiting.get(sender)
         if before is None and len(self._waiting) >= _MAX_WAITING:
             return  # It will be repeated.

@@ -56,7 +56,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its pages."""
+        """Bytes of all its pages."""
         return (self.end - self.begin) * self.page_bytes
 
     def blocks(self, base: int, address: int, theirs: Sequence[int]) -> Iterator[Block]:
@@ -181,7 +181,7 @@ class Staging:
         self._registry = registry
         self._registered = set(registered)
         self._runtime = device_runtime(device)
-        # Of this thread's device: those of the prompts have another current one.
+        # The device of this thread: the threads of prompts have another current one.
         self._stream = self._runtime.make_side_stream()
         self._free: list[StagingBuffer] = []
         self._num_made = 0

@@ -24,7 +24,7 @@ SLOTS: Final = 128
 more, each has its turn."""
 _HEAD: Final = 2
 _REASON_BYTES: Final = 512
-"""Of one rank's reason, in UTF-8; the rest is cut off."""
+"""Most bytes of one rank's reason, in UTF-8; the rest is cut off."""
 _SEPARATOR: Final = "\x1f"
 
 
@@ -34,13 +34,13 @@ class Outcome(NamedTuple):
     key: int
     vote: int
     why: str
-    """Of one that failed: the reason of the first rank that has one."""
+    """Why it failed: the reason of the first rank that has one."""
 
 
 @dataclass(slots=True)
 class _Item:
     seen: int
-    """By this rank."""
+    """What this rank has seen."""
     agreed: int
     why: str = ""
 
@@ -72,7 +72,7 @@ class Votes:
         self._items[key] = _Item(vote, vote)
 
     def close(self, key: int) -> None:
-        """Nobody is interested any more. Idempotent."""
+        """The request no longer votes. Idempotent."""
         self._items.pop(key, None)
         self._changed.pop(key, None)
 

@@ -104,9 +104,9 @@ class WholePrompt:
         self._lock = threading.Lock()
         self._parts: Sequence[RemotePrompt] = ()
         self._offers: dict[int, Offer] = {}
-        """By place in `_parts`."""
+        """Offers by their part's place in `_parts`."""
         self._has_offers = threading.Event()
-        """Of all parts."""
+        """Set once all parts have offers."""
         self._returned = threading.Event()
         self.first_token: FirstToken | None = None
         """Set before `has_ended`, where all has come."""
@@ -130,7 +130,7 @@ class WholePrompt:
 
     @property
     def num_bytes_read(self) -> int:
-        """By all parts."""
+        """Bytes that all parts have read."""
         return sum(part.num_bytes_read for part in self._parts)
 
     @property
@@ -231,7 +231,7 @@ def decline_room(
     patience: Patience,
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """Tell a prefill server, once, that nobody will read a prompt. A thread's work; never raises:
+    """Tell a prefill server, once, that its prompt will not be read. A thread's work; never raises:
     a prefill server that does not hear it waits in vain for a while."""
     cancelled = Cancellation()
     try:

@@ -147,7 +147,7 @@ def _make_ascend(config: AttentionConfig) -> AttentionBackend:
 
 def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
     _check_flashinfer(config)
-    # Installed where somebody wants it.
+    # Installed where it is wanted.
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
     return FlashInferAttnBackend(config)

@@ -127,15 +127,15 @@ class AttentionBackend(ABC):
         backends with `captures_extend`.
 
         Args:
-            forward_batch: The step as it is, of at most so many tokens and requests.
+            forward_batch: The step as it is, of at most `num_tokens` and `num_requests`.
             num_tokens: Of the graphs: those behind the step's own attend to nothing.
             num_requests: Likewise.
         """
         raise NotImplementedError(type(self).__name__)
 
     def graph_bytes(self, num_tokens: int, context_len: int) -> int:
-        """Device memory that captured steps of so many tokens hold, where it depends on the
-        longest context that there can be."""
+        """Device memory that captured steps of `num_tokens` hold, where it depends on the longest
+        context that there can be."""
         return 0
 
     def warm_up(self) -> None:

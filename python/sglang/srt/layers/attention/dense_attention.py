@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.attention.partial_attention import heads_first
 
 UNIT = 1024
-"""Tokens that lengths are multiples of; from so many on cuDNN is faster than Triton."""
+"""Tokens that lengths are multiples of; from this length on cuDNN is faster than Triton."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def extend_segment(
 
 
 def absorbing_pays(num_queries: int, layer: LatentAttention) -> bool:
-    """Whether so many queries cost less over a row than over what it is projected up to."""
+    """Whether `num_queries` cost less over a row than over what it is projected up to."""
     mla = layer.mla
     row_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
     saved = 2 * row_dim - mla.qk_head_dim - mla.v_head_dim

@@ -50,7 +50,7 @@ def attend_projected(
     pad, count = known % UNIT, len(q)
     behind = -(pad + count) % UNIT
     # What cuDNN computes is whole units: the prefix's end joins the new tokens, and the rows of
-    # queries before the first mean nothing. Nobody sees the keys behind the last one.
+    # queries before the first mean nothing. No query sees the keys behind the last one.
     tail = F.pad(new, (0, 0, 0, 0, pad, behind))
     if prefix is not None and pad:
         tail[:pad] = pool.index_select(0, prefix[known - pad :])

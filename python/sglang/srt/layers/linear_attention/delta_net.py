@@ -358,7 +358,7 @@ class GatedDeltaNet(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, StateBatch]:
         """The layer's buffers, `temporal` and `conv`, and the step's slots in them."""
         assert forward_batch.pools is not None, "the runner sets it before the model runs"
-        assert forward_batch.states is not None, "whoever made the batch gave it states"
+        assert forward_batch.states is not None, "the maker of the batch gave it states"
         pool = forward_batch.pools[PoolName.MAMBA]
         assert isinstance(pool, MambaPool)
         place = pool.wait_for_layer(self.layer_id)

@@ -193,7 +193,7 @@ def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass
 def short_plan_of(forward_batch: ForwardBatch) -> ShortPlan:
     """The plan of a prefill of at most `SHORT` tokens, made for the first layer that asks."""
     states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
-    assert states is not None and num_new is not None, "whoever made the batch gave it states"
+    assert states is not None and num_new is not None, "the maker of the batch gave it states"
     if states.short_plan is None:
         device = forward_batch.input_ids.device
         states.short_plan = ShortPlan.of(num_new, states.track_lens_cpu, device)
@@ -209,7 +209,7 @@ def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | Non
     if not forward_batch.forward_mode.is_extend():
         return None
     states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
-    assert states is not None and num_new is not None, "whoever made the batch gave it states"
+    assert states is not None and num_new is not None, "the maker of the batch gave it states"
     if states.extend_plan is None:
         device = forward_batch.input_ids.device
         states.extend_plan = ExtendPlan.of(num_new, states.track_lens_cpu, kernel, device)

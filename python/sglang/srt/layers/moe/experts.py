@@ -56,7 +56,7 @@ class RoutedExperts(WeightedLayer):
         )
 
     def takes_few(self, num_tokens: int, top_k: int) -> bool:
-        """Whether so many tokens are better computed by a kernel that reads each one's experts."""
+        """Whether a kernel that reads each token's experts is the faster one."""
         is_rare = num_tokens * top_k <= _USES_OF_AN_EXPERT * self.num_experts
         return num_tokens <= FEW and is_rare
 

@@ -279,7 +279,7 @@ def test_a_desk_that_fails_ends_the_scheduler(
     monkeypatch.setattr(desk, "_answer", fail)
     asker.send(Hello())
     until(lambda: not desk._thread.is_alive())
-    with pytest.raises(RuntimeError, match="nobody answers decode servers") as raised:
+    with pytest.raises(RuntimeError, match="decode servers are no longer answered") as raised:
         desk.take_claimed()
     assert isinstance(raised.value.__cause__, KeyError)
 

@@ -18,7 +18,7 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     """The tokens `[begin, end)` of `[first, last)` that one split takes, and the number of splits
     that take any.
 
-    A split takes whole blocks, and at least `least` tokens where there are so many. Splits behind
+    A split takes whole blocks, and at least `least` tokens where there are as many. Splits behind
     the last token take none.
     """
     wanted = tl.minimum(splits, tl.maximum((last - first) // least, 1))

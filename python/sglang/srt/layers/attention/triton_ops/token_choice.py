@@ -39,7 +39,7 @@ def _score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Scores of TOKENS tokens of one list, for every so many blocks of it."""
+    """Scores of TOKENS tokens of one list; programs along axis 1 share its blocks."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
     tokens = first + tl.arange(0, TOKENS)
     lens = tl.load(lens_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
