@@ -23,8 +23,8 @@ from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer
 
 MOST_BUFFERS: Final = 3
-"""Buffers of this server that one prompt takes: one is unpacked while two reads are under way. There
-are more, so that one prompt that hangs has not all of them."""
+"""Buffers of this server that one prompt takes: one is unpacked while two reads are under way.
+There are more, so that one prompt that hangs has not all of them."""
 _SOON_S: Final = 1e-4
 """How soon the place of a further unit is noticed at first while another is read; later less so."""
 
