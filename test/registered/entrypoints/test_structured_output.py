@@ -214,14 +214,14 @@ def test_samples_share_their_prompt(server: EngineServer) -> None:
     assert [one["output_ids"] for one in again] == [one["output_ids"] for one in answers]
 
 
-def test_a_full_queue_is_said_by_name(server: EngineServer) -> None:
+def test_more_outputs_than_ever_may_wait_are_refused_by_name(server: EngineServer) -> None:
     reply = server.request(
         "POST",
         "/generate",
         {"text": ["x"] * 1000, "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}},
     )
-    assert reply.status == 503
-    assert "--max-queued-requests 64" in reply.body["error"]["message"]
+    assert reply.status == 400, "another try would not help"
+    assert "at most 64 may wait (--max-queued-requests)" in reply.body["error"]["message"]
     server.flush()
     assert server.generate("x", 1).output_ids, "and the server goes on"
 
