@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
+from sglang.srt.layers.triton_ops.ordered import ordered
 
 
 @triton.jit
@@ -47,12 +48,12 @@ def _choose_kernel(
         score = 1.0 / (1.0 + tl.exp(-score))
     if BIAS:
         score += tl.load(bias_ptr + experts, mask=inside, other=0.0)
-    # One number orders by score, then by id: floats as integers of the same order, above ids that
-    # count down. No score is the least of all integers, so that no expert is chosen twice.
-    bits = score.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    # One number orders by score, then by id: ids count down below it.
+    # No score is the least of all integers, so that no expert is chosen twice.
     least = tl.full([BLOCK_E], -1, tl.int64) << 63
-    key = tl.where(inside, (order << 32) | (BLOCK_E - 1 - experts).to(tl.int64), least)
+    key = tl.where(
+        inside, (ordered(score).to(tl.int64) << 32) | (BLOCK_E - 1 - experts).to(tl.int64), least
+    )
     places = tl.arange(0, BLOCK_P)
     ids = tl.zeros([BLOCK_P], tl.int32)
     for place in range(TOP_K):

@@ -16,6 +16,7 @@ import triton.language as tl
 from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, TensorGroup
 from sglang.srt.layers.placement import Share
 from sglang.srt.layers.triton_ops.meeting import meet
+from sglang.srt.layers.triton_ops.ordered import ordered
 
 _COLUMNS: Final = 4096
 """Of a key."""
@@ -35,12 +36,8 @@ def _find_keys_kernel(
     chunk = tl.program_id(1)
     cols = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * stride + cols, mask=cols < size, other=float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)  # There is a -0.0.
-    bits = x.to(tl.int32, bitcast=True)
-    # In the order of the numbers: those below zero have the order of their other bits reversed.
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
-    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - (begin + cols)).to(tl.int64)
+    order = tl.where(x != x, 0x7FFFFFFF, ordered(x))
+    keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - (begin + cols)).to(tl.int64)
     tl.store(keys_ptr + row * tl.num_programs(1) + chunk, tl.max(keys, axis=0))
 
 
