@@ -77,8 +77,7 @@ def administer(rig: CheckableRig, message: ToScheduler) -> None:
     deadline = time.monotonic() + 60
     while not rig.answers:
         assert time.monotonic() < deadline, f"no answer to {message}"
-        rig.step()
-        time.sleep(0.001)
+        rig.wait_a_tick()
     answer = rig.answers.pop()
     assert answer.success, answer.message
 
@@ -96,8 +95,7 @@ def settle(rig: CheckableRig) -> None:
     deadline = time.monotonic() + 60
     while not rig.scheduler.is_idle():
         assert time.monotonic() < deadline, rig.tree.is_busy()
-        rig.step()
-        time.sleep(0.001)
+        rig.wait_a_tick()
     rig.assert_clean()
 
 
