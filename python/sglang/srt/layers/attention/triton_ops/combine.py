@@ -38,8 +38,8 @@ def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
 
     Args:
         parts: fp32 `[rows, splits, head_dim]`, each normalised by itself.
-        lse: fp32 `[rows, splits]`: base-2 logarithms of their masses, -inf where there is none,
-            +inf in a row whose `out` is there already.
+        lse: fp32 `[rows, splits]`: base-2 log-sum-exp of each split; -inf: the split is empty; +inf
+            in a row whose `out` is final already.
         out: Contiguous `[rows, head_dim]`.
     """
     rows, splits, head_dim = parts.shape
@@ -93,11 +93,11 @@ def merge_into_(
 
     Args:
         out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.
-        lse: Contiguous fp32 `[num_heads, num_tokens]`, natural logarithms of the masses;
+        lse: Contiguous fp32 `[num_heads, num_tokens]`, log-sum-exp (natural) of the scores;
             `other_lse` likewise.
 
     Returns:
-        Logarithms of the joined masses, of the shape of `lse`.
+        The log-sum-exp over both parts, of the shape of `lse`.
     """
     num_tokens, num_heads, head_dim = out.shape
     assert out.is_contiguous() and other.is_contiguous()

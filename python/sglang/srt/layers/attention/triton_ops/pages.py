@@ -41,7 +41,7 @@ def page_indices(
 
     Args:
         table: int32 `[table rows, tokens]`: slots.
-        rows: int64 `[bs]`.
+        rows: int64 `[bs]`: the table row of each request.
         indptr: int32 `[bs + 1]`: where each request's pages begin and end in the result.
         total: `indptr[-1]`, at least 1.
         longest: Most pages of one request.
