@@ -102,9 +102,9 @@ def _within_best_groups(ranking: torch.Tensor, options: RouterOptions) -> torch.
 
 
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 `[..., count]`: where the largest values are.
+    """Indices of the largest values, int64 `[..., count]`.
 
-    A stable sort, because `torch.topk` says nothing about the order of equal values.
+    A stable sort, because `torch.topk` does not define the order of equal values.
     """
     order = values.sort(dim=-1, descending=True, stable=True).indices
     return order.narrow(-1, 0, count)

@@ -45,7 +45,7 @@ def rms_norm(
     """Normalise contiguous `[num_tokens, size]` into a new tensor.
 
     Args:
-        is_centered: The factor is 1 + weight, and nothing is rounded before it is applied.
+        is_centered: Whether the factor is 1 + weight, and nothing is rounded before it is applied.
     """
     assert x.is_contiguous()
     out = torch.empty_like(x)
