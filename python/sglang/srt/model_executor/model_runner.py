@@ -84,11 +84,11 @@ class ModelRunnerConfig:
     random_seed: int = 0
     """Seed of `dummy` weights."""
     seed_instance: SeedAddress | None = None
-    """Where `remote_instance` weights come from."""
+    """The seed of `remote_instance` weights."""
     offers_weights: bool = False
     """Whether peers may read the weights; needs a `transfer_engine`."""
     rendezvous: Rendezvous | None = None
-    """Where the ranks of the server meet; None: this one is alone."""
+    """Meeting place of the server's ranks; None: this rank is alone."""
     attn_cp_size: int = 1
     """See `RankGroup.attn_cp_size`."""
     gpu_id: int | None = None
@@ -102,7 +102,7 @@ class ModelRunnerConfig:
     cuda_graph_max_bs: int | None = None
     """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
     transfer_engine: SharedTransferEngine | None = None
-    """For features that move this process's memory; None: the server has no such feature."""
+    """Engine of features that move this process's memory; None: the server has no such feature."""
 
 
 class ModelRunner:
@@ -110,7 +110,7 @@ class ModelRunner:
 
     Attributes:
         model: The model, weights loaded.
-        weight_source: Where its weights came from.
+        weight_source: Source of the weights.
         remote_instance_transfer_engine: The Transfer Engine with the weights registered, so that
             peers can read them; None without `offers_weights`.
         remote_instance_transfer_engine_session_id: Session under which peers address it; empty

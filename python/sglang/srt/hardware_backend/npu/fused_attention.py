@@ -42,7 +42,7 @@ class FusedAttention:
         self._heads = {"num_heads": num_heads, "num_key_value_heads": num_kv_heads}
         ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device)
         self._causal_mask = ones.triu(1)
-        """What the operator asks for instead of a mask of the batch: True hides."""
+        """The mask that the operator wants in place of the batch's own; True hides."""
 
     def attend_pages(
         self,
