@@ -260,7 +260,7 @@ def test_what_cannot_run_is_refused_by_name(checkpoint: Path) -> None:
 def test_a_name_that_only_another_kind_has_leaves_a_kind_its_best(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a GPU's default is named, and the model is one of latent attention."""
+    """For example, a GPU's default is named, and the model has latent attention."""
     runner = StepDriver(checkpoint).runner
     config = AttentionConfig(
         num_heads=6,
