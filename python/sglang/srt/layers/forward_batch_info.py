@@ -46,6 +46,7 @@ class Segment(NamedTuple):
     row: int
     """The request's row of `req_to_token`."""
     begin: int
+    """Index in the step of its first new token."""
     prefix: int
     """Tokens that the pool already holds."""
     new: int

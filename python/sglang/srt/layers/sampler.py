@@ -101,7 +101,7 @@ def _sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _sample_filtered(
     probs: torch.Tensor, uniform: torch.Tensor, filtered: FilteredRows
 ) -> torch.Tensor:
-    """Sample from what top-k, top-p and min-p all keep of the unfiltered distribution.
+    """Sample from the tokens of `probs` `[n, vocab_size]` that top-k, top-p and min-p all keep.
 
     Each of the three keeps the first tokens in descending order, a head; together they keep the
     shortest head. Sorting a large vocabulary is slow and heads are short, so the head is looked for

@@ -120,7 +120,8 @@ class SamplingBatchInfo:
         )
 
     def adjusted(self, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """`logits` after penalties, biases and minimum lengths: a copy where anything changes."""
+        """`logits`, fp32 `[bs, vocab_size]`, after penalties, biases, minimum lengths and grammars:
+        a copy if anything changes."""
         if not self.adjusts_logits:
             return logits
         logits = logits.clone()

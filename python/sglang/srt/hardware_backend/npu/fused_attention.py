@@ -57,8 +57,8 @@ class FusedAttention:
         Args:
             q: `[requests, num_heads, head_dim]`, contiguous.
             kv: Keys and values, each `[pages, page_size, num_kv_heads * head_dim]`, contiguous.
-            block_table: int32 `[requests, pages of the longest context]` on the device. What is
-                behind a context is not read.
+            block_table: int32 `[requests, pages of the longest context]` on the device. Entries
+                past a context's end are not read.
             seq_lens: Tokens of each context; their pages together are at most those of `kv`.
 
         Returns:

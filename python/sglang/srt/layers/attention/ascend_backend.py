@@ -28,7 +28,9 @@ class _DecodeCall:
     begin: int
     end: int
     block_table: torch.Tensor
+    """int32 `[end - begin, pages]`: pages of each context; entries past its end are not read."""
     seq_lens: list[int]
+    """Tokens of each context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,8 @@ class AttentionBackend(ABC):
     def forward_decode(
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Attend from one token of each request to its whole context in the pool."""
+        """Attend from `q` `[bs, num_heads, head_dim]`, a token of each request, to its whole
+        context."""
 
     def forward(
         self,

@@ -29,6 +29,7 @@ class DensePlan:
     pieces: list[tuple[int, int]]
     """Ascending ranges of tokens, of lengths `UNIT` times a power of 2."""
     whole: int
+    """Tokens read in pieces, a multiple of `UNIT`."""
     pad: int
     """Rows put before the first query: the tokens of the prefix from `whole` on."""
     count: int

@@ -81,6 +81,7 @@ class DecodeSplit:
     short_plan: DecodePlan | None
     """Plan of the short rows, in this order; None: there are none."""
     long_rows: list[int]
+    """Rows of the batch that choose tokens."""
     order: torch.Tensor
     """int64 `[bs]`: place of each batch row in the short rows followed by the long rows."""
 

@@ -25,6 +25,7 @@ SPLIT_TOKENS = 2048
 """Padding, in tokens, from which on another gather is worth its calls."""
 
 Slots = npt.NDArray[np.int32]
+"""int32 `[tokens]`: slots of consecutive tokens."""
 
 
 class Run(NamedTuple):
@@ -53,6 +54,7 @@ class Gather:
     slots: torch.Tensor
     """int64 `[len(rows) * width]`. Padding repeats a slot of the same row: always real data."""
     width: int
+    """Tokens of the longest row."""
     mask: torch.Tensor | None
     """`[len(rows), 1, 1, width]`, 0 or -inf; None where nothing is padded."""
 
@@ -102,7 +104,7 @@ def plan_decode(
         contexts: Slots of each request, the new token's included.
         view_tokens: Shortest run that is cheaper to view than to copy.
         dtype: Dtype of the masks.
-        device: Of the plan's tensors: the pool's.
+        device: Device of the tensors of the plan: that of the pool.
     """
     views: list[View] = []
     pieces: list[tuple[int, Slots]] = []
@@ -189,7 +191,7 @@ def plan_extend(
     Args:
         prefixes: For each request the slots of tokens that the pool already holds; may be empty.
         extend_lens: New tokens of each request.
-        device: Of the plan's tensors: the pool's.
+        device: Device of the tensors of the plan: that of the pool.
     """
     segments = []
     begin = 0

@@ -144,7 +144,8 @@ class SparseMoeBlock(torch.nn.Module):
     def _choose(
         self, kernels: FusedKernels, choice: ExpertChoice, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose each token's experts: weights, the shared expert's last, and ids."""
+        """Experts of `x`: weights `[num_tokens, places]`, the shared one's last, and ids
+        `[num_tokens, top_k]`."""
         if not self.gate.options.is_grouped:
             return kernels.choose_experts(self.gate.logits(x), choice, x)
         # The kernel knows no groups of experts.

@@ -90,7 +90,7 @@ def select_experts(
 
 
 def _within_best_groups(ranking: torch.Tensor, options: RouterOptions) -> torch.Tensor:
-    """The ranking, -inf outside each token's best groups."""
+    """The ranking `[num_tokens, num_experts]`, -inf outside each token's best groups."""
     groups = ranking.view(-1, options.num_groups, options.group_size)
     if options.group_score == "max":
         group_scores = groups.amax(dim=-1)

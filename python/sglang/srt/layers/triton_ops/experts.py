@@ -35,6 +35,7 @@ def _choose_kernel(
     RENORMALIZE: tl.constexpr,
     GATE: tl.constexpr,
 ) -> None:
+    """Grid `(num_tokens,)`: a program chooses the experts of one token."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS

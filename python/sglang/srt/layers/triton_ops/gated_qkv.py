@@ -129,6 +129,7 @@ def _gate_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
+    """Grid `(heads, num_tokens)`: a program scales one head of one token."""
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     row = token

@@ -18,6 +18,7 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    """Grid `(n / BLOCK_N,)`: a program computes BLOCK_N outputs."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]

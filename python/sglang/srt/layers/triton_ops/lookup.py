@@ -19,6 +19,7 @@ def _look_up_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Grid `(ids, size / BLOCK)`: a program copies BLOCK columns of one row."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(ids_ptr + token) - begin

@@ -19,6 +19,7 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
 ) -> None:
+    """Grid `(num_tokens,)`: a program normalises one token; BLOCK covers it."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE

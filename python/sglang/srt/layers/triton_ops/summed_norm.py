@@ -30,6 +30,7 @@ def _summed_norm_kernel(
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,
 ) -> None:
+    """Grid `(programs,)`: a program takes every `programs`-th token; BLOCK covers a token."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE

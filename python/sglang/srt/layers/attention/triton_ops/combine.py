@@ -16,6 +16,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
+    """Grid `(rows,)`: a program joins the splits of one row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     cols = tl.arange(0, BLOCK_D)
@@ -67,6 +68,7 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
+    """Grid `(num_tokens, heads / ROWS)`: a program joins ROWS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)

@@ -58,6 +58,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
+    """Grid `(kv_heads, bs, splits)`: a program attends from a group's query heads to one split."""
     # Programs that run together read neighbouring heads of the same tokens.
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -156,7 +157,7 @@ def _join(
 
 
 def make_arrivals(device: torch.device | str) -> torch.Tensor:
-    """Counters of finished parts for `decode_attention`: int32, zero before and after each call.
+    """Counters of finished parts for `decode_attention`: int32 `[65536]`, zero between calls.
 
     Each stream that calls it needs its own.
     """

@@ -46,6 +46,7 @@ def _extend_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
+    """Grid `(blocks, kv_heads, splits)`: a program attends from ROWS query rows to one split."""
     block = blocks_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -112,6 +113,7 @@ class ExtendWork:
     rows: int
     """Query rows of a block, a power of 2."""
     splits: int
+    """Most parts that a context is split into, a power of 2."""
     begin: int
     """First token of the batch that is computed; token numbers in `blocks` count from it."""
     end: int

@@ -57,6 +57,7 @@ def _latent_kernel(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
+    """Grid `(heads / HEADS, tokens, splits)`: a program attends from HEADS heads to one split."""
     # Programs that run together read the same rows.
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = tl.program_id(1).to(tl.int64)

@@ -19,6 +19,7 @@ def _page_indices_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Grid `(bs, pages / BLOCK)`: a program writes BLOCK page numbers of one request."""
     request = tl.program_id(0)
     begin = tl.load(indptr_ptr + request)
     count = tl.load(indptr_ptr + request + 1) - begin
