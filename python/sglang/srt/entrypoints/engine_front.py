@@ -21,6 +21,7 @@ from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.portable_tokenizer import TokenizerData, tokenizer_data
+from sglang.srt.utils.process import postponing_signals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,16 +53,17 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
     Raises:
         ValueError: One line that names what is missing or broken.
     """
-    # Imported late: it takes seconds, while the scheduler's process imports the same.
-    from sglang.srt.configs.model_config import ModelConfig
-
     assert args.model_path is not None, "resolved arguments name the model"
-    config = ModelConfig.from_path(
-        args.model_path, dtype=args.dtype, context_length=args.context_length
-    )
-    tokenizer = get_tokenizer(
-        args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
-    )
+    with postponing_signals():
+        # Imported late: it takes seconds, while the scheduler's process imports the same.
+        from sglang.srt.configs.model_config import ModelConfig
+
+        config = ModelConfig.from_path(
+            args.model_path, dtype=args.dtype, context_length=args.context_length
+        )
+        tokenizer = get_tokenizer(
+            args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
+        )
     return LoadedModel(config, tokenizer, ChatTemplate(tokenizer, args.chat_template))
 
 
