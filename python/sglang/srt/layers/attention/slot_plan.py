@@ -22,7 +22,7 @@ import torch
 VIEW_BYTES = 384 << 10
 """Runs with at least this many bytes of keys and values in one layer are read as views."""
 SPLIT_TOKENS = 2048
-"""Padding, in tokens, from which on another gather is worth its calls."""
+"""Padding, in tokens, above which another gather is worth its calls."""
 
 Slots = npt.NDArray[np.int32]
 """int32 `[tokens]`: slots of consecutive tokens."""
