@@ -39,7 +39,7 @@ def cluster() -> Iterator[MooncakeCluster]:
 
 @pytest.fixture(scope="module")
 def without_cache(model: Path) -> Iterator[sglang.Engine]:
-    """What it says is right."""
+    """An engine without a cache, whose answers are the reference."""
     with start_engine(model, disable_radix_cache=True, **STATES) as engine:
         yield engine
 

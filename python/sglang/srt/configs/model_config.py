@@ -53,7 +53,7 @@ class ModelConfig:
     linear_attention_layers: tuple[int, ...] = ()
     """Layers whose state is recurrent; the others have full attention."""
     ssm_dtype: torch.dtype = torch.float32
-    """In which recurrent states are kept."""
+    """Dtype of recurrent states in the pool."""
 
     @classmethod
     def from_path(

@@ -32,9 +32,9 @@ class RopeConfig:
     truncate: bool = True
     """`yarn`: the two bounds are rounded to whole dimensions."""
     attention_factor: float = 1.0
-    """`yarn`: what cosines and sines are multiplied by."""
+    """`yarn`: factor of cosines and sines."""
     mscale_all_dim: float = 0.0
-    """What models with latent attention scale their scores by; see `score_scale`."""
+    """Coefficient of the score scale of models with latent attention; see `score_scale`."""
 
     def score_scale(self) -> float:
         """The factor of attention scores in models that scale all of a head's dimensions."""

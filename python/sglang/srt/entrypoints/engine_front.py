@@ -1,4 +1,4 @@
-"""What server and offline engine share: checked arguments, processes, `TokenizerManager`."""
+"""Base of server and offline engine: checked arguments, processes, `TokenizerManager`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MARGIN_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What the server process itself needs of the model."""
+    """The part of the model that the server process itself needs."""
 
     config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
@@ -146,7 +146,8 @@ class EngineFront:
 
 
 def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
-    """Where decode servers will find this one; None: it is no prefill server.
+    """Start the bootstrap server at which decode servers find this one; None: it is no prefill
+    server.
 
     Raises:
         ValueError: The port is taken.

@@ -53,7 +53,7 @@ class EngineProcesses:
         """Prepare for sockets in the directory of `names`, which is removed by `kill`."""
         self.ipc = IpcAddresses.from_names(names)
         self.ready_details: dict[str, Any] = {}
-        """What the scheduler said when it was ready."""
+        """The scheduler's report when it was ready."""
         self._names = names
         self._children: dict[str, SpawnProcess] = {}
         self._ending = threading.Event()

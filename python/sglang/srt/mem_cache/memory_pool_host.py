@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.host.mla_host_pool import (
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 
 HICACHE_HOST_MEMORY_RESERVE_BYTES: Final = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES
-"""The setting; `get()` is the number of bytes that L2 leaves free."""
+"""The setting; `get()` returns the bytes of host memory that L2 leaves free."""
 
 __all__ = [
     "HICACHE_HOST_MEMORY_RESERVE_BYTES",

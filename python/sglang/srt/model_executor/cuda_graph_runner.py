@@ -55,17 +55,17 @@ def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> 
 
 
 def estimate_graph_bytes(max_batch_size: int, vocab_size: int, state_bytes: int = 0) -> int:
-    """Device memory of all graphs and of their logits, gathered and in the order of the vocabulary.
+    """Estimate the bytes of all graphs and of their logits, as gathered and in vocabulary order.
 
     Args:
-        state_bytes: Of one layer's recurrent state of a request.
+        state_bytes: Bytes of one layer's recurrent state of a request.
     """
     per_request = 2 * 4 * vocab_size + _COPIES_OF_STATES * state_bytes
     return max_batch_size * per_request + _FIXED_BYTES
 
 
 class CudaGraphRunner:
-    """Captures when it is made, replays afterwards; one thread uses it, the model's."""
+    """Captures decode steps when it is made, then replays them. For the model's thread only."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class CudaGraphRunner:
         num_logits: int,
     ) -> None:
         """Args:
-        forward: The model's.
-        pools: Of all the model's state.
+        forward: The model's `forward`.
+        pools: Pools of all the model's state.
         batch_sizes: Ascending.
-        num_logits: Of a request, on this rank.
+        num_logits: Logits per request on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"

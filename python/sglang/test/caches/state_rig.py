@@ -1,9 +1,8 @@
 """A prefix cache of a made-up model with recurrent states, for tests of the tiers without a model.
 
-A state is a number that depends on all tokens it stands for, so that a request which continues
-from a wrong, stale or misplaced one is found out. `StateRig.run` takes the steps of the scheduler:
-match, load, copy the state to the request's own slot, compute with snapshots at aligned positions,
-insert.
+A state is a number that depends on all tokens before it, so that a wrong, stale or misplaced state
+is detected. `StateRig.run` takes the steps of the scheduler: match, load, copy the state to the
+request's own slot, compute with snapshots at aligned positions, insert.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SPEC = MambaSpec.of_shapes(
     (1, 3), (1, 2, 2), (3, 2), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
 )
 NUM_LAYERS = 4
-"""Of the model: keys and values in the first three, states in the second and the fourth."""
+"""Layers of the model: keys and values in the first three, states in the second and the fourth."""
 
 
 @dataclass(eq=False)
@@ -55,7 +54,7 @@ class StateRig(CacheRig):
 
     num_states: int = 12
     alignment: int = 0
-    """Tokens; 0: a page."""
+    """Tokens between positions for snapshots; 0: a page."""
     spec: MambaSpec = SPEC
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class StateRig(CacheRig):
 
     @property
     def states(self) -> StateComponent:
-        """Of the tree."""
+        """The tree's component for states."""
         assert self.tree.states is not None
         return self.tree.states
 
@@ -147,7 +146,7 @@ class StateRig(CacheRig):
     def compute(
         self, request: StateRequest, ids: Sequence[int], *, snapshot: int | None = None
     ) -> None:
-        """Compute up to the end of `ids`, with a snapshot behind the first `snapshot` tokens."""
+        """Compute up to the end of `ids`, with a snapshot after the first `snapshot` tokens."""
         request.kv_committed_ids = list(ids)
         self._compute(request)
         if snapshot is not None:
@@ -172,7 +171,7 @@ class StateRig(CacheRig):
         return self.mamba.available_size() > 0
 
     def fill(self, slot: torch.Tensor, request: RigRequest, length: int, ahead: int = 0) -> None:
-        """Write the state behind the first `length` tokens of a request, or a later one."""
+        """Write the state after the first `length` tokens of a request, or a later one."""
         value = state_value(request, length) + ahead
         for layer in range(len(self.spec.layers)):
             temporal, conv = self.state_rows(value, layer)
@@ -180,7 +179,7 @@ class StateRig(CacheRig):
             self.mamba.conv[layer, slot] = conv.to(self.mamba.conv.dtype)
 
     def state_rows(self, value: float, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a state made of `value` has in a layer: `temporal` and `conv`, to be broadcast."""
+        """`temporal` and `conv` of a state made of `value` in a layer, to be broadcast."""
         return torch.tensor(value + layer), torch.tensor(value - layer)
 
     def _check_state(self, request: StateRequest, length: int) -> None:
@@ -205,7 +204,7 @@ class StateRig(CacheRig):
         self.mamba.clear()
 
     def check(self, running: Sequence[RigRequest] = ()) -> None:
-        """Assert the books, of which `running` hold a part."""
+        """Assert that every slot has one owner: the tree, a free list or one of `running`."""
         table = self.rows.req_to_token
         self.tree.check_integrity(
             [
@@ -217,7 +216,7 @@ class StateRig(CacheRig):
 
 
 def state_value(request: RigRequest, length: int) -> float:
-    """What the state behind the first `length` tokens of a request is made of."""
+    """The number that the state after the first `length` tokens of a request is made of."""
     return float(expected_kv(request.kv_committed_ids[:length], request.extra_key)[-1])
 
 

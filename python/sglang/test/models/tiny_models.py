@@ -119,7 +119,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
-"""Fields that one family alone has."""
+"""Fields of the config that only one family has."""
 
 
 def save_tiny_checkpoint(
@@ -143,7 +143,7 @@ def save_tiny_checkpoint(
             is_scale = name.endswith("norm.weight") and family not in _HYBRID_FAMILIES
             weight.copy_(noise * 0.2 + (1.0 if is_scale else 0.0))
             if name.endswith("A_log"):
-                # A state that forgets within some tokens would hide that it was the wrong one.
+                # A state that forgets within some tokens would hide that it was a wrong one.
                 weight.sub_(5.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -161,8 +161,8 @@ class _Row:
 
 
 Snapshots = Mapping[int, tuple[int, int]]
-"""By row: the slot that takes a snapshot of its state, and in a prefill after how many of its new
-tokens."""
+"""For each row the slot for a snapshot of its state and, in a prefill, the number of its new tokens
+before the snapshot."""
 
 
 class StepDriver:
@@ -252,8 +252,8 @@ class StepDriver:
         return self._run(batch, rows, total)
 
     def continue_from(self, snapshot: int, source: int, rows: Sequence[int], length: int) -> None:
-        """Let `rows`, which are empty, go on after the first `length` tokens of row `source`, whose
-        state is in the slot `snapshot`."""
+        """Let `rows`, which are empty, continue after the first `length` tokens of row `source`,
+        whose state is in the slot `snapshot`."""
         table = self.runner.req_to_token_pool.req_to_token
         states = self.runner.req_to_token_pool.state_slots(self._tensor(rows))
         pool = self.runner.pools[PoolName.MAMBA]

@@ -137,7 +137,7 @@ def test_states_of_bf16_follow_those_of_fp32(tmp_path: Path) -> None:
 
 
 def test_padding_is_no_state(tmp_path: Path) -> None:
-    """Where no request leaves a snapshot, nothing but the running states is written."""
+    """If no request leaves a snapshot, only the running states are written."""
     save_tiny_checkpoint(tmp_path, "qwen3_5")
     driver = StepDriver(tmp_path, num_states=20)
     driver.extend([(0, prompt(30, 11)), (3, prompt(3, 12))])

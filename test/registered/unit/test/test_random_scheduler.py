@@ -83,7 +83,7 @@ def administer(rig: CheckableRig, message: ToScheduler) -> None:
 
 
 def ask(rig: CheckableRig, rid: str, seed: int = 1) -> tuple[list[int], int]:
-    """What the prompt gave, and how many of its tokens came from L3."""
+    """Output of the prompt, and the number of its tokens that came from L3."""
     rig.step(rig.request(rid, PROMPT, greedy(6), seed=seed))
     settle(rig)
     got = rig.results[rid]

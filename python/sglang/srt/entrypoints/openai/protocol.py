@@ -14,7 +14,7 @@ Text: TypeAlias = str | None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a stream carries beside the text."""
+    """Options of a stream beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -110,7 +110,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str | None = None

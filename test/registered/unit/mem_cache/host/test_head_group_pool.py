@@ -94,7 +94,7 @@ KEY_HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, KERNEL = 4, 3, 8, 2, 4
 
 
 def state_pool(layout: str, key_heads: int) -> tuple[MambaPool, AnyHostPool]:
-    """Of `key_heads` heads of keys, with two heads of values each."""
+    """A pool of states with `key_heads` key heads, and two value heads for each."""
     values = 2 * key_heads
     spec = MambaSpec.of_shapes(
         (0, 2),
