@@ -43,6 +43,9 @@ CASES = [
         id="3.5-linear-layer-last",
     ),
     pytest.param("qwen3_5_moe", {}, id="3.5-experts"),
+    pytest.param("qwen3_5_vision", {"max_shard_size": "60KB"}, id="3.5-beside-vision"),
+    pytest.param("qwen3_5_vision", {"tie_word_embeddings": True}, id="3.5-beside-vision-tied"),
+    pytest.param("qwen3_5_moe_vision", {}, id="3.5-experts-beside-vision"),
 ]
 
 
@@ -56,9 +59,14 @@ def test_logits_equal_transformers(
     assert_logits_of_batches(hf, driver, cut=77, length=202)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 63, 64, 65, 100])
-def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int) -> None:
-    hf = save_tiny_checkpoint(tmp_path, "qwen3_5")
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [*(("qwen3_5", chunk) for chunk in (1, 3, 63, 64, 65, 100)), ("qwen3_5_moe_vision", 65)],
+)
+def test_any_chunks_of_a_prompt_give_the_same_logits(
+    tmp_path: Path, family: str, chunk: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path)
     tokens = prompt(140, 3)
     want = reference(hf, tokens)
@@ -68,11 +76,13 @@ def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int)
         assert_close(got, want[begin + len(part) - 1 :][:1])
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision"]
+)
 def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, page_size=16)
-    assert_greedy_words(hf, driver, prompt(70, 4))
+    assert_greedy_words(hf, driver, prompt(70, 4), chunk=33)
 
 
 @pytest.mark.parametrize("at", [1, 2, 63, 64, 65, 130, 149, 150])
