@@ -186,9 +186,7 @@ def positive_int(hf: PretrainedConfig, name: str) -> int:
     return value
 
 
-def _resolve_dtype(
-    dtype: str, configs: Iterable[PretrainedConfig], directory: Path
-) -> torch.dtype:
+def _resolve_dtype(dtype: str, configs: Iterable[PretrainedConfig], directory: Path) -> torch.dtype:
     """The first of `configs` that has a dtype counts."""
     if dtype in DTYPES:
         return DTYPES[dtype]

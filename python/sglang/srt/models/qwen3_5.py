@@ -1,7 +1,7 @@
 """Qwen3.5, text alone: Qwen3-Next with a projection for each kind, dense or with experts.
 
-A checkpoint of the text model, or one with a vision tower beside it. Tokens of text have one position in
-all sections of the interleaved rotation (mrope), which makes it the plain one.
+A checkpoint is of the text model, or has a vision tower beside it. The sections of its rotation
+(mrope) differ in the positions of images alone, so that with text they are one plain rotation.
 """
 
 from __future__ import annotations
