@@ -87,7 +87,7 @@ class ModelConfig:
         directory = Path(model_path)
         architecture = supported_architecture(model_path)
         whole = _parse_hf_config(directory)
-        hf = getattr(whole, TEXT_CONFIG) if architecture in WITH_TEXT_CONFIG else whole
+        hf = _text_config(whole, architecture)
         _refuse_unsupported(hf)
         num_heads = positive_int(hf, "num_attention_heads")
         hidden_size = positive_int(hf, "hidden_size")
@@ -139,6 +139,24 @@ def _parse_hf_config(directory: Path) -> PretrainedConfig:
         raise ValueError(f"{directory}/config.json is not valid: {cause}") from error
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def _text_config(whole: PretrainedConfig, architecture: str) -> PretrainedConfig:
+    """The settings of the text model.
+
+    Raises:
+        ValueError: `model_type` is of another architecture.
+    """
+    if architecture not in WITH_TEXT_CONFIG:
+        return whole
+    text = getattr(whole, TEXT_CONFIG)
+    # What the library does not know as a part stays a dictionary.
+    if not isinstance(text, PretrainedConfig):
+        raise ValueError(
+            f"config.json: model_type={whole.model_type!r} is not that of {architecture}: copy the "
+            "checkpoint again"
+        )
+    return text
 
 
 def _refuse_unsupported(hf: PretrainedConfig) -> None:

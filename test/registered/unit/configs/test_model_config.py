@@ -152,6 +152,7 @@ def test_a_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
         ({"max_position_embeddings": 0}, {}, "max_position_embeddings=0"),
         ({"linear_num_key_heads": "two"}, {}, "config.json is not valid"),
+        ({}, {"model_type": "qwen3"}, "model_type='qwen3' is not that of Qwen3_5ForCond"),
         ({}, {"vision_config": {"depth": "one"}}, "config.json is not valid"),
         ({}, {"architectures": ["Qwen3VLForConditionalGeneration"]}, "not supported"),
     ],

@@ -24,7 +24,7 @@ from sglang.test.models.model_oracle import (
 )
 from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
 DENSE_NEXT = {"num_experts": 0, "max_shard_size": "60KB"}
 YARN = {
