@@ -164,7 +164,7 @@ def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) 
         "served_model_name": args.served_model_name,
         "is_generation": True,
         "preferred_sampling_params": None,
-        "model_type": config.hf_config.model_type,
+        "model_type": config.model_type,
         "architectures": [config.architecture],
         "vocab_size": config.vocab_size,
         "context_length": config.context_len,

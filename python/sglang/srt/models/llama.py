@@ -231,9 +231,14 @@ class LlamaModel(torch.nn.Module):
 class LlamaForCausalLM(torch.nn.Module):
     """A causal language model. Its subclasses differ in `decoder_options`."""
 
+    model_prefix = "model"
+    """What the names of all tensors but the head's begin with in a checkpoint."""
+
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.decoder_options(config), placement.at("model"))
+        self.model = LlamaModel(
+            config, self.decoder_options(config), placement.at(self.model_prefix)
+        )
         self.lm_head = (
             None
             if config.tie_word_embeddings

@@ -72,9 +72,17 @@ def logits_of_batches(driver: StepDriver) -> torch.Tensor:
 
 @torch.inference_mode()
 def assert_greedy_words(
-    model: PreTrainedModel, driver: StepDriver, tokens: list[int], count: int = 256
+    model: PreTrainedModel,
+    driver: StepDriver,
+    tokens: list[int],
+    count: int = 256,
+    chunk: int | None = None,
 ) -> None:
-    """Compare the `count` likeliest tokens after `tokens`. The checkpoint has no end token."""
+    """Compare the `count` likeliest tokens after `tokens`. The checkpoint has no end token.
+
+    Args:
+        chunk: Tokens of the prompt that a step computes; None: all.
+    """
     generate: Any = model.generate
     generated = generate(
         torch.tensor([tokens]),
@@ -85,7 +93,10 @@ def assert_greedy_words(
     )
     want = generated[0, len(tokens) :].tolist()
     assert len(want) == count
-    got = [int(driver.extend([(0, tokens)]).next_token_logits[0].argmax())]
+    size = chunk or len(tokens)
+    for begin in range(0, len(tokens), size):
+        step = driver.extend([(0, tokens[begin : begin + size])])
+    got = [int(step.next_token_logits[0].argmax())]
     while len(got) < count:
         got.append(int(driver.decode([(0, got[-1])]).next_token_logits[0].argmax()))
     assert got == want

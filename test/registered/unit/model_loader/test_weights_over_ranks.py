@@ -53,6 +53,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,
+    "qwen3_5_moe_vision": DELTA,
 }
 SIZES: Final = (1, 2, 4)
 
