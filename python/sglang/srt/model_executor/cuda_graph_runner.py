@@ -19,6 +19,7 @@ from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
+from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
@@ -155,6 +156,9 @@ class CudaGraphRunner:
 
         return capture.capture(run)
 
+    def _static_states(self, slots: torch.Tensor) -> StateBatch | None:
+        return None if state_pool(self._pools.values()) is None else StateBatch(slots=slots)
+
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs[:, :size]
         return ForwardBatch(
@@ -168,7 +172,7 @@ class CudaGraphRunner:
             req_to_token_pool=self._req_to_token_pool,
             token_to_kv_pool=kv_pool(self._pools),
             pools=self._pools,
-            states=StateBatch(slots=inputs[5]) if PoolName.MAMBA in self._pools else None,
+            states=self._static_states(inputs[5]),
             logits_out=self._logits_out[:size],
             attn_backend=self._attn_backend,
             is_captured=True,

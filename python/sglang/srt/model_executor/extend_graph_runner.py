@@ -23,6 +23,7 @@ from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
+from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
@@ -71,7 +72,7 @@ class ExtendGraphRunner:
             self._no_request = torch.tensor([[0], [1], [0], [0], [0], [0]], device=device)
             self._short_plan = (
                 ShortPlan.of([], None, device, self._max_requests)
-                if PoolName.MAMBA in pools
+                if state_pool(pools.values()) is not None
                 else None
             )
             self._requests = self._no_request.repeat(1, self._max_requests)

@@ -41,10 +41,15 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
-from sglang.srt.mem_cache.device.state_spec import PoolName, bytes_per_state, bytes_per_token
+from sglang.srt.mem_cache.device.state_pool import state_pool
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    PoolName,
+    bytes_per_state,
+    bytes_per_token,
+)
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
     CudaGraphRunner,
@@ -268,8 +273,8 @@ class ModelRunner:
         if not self._captures_graphs or not self.attn_backend.can_be_captured:
             return 0
         largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
-        layers = [len(spec.layers) for spec in self.state_specs if spec.name is PoolName.MAMBA]
-        layer_bytes = self.state_bytes() // layers[0] if layers else 0
+        states = (spec for spec in self.state_specs if spec.item is ItemKind.STATE)
+        layer_bytes = max((spec.layer_bytes for spec in states), default=0)
         tokens = max(largest, TOKEN_COUNTS[-1] if self.attn_backend.captures_extend else 0)
         by_context = self.attn_backend.graph_bytes(tokens, self.model_config.context_len)
         return by_context + estimate_graph_bytes(largest, self.model_config.vocab_size, layer_bytes)
@@ -325,8 +330,8 @@ class ModelRunner:
 
     def _make_row_pool(self, rows: int) -> ReqToTokenPool:
         context_len, device = self.model_config.context_len, self.config.device
-        states = self.pools.get(PoolName.MAMBA)
-        if isinstance(states, MambaPool):
+        states = state_pool(self.pools.values())
+        if states is not None:
             return HybridReqToTokenPool(rows, context_len, device, states)
         return ReqToTokenPool(rows, context_len, device)
 
@@ -374,8 +379,8 @@ class ModelRunner:
         output = self._forward(forward_batch)
         states = forward_batch.states
         if states is not None and states.decoded is not None:
-            pool = self.pools[PoolName.MAMBA]
-            assert isinstance(pool, MambaPool)
+            pool = state_pool(self.pools.values())
+            assert pool is not None, "the step has states"
             pool.copy_from(*states.decoded)
         return output
 

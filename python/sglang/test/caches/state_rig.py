@@ -15,6 +15,7 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
@@ -60,6 +61,8 @@ class StateRig(CacheRig):
     def __post_init__(self) -> None:
         self.alignment = self.alignment or self.page_size
         self.mamba = MambaPool(self.spec, self.num_states, RIG_DEVICE)
+        self.slots: StatePool = self.mamba
+        """The pool that hands out the slots."""
         super().__post_init__()
 
     def model_pools(self) -> ModelPools | None:
@@ -128,7 +131,7 @@ class StateRig(CacheRig):
         running = request.mamba_pool_idx
         assert running is not None
         if not total:
-            self.mamba.zero(running)
+            self.slots.zero(running)
         elif node is not match.last_device_node or match.mamba_host_hit_length:
             self._wait_for_load()
             self.states.copy_to(node, running)
@@ -161,14 +164,14 @@ class StateRig(CacheRig):
     def state_slot(self) -> torch.Tensor:
         """A free slot, int64 `[1]` on the CPU."""
         self.until(self._has_free_state)
-        slots = self.mamba.take(1)
+        slots = self.slots.take(1)
         assert slots is not None
         return torch.tensor(slots)
 
     def _has_free_state(self) -> bool:
-        if not self.mamba.available_size():
+        if not self.slots.available_size():
             self.tree.evict(EvictParams(mamba_num=1))
-        return self.mamba.available_size() > 0
+        return self.slots.available_size() > 0
 
     def fill(self, slot: torch.Tensor, request: RigRequest, length: int, ahead: int = 0) -> None:
         """Write the state after the first `length` tokens of a request, or a later one."""
@@ -196,12 +199,12 @@ class StateRig(CacheRig):
     def finish(self, request: RigRequest, *, is_insert: bool = True) -> None:
         super().finish(request, is_insert=is_insert)
         assert isinstance(request, StateRequest) and request.mamba_pool_idx is not None
-        self.mamba.free(request.mamba_pool_idx)
+        self.slots.free(request.mamba_pool_idx)
         request.mamba_pool_idx = None
 
     def flush(self) -> None:
         super().flush()
-        self.mamba.clear()
+        self.slots.clear()
 
     def check(self, running: Sequence[RigRequest] = ()) -> None:
         """Assert that every slot has one owner: the tree, a free list or one of `running`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from typing import ClassVar
 
 import torch
 from hypothesis import strategies as st
@@ -279,6 +280,8 @@ class Tiers(RuleBasedStateMachine):
 class StateTiers(Tiers):
     """The same for a model with recurrent states, with tiny pools of states on each tier."""
 
+    rig_class: ClassVar[type[SteppedStateRig]] = SteppedStateRig
+
     @initialize(
         page_size=st.sampled_from((1, 2, 4)),
         l1_pages=st.integers(MAX_PAGES + 2, 20),
@@ -301,7 +304,7 @@ class StateTiers(Tiers):
     def make_rig(
         self, l1_pages: int, page_size: int, eviction: str, chosen: HiCacheSettings
     ) -> SteppedRig:
-        return SteppedStateRig(
+        return self.rig_class(
             l1_pages=l1_pages, page_size=page_size, eviction_policy=eviction, settings=chosen,
             num_states=max(4, l1_pages // 3, int(1 + 1 / chosen.hicache_ratio)),
         )  # fmt: skip
@@ -342,11 +345,11 @@ class StateTiers(Tiers):
     @rule(count=st.integers(1, 4))
     def evict_states(self, count: int) -> None:
         rig = self.states
-        before = rig.mamba.available_size(), rig.allocator.available_size()
+        before = rig.slots.available_size(), rig.allocator.available_size()
         can = min(count, rig.tree.mamba_evictable_size())
         result = rig.hi.evict(EvictParams(mamba_num=count))
         assert result.mamba_num_evicted >= can
-        assert rig.mamba.available_size() == before[0] + result.mamba_num_evicted
+        assert rig.slots.available_size() == before[0] + result.mamba_num_evicted
         assert rig.allocator.available_size() == before[1] + result.num_tokens_evicted
 
     @rule(count=st.integers(1, 4))
@@ -370,7 +373,7 @@ class StateTiers(Tiers):
         super()._end(rig)
         assert isinstance(rig, SteppedStateRig)
         assert rig.hi.host_states is not None
-        assert rig.mamba.available_size() == rig.num_states
+        assert rig.slots.available_size() == rig.num_states
         assert rig.hi.host_states.pool.available_size() == rig.hi.host_states.pool.size
 
     def _check_prefix_closed(self, rig: SteppedRig, storage_io: StorageIO) -> None:

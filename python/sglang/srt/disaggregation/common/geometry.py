@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateSpec
 
 STAGING_BYTES: Final = 32 * MIB
@@ -72,8 +72,8 @@ class PoolGeometry:
             )
             if isinstance(pool, PagedDevicePool):
                 tensors += [buffer for part in pool.parts for buffer in part]
-            elif isinstance(pool, MambaPool):
-                tensors += [pool.temporal, pool.conv]
+            elif isinstance(pool, StatePool):
+                tensors += pool.buffers
             facts[f"pool {spec.name}"] = _shapes(spec, num_heads, pool.dtype)
             facts[f"layers of pool {spec.name}"] = str(list(spec.layers))
             facts[f"heads of pool {spec.name}"] = str(share.total)
