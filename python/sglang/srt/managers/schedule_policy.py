@@ -1,4 +1,4 @@
-"""Who runs next, under the path where readers look for it."""
+"""Order of requests, under the path where readers look for it."""
 
 from sglang.srt.managers.scheduler.policy import PrefillAdder, SchedulePolicy
 

@@ -181,7 +181,7 @@ ABORTED_BY_CLIENT: Final = FinishReason(
 
 
 class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
-    """Where the prefix came from that a request reused when it was first scheduled, in tokens."""
+    """Tokens of the prefix that a request reused when it was first scheduled, by tier."""
 
     device: int = 0
     host: int = 0
@@ -233,7 +233,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     input_top_logprobs: list[TopLogprobs] | None = None
     queue_time: float = 0.0
     stages: Stages | None = None
-    """In the last message alone."""
+    """Only in the last message."""
     skip_special_tokens: bool = True
     shown_chars: int | None = None
     """How much of the text so far may be shown, in characters from the output's begin: up to the

@@ -1,4 +1,4 @@
-"""What a child process tells its parent once, when it can serve or cannot start.
+"""Message of a child process to its parent, sent once, when it can serve or cannot start.
 
 JSON over a `multiprocessing` connection with `send_bytes`: the connection's own `send` pickles.
 """

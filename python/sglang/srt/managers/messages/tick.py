@@ -22,7 +22,7 @@ class GrammarResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What all ranks are given at the begin of a step."""
+    """Input of all ranks at the begin of a step."""
 
     now: float
     """`time.monotonic()` of rank 0."""
@@ -37,10 +37,10 @@ _decoder = msgspec.msgpack.Decoder(Tick, dec_hook=unpack_tokens)
 
 
 def encode_tick(tick: Tick) -> bytes:
-    """For the other ranks."""
+    """Encode a tick for the other ranks."""
     return encode(tick)
 
 
 def decode_tick(payload: bytes) -> Tick:
-    """What `encode_tick` made. Raises `msgspec.DecodeError` on anything else."""
+    """Decode the output of `encode_tick`. Raises `msgspec.DecodeError` on anything else."""
     return _decoder.decode(payload)

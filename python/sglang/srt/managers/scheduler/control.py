@@ -105,7 +105,7 @@ class ControlHandler:
         return not self.busy() or self._state.now >= self._drain_deadline
 
     def busy(self) -> dict[str, int]:
-        """What is not idle, as counts; empty when idle."""
+        """Counts of work that is not done; empty when idle."""
         state = self._state
         counts = {
             "running": state.queues.num_holders,

@@ -1,4 +1,4 @@
-"""What a scheduler asks of that half of its requests which another server computes."""
+"""Interface of a scheduler to the half of its requests that another server computes."""
 
 from __future__ import annotations
 

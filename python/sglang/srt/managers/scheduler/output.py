@@ -1,4 +1,4 @@
-"""What leaves a scheduler: token ids to the detokenizer, answers to the server."""
+"""Outputs of a scheduler: token ids to the detokenizer, answers to the server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OutputCollector:
         self._answers.append(answer)
 
     def take(self) -> list[BatchTokenIDOutput | ControlReqOutput]:
-        """What was collected since the last call; tokens first."""
+        """Take the messages collected since the last call; tokens first."""
         taken: list[BatchTokenIDOutput | ControlReqOutput] = []
         if self._outputs:
             taken.append(BatchTokenIDOutput(outputs=self._outputs))
@@ -60,7 +60,7 @@ class OutputCollector:
 
 
 def _take_new(req: Req) -> RequestOutput:
-    """What `req` has to say that was not sent yet, and now is."""
+    """Take the part of the output of `req` that was not sent yet."""
     spec, progress, report = req.spec, req.progress, req.report
     begin = report.num_sent
     report.num_sent = num_output = len(progress.output_ids)

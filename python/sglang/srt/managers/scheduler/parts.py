@@ -81,7 +81,7 @@ class SchedulerResources:
     group: RankGroup = field(default_factory=SingleRank)
     """The ranks, which are the tree's too."""
     new_decoder: DecoderFactory | None = None
-    """For stop strings and patterns; None: no request may have any."""
+    """Tokenizer for stop strings and patterns; None: no request may have any."""
     grammar_backend: Callable[[], GrammarBackend] | None = None
     """Makes the grammar backend when a request first needs it; None: constraints are refused.
     Raises ValueError where the model cannot be constrained."""

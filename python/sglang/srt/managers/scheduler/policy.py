@@ -40,7 +40,7 @@ class SchedulePolicy(str, Enum):
 
 
 class Arrival(Protocol):
-    """What ordering needs to know of a request."""
+    """Facts of a request that ordering uses."""
 
     @property
     def arrival_number(self) -> int:
@@ -89,7 +89,7 @@ def ceil_to_page(tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """What a batch may not exceed."""
+    """Limits of a batch."""
 
     page_size: int
     max_running_requests: int

@@ -103,7 +103,7 @@ class Scheduler:
         complete.
 
         Args:
-            channel: Where messages come from and go to.
+            channel: Channel that messages come from and go to.
         """
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
@@ -131,7 +131,7 @@ class Scheduler:
 
         Args:
             now: `time.monotonic()` seconds.
-            messages: What has come since the last.
+            messages: Messages that came since the last tick.
             is_idle: Nothing has, for a while.
         """
         state = self._state
@@ -156,7 +156,7 @@ class Scheduler:
         return not self._parts.control.busy() and not self._parts.control.is_waiting
 
     def poll_timeout_ms(self) -> int:
-        """How long the loop may wait for a message."""
+        """Seconds for which the loop may wait for a message."""
         if self._did_forward:
             return 0
         return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS

@@ -1,4 +1,4 @@
-"""What the parts of a scheduler share: the queues, the pools, the tree, the counts.
+"""State that the parts of a scheduler share: the queues, the pools, the tree, the counts.
 
 Every rank has the same state at every tick. `now` is rank 0's clock on all of them.
 """

@@ -34,7 +34,7 @@ class StopRegexTooSlow(Exception):
 
 @dataclass(frozen=True, slots=True, order=True)
 class StopMatch:
-    """What ended an output."""
+    """The stop that ended an output."""
 
     begin: int
     """Characters of the output before it."""

@@ -65,7 +65,7 @@ class ControlClient:
         return await self._ask(lambda req_id: GetMetricsReq(req_id=req_id), timeout)
 
     async def weight_seed(self, rank: int) -> ControlReqOutput:
-        """Where the weights of a rank are, for a server that reads them."""
+        """Addresses of a rank's weights, for a server that reads them."""
         return await self._ask(
             lambda req_id: GetWeightSeedReq(req_id=req_id, rank=rank), QUICK_TIMEOUT
         )

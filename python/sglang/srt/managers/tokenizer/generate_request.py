@@ -76,9 +76,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The client named no number of tokens: use this, or what the context has room for if that
     is less (0: all of it). None: `sampling_params.max_new_tokens` was asked for and must fit."""
     max_tokens_field: str = "sampling_params.max_new_tokens"
-    """What the client calls that number, for errors."""
+    """The client's name for that number, for errors."""
     prompt_field: str = "text"
-    """What the client calls the prompt, for errors."""
+    """The client's name for the prompt, for errors."""
     sampling_place: str = ""
     """Prefix of a sampling parameter's name in errors, e.g. `sampling_params[1].` where each prompt
     of a batch has its own parameters."""

@@ -31,7 +31,7 @@ _INT32_MAX: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What the model and the pools allow, in tokens."""
+    """Limits of the model and the pools, in tokens."""
 
     vocab_size: int
     context_len: int

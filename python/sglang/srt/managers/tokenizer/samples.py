@@ -32,7 +32,7 @@ def expand_samples(
 
     Args:
         requests: One for each prompt.
-        rooms: Of all samples, where the client named more than one for each prompt.
+        rooms: Rooms of all samples, if the client named more than one for each prompt.
 
     Raises:
         InvalidRequest: `n` is out of range, the samples are too many, or do not match `rooms`.

@@ -1,4 +1,4 @@
-"""What every device pool is: slots of one kind of state, and the layers that have it.
+"""Base of device pools: slots of one kind of state, and the layers that have it.
 
 A pool is called from the scheduler thread; copy streams read and write its buffers as well, and
 the layer counter keeps their order.
@@ -18,7 +18,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class HasLayerId(Protocol):
-    """What a pool needs to know of an attention layer."""
+    """The part of an attention layer that pools use."""
 
     @property
     def layer_id(self) -> int:
@@ -42,8 +42,8 @@ class BaseDevicePool(ABC):
         spec: What a slot stores, and in which of the model's layers.
         size: Slots that can be handed out.
         page_size: Slots of a page: tokens, or 1 where a slot stands for a whole prefix.
-        dtype: Of the values, as they are read.
-        store_dtype: Of the buffers.
+        dtype: Dtype of the values as they are read.
+        store_dtype: Dtype of the buffers.
         device: Where the buffers are.
         layer_transfer_counter: Orders readers after loads; None: nothing loads.
     """
@@ -80,7 +80,7 @@ class BaseDevicePool(ABC):
         return len(self.spec.layers)
 
     def register_layer_transfer_counter(self, layer_transfer_counter: LayerTransferCounter) -> None:
-        """From now on readers of a layer wait for the load that the counter names."""
+        """Register a counter: readers of a layer then wait for the load that it names."""
         self.layer_transfer_counter = layer_transfer_counter
 
     def wait_for_layer(self, layer_id: int) -> int:
@@ -180,7 +180,7 @@ def held_layers(
     """The model layers that a pool holds.
 
     Args:
-        layer_num: How many.
+        layer_num: Number of layers.
         start_layer: The first, where they are consecutive; 0 by default.
         end_layer: The last one; follows from `layer_num` by default.
         layers: All of them, where they are not consecutive.

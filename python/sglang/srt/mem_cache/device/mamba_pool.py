@@ -43,9 +43,9 @@ class MambaSpec(StateSpec):
             temporal: Value heads, elements of a key, elements of a value: of one rank.
             conv: Channels (all queries, all keys, all values), and the inputs before the next
                 token that the convolution reads.
-            ssm_dtype: Of `temporal`.
-            conv_dtype: Of `conv`.
-            share: Which of the model's heads these are; None: all of them.
+            ssm_dtype: Dtype of `temporal`.
+            conv_dtype: Dtype of `conv`.
+            share: The model's heads that these are; None: all of them.
         """
         heads, key_dim, value_dim = temporal
         values = heads * value_dim

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class HasReqPoolIdx(Protocol):
-    """What the row pool needs to know of a request."""
+    """The part of a request that the row pool uses."""
 
     req_pool_idx: int | None
 
@@ -119,7 +119,7 @@ class ReqToTokenPool:
 
 
 class KVCache(PagedDevicePool):
-    """What attention reads of the token slots of one rank, layer by layer.
+    """Token slots of one rank as attention reads them, layer by layer.
 
     Layers are the model's: the spec says which of them are held here.
     """
@@ -186,14 +186,14 @@ class MHATokenToKVPool(KVCache):
         """See `KVCache`.
 
         Args:
-            dtype: Of keys and values, as attention sees them.
+            dtype: Dtype of keys and values as attention sees them.
             head_num: KV heads on this rank.
             head_dim: Elements of a key of one head.
             layer_num: Layers held here.
             enable_memory_saver: Refused.
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
             start_layer: See `held_layers`; so are `end_layer` and `layers`.
-            share: Which of the model's heads these are; None: all of them.
+            share: The model's heads that these are; None: all of them.
         """
         refuse_memory_saver(enable_memory_saver)
         held = held_layers(layer_num, start_layer, end_layer, layers)

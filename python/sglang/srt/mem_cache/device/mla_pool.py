@@ -100,7 +100,7 @@ class MLATokenToKVPool(KVCache):
         """See `KVCache`.
 
         Args:
-            dtype: Of the rows; fp8 is refused.
+            dtype: Dtype of the rows; fp8 is refused.
             kv_lora_rank: Elements of the latent vector.
             qk_rope_head_dim: Elements of the rotated part of the key.
             layer_num: Layers held here.
@@ -200,7 +200,7 @@ class MLATokenToKVPool(KVCache):
         Args:
             layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
-            dst_dtype: Of the copies; by default the pool's.
+            dst_dtype: Dtype of the copies; by default the pool's.
 
         Returns:
             Latent vectors `[n, 1, kv_lora_rank]`, and rotated parts `[n, 1, qk_rope_head_dim]`.

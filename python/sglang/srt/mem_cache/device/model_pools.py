@@ -51,7 +51,7 @@ class ModelPools:
 
         Args:
             pools: In the order of the model's specs.
-            num_layers: Of the model on this rank; None: up to the last layer with state.
+            num_layers: Layers of the model on this rank; None: up to the last layer with state.
         """
         all_pools = tuple(pools)
         last = max((pool.end_layer for pool in all_pools), default=-1)

@@ -23,7 +23,7 @@ _POOLS: dict[type[StateSpec], MakePool[StateSpec]] = {}
 
 
 def register_pool(spec_type: type[Spec], make: MakePool[Spec]) -> None:
-    """From now on `make` makes the pools of specs whose class is `spec_type`.
+    """Register `make` for the pools of specs whose class is `spec_type`.
 
     Raises:
         ValueError: Another function is registered for the class.
@@ -43,7 +43,7 @@ def make_pools(
     """A pool for each spec, or none.
 
     Args:
-        specs: Of one model; no two have the same name.
+        specs: Specs of one model; no two have the same name.
         size: Token slots besides the padding page, whole pages; pools of tokens share their
             numbers.
         page_size: Tokens of a page.

@@ -24,7 +24,7 @@ class PoolName(StrEnum):
 
 
 class PoolHitPolicy(StrEnum):
-    """What a prefix needs of an extra pool to count as a hit."""
+    """Requirement on an extra pool for a prefix to count as a hit."""
 
     ALL_PAGES = "all_pages"
     """A page for each KV page."""
@@ -33,7 +33,7 @@ class PoolHitPolicy(StrEnum):
 
 
 class ItemKind(StrEnum):
-    """What one slot of a pool stands for."""
+    """Unit of state that one slot of a pool holds."""
 
     TOKEN = "token"
     """One token; slots come in pages."""
@@ -42,7 +42,7 @@ class ItemKind(StrEnum):
 
 
 class RankSplit(StrEnum):
-    """How a pool's contents relate to those of the other tensor-parallel ranks."""
+    """Relation of a pool's contents to those of the other tensor-parallel ranks."""
 
     HEADS = "heads"
     """Each rank has heads of its own."""
@@ -153,7 +153,7 @@ class KVSpec(StateSpec):
 
         Args:
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
-            share: Which heads of the model these are; None: all of them.
+            share: The model's heads that these are; None: all of them.
         """
         return cls(
             layers=layers,

@@ -97,7 +97,7 @@ def build_kv_host_stack(
         io_backend: As asked for; `auto` chooses, by the anchor's pages.
         layout: The same.
         has_storage: An L3 backend is configured.
-        allocator_type: Where the host memory comes from; see `HostKVCache`.
+        allocator_type: Allocator of the host memory; see `HostKVCache`.
         ranks: All ranks of the server, which build at the same time; None: this one alone. A pool
             has as many pages as on the rank with the fewest.
 
@@ -211,7 +211,7 @@ def _owner_of_slots(plan: _Plan, plans: Sequence[_Plan]) -> PoolName:
 
 
 def _agree_on_pages(pages: dict[PoolName, int], ranks: RankGroup) -> dict[PoolName, int]:
-    """For each pool the pages of the rank with the fewest. A collective."""
+    """Pages of each pool on the rank with the fewest. A collective."""
     least = ranks.reduce_min(torch.tensor(list(pages.values()), dtype=torch.int64)).tolist()
     return dict(zip(pages, least, strict=True))
 

@@ -62,7 +62,7 @@ def reasons(texts: Sequence[str]) -> str:
     """The reasons of all ranks in one line, "" where none has one.
 
     Args:
-        texts: By rank; "" of a rank that did not fail.
+        texts: Errors by rank; "" for a rank that did not fail.
     """
     return "; ".join(
         f"rank {rank} of {len(texts)}: {text}" for rank, text in enumerate(texts) if text

@@ -26,7 +26,7 @@ class DeviceCopy:
 
 
 def num_reached(acks: Sequence[HiCacheAck]) -> int:
-    """How many copies have ended, from the head of their queue on."""
+    """Number of copies that have ended, from the head of their queue on."""
     count = 0
     for ack in acks:
         if not ack.finish_event.query():

@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 class ChangeResult(NamedTuple):
-    """How a change ended."""
+    """Outcome of a change."""
 
     done: bool
     message: str
-    """What was done, or why not. One line."""
+    """The work done, or the reason why not. One line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class StorageAdministration(TierFlow):
         self._result = ChangeResult(False, f"the {change.what} was given up: {why}")
 
     def take_result(self) -> ChangeResult | None:
-        """How the last change ended; once."""
+        """Take the outcome of the last change."""
         result, self._result = self._result, None
         return result
 

@@ -43,7 +43,7 @@ class OpenStorage:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChange:
-    """What an operator wants, with everything done that may fail or take long."""
+    """An operator's change, with everything done that may fail or take long."""
 
     prefetch_policy: PrefetchPolicy | None
     """None: as it is."""
@@ -88,7 +88,7 @@ class StorageAttachment:
         return self._controller.storage_io
 
     def prefetch_seconds(self, num_tokens: int) -> float:
-        """How long a request may wait for a read of `num_tokens`."""
+        """Seconds for which a request may wait for a read of `num_tokens`."""
         timeout = self.settings.timeout
         if self.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
             return timeout.max
@@ -258,7 +258,7 @@ def _settings(backend: str, config: dict[str, Any]) -> StorageSettings:
 
 
 def host_allocator_type(backend: str | None, extra_config: str | None) -> str:
-    """Where L2 must be allocated for this L3: `mooncake` or `default`.
+    """Allocator of L2 that this L3 needs: `mooncake` or `default`.
 
     Raises ValueError where the configuration cannot work.
     """

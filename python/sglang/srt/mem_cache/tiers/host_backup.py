@@ -37,7 +37,7 @@ _SELECTIVE_HITS: Final = 2
 
 @dataclass(slots=True)
 class _Leaving:
-    """What is written back in one round of an eviction: nodes, and the device slots they leave."""
+    """Nodes written back in one round of an eviction, and the device slots that they leave."""
 
     nodes: list[TreeNode] = field(default_factory=list)
     slots: list[torch.Tensor] = field(default_factory=list)

@@ -96,7 +96,7 @@ class HostStates:
         """Assert that each host state has one owner.
 
         Args:
-            nodes: Of the tree.
+            nodes: Nodes of the tree.
             owned: States of operations: owner and int64 slots.
         """
         books = PageBooks("states on the host", self.pool.size, 1)

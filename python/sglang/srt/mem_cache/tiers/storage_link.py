@@ -1,4 +1,4 @@
-"""What all flows to and from L3 share: whether it may be asked, and since when it is the same one.
+"""State that all flows to and from L3 share: whether it may be asked, and its epoch.
 
 Threads: the scheduler's only.
 """

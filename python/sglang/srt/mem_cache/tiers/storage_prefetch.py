@@ -44,7 +44,7 @@ class NoRead(StrEnum):
     """Why nothing is read for a prompt. Label values of `sglang:hicache_prefetch_total`."""
 
     ORPHAN = "orphan"
-    """What the pages follow has left the tree: they could not be published."""
+    """The pages before have left the tree, so that these could not be published."""
     TOO_SHORT = "too_short"
     """Below the threshold."""
     DUPLICATE = "duplicate"
@@ -73,7 +73,7 @@ class StoragePrefetch(TierFlow):
     """Reads from L3 for one tree.
 
     Args:
-        tree: Where what was read is published.
+        tree: The tree in which read pages are published.
         host: L2's books: reads go to its pages.
         link: The way to L3.
         metrics: Counts what happened.

@@ -36,7 +36,7 @@ _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
 
 
 class Verdict(IntEnum):
-    """What became of one operation. The least over the ranks counts."""
+    """Outcome of one operation. The least over the ranks counts."""
 
     UNDER_WAY = 0
     """It is under way on some rank: all ranks wait."""
@@ -58,7 +58,7 @@ class Rates(NamedTuple):
 
 
 class PrefetchProgress(NamedTuple):
-    """How far one prefetch is, in pages."""
+    """Progress of one prefetch, in pages."""
 
     hit: int = -1
     """Pages that the store reported; -1 while unknown."""
@@ -77,7 +77,7 @@ _NO_RATES: Final = Rates()
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """What one rank has seen, or what all agree on. Made at every tick."""
+    """Observations of one rank, or the agreement of all. Made at every tick."""
 
     books_digest: int = 0
     """Digest of tree, free counts and queues (`Books`); must be equal on all ranks."""

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a prefix cache, and what a cache asks of a request.
+"""Interfaces of prefix caches to the scheduler, and of requests to a cache.
 
 The trees never import the scheduler's `Req`: they touch it through `CacheableRequest`, and the
 type checker proves that `RequestSlots` fits. Counts are tokens; indices are token slots of a pool.

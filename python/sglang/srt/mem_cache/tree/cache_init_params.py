@@ -1,4 +1,4 @@
-"""What a prefix cache is built from: plain values, pools and groups; no server arguments."""
+"""Arguments of prefix caches: plain values, pools and groups; no server arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CacheInitParams:
     """All ranks whose caches must be equal, whatever splits the model over them. The one group:
     `attn_cp_cache_group` and `attn_tp_cache_group` of upstream name parts of it."""
     metrics_registry: CollectorRegistry | None = None
-    """Where the cache registers its metrics; None: it keeps none."""
+    """Registry of the cache's metrics; None: it keeps none."""
     model_pools: ModelPools | None = None
     """Every kind of state that the model keeps; None: what the allocator hands out, alone."""
     mamba_snapshot_alignment: int | None = None

@@ -45,7 +45,7 @@ class TreeComponent:
 
         Args:
             path: All that the tree has of the key, of which the match may use only a front.
-            params: What was asked.
+            params: Parameters of the match.
         """
         return match
 

@@ -146,7 +146,7 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
     """Assert that the digest is that of the tree, and that every node counts for what it is.
 
     Args:
-        root: Of the tree.
+        root: Root of the tree.
         nodes: All others, parents before children.
     """
     anew = TreeDigest()

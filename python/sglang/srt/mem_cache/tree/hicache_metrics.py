@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 _QUEUES: Final = ("writes", "loads", "prefetches", "backups", "checks")
-"""What `is_busy` of the tiers counts."""
+"""Names of the counts in `is_busy` of the tiers."""
 
 
 class HiCacheMetrics:

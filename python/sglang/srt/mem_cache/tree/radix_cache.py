@@ -45,7 +45,7 @@ class RadixCache(BasePrefixCache):
     With `params.disable` nothing is kept across requests: no match, no insert.
 
     Args:
-        params: What every prefix cache is built from.
+        params: Arguments that all prefix caches have.
         tree: Empty; None: one is made.
         flows: To and from lower tiers, in the order in which they act; none with one tier.
         evict: Frees device slots, at least as many tokens as asked for if it can, and returns how

@@ -47,7 +47,7 @@ class StateComponent(TreeComponent):
     Slots in the tree are int64 `[1]` on the CPU, so that freeing one does not wait for the device.
 
     Args:
-        pool: Where the states are.
+        pool: Pool of the states.
         alignment: Tokens: positions at which a forward can take a snapshot are multiples of it.
         metrics: Counts what happens to states, in all tiers.
 

@@ -139,12 +139,12 @@ class TreeNode:
 
     @property
     def backuped(self) -> bool:
-        """On the host."""
+        """Whether its pages are on the host."""
         return self.host_value is not None
 
     @property
     def backuped_from_root(self) -> bool:
-        """On the host with all that is above. True for the root."""
+        """Whether its pages and those of all ancestors are on the host. True for the root."""
         node = self
         while node.parent is not None:
             if not node.backuped:

@@ -85,14 +85,14 @@ class BuiltScheduler:
     scheduler: Scheduler
     group: RankGroup
     server_args: ServerArgs
-    """With what depends on the machine filled in."""
+    """The arguments with the fields filled in that depend on the machine."""
     tiers: list[str]
     """One line per tier: its size, and why that size."""
     routes: list[dict[str, Any]]
     """Where decode servers find a prefill server's ranks; empty on others."""
 
     def ready_details(self) -> dict[str, Any]:
-        """For the ready message."""
+        """Details for the ready message."""
         limits = self.scheduler.state.limits
         engine = get_mooncake_transfer_engine()
         return {
@@ -292,7 +292,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
 def _size_states(
     runner: ModelRunner, server_args: ServerArgs, memory: _DeviceMemory
 ) -> Sizing | None:
-    """How many recurrent states L1 holds; None: the model has none."""
+    """Number of recurrent states in L1; None: the model has none."""
     if not runner.state_bytes():
         return None
     return size_states(

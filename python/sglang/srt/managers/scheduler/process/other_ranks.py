@@ -1,4 +1,4 @@
-"""What the process of one of several ranks does: watch the others, share the cores."""
+"""Work of a process that is one of several ranks: watch the others, share the cores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OtherRanks:
         self._watch: RankWatch | None = None
 
     def whose(self) -> str:
-        """What an error of this process begins with: the rank, where there are several."""
+        """Begin of this process's errors: the rank, if there are several."""
         return "" if self._rendezvous is None else f"rank {self._rendezvous.rank}: "
 
     def watch(self) -> None:

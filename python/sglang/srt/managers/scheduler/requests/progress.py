@@ -1,4 +1,4 @@
-"""How far a request is: its tokens, and which of them are computed."""
+"""Progress of a request: its tokens, and which of them are computed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class RequestState(Enum):
     """Where a request is. All but those that wait or have ended hold slots."""
 
     WAITING = "waiting"
-    """To be scheduled."""
+    """Waits to be scheduled."""
     COMPUTING = "computing"
     """Its prompt is being computed: all that is left of it, or a part (`RequestQueues.partial`)."""
     DECODING = "decoding"

@@ -1,4 +1,4 @@
-"""What a request holds on the device: a row, slots, a lock in the tree, counts of penalties."""
+"""Resources of a request on the device: a row, slots, a lock in the tree, counts of penalties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks for, cut to what this engine can give."""
+"""Specification of a request, cut to the limits of this engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What was asked. Nothing of it changes."""
+    """Specification of a request. It never changes."""
 
     rid: str
     origin_input_ids: TokenArray
