@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class OutputCollector:
-    """Collects what leaves at the end of a tick.
+    """Collects the messages that leave at the end of a tick.
 
     A request that streams has an output for its first token, then one every `stream_interval`
     tokens, and one at its end. Any other request has one at its end.
 
     Args:
-        stream_interval: Tokens.
+        stream_interval: Tokens between two outputs.
     """
 
     def __init__(self, stream_interval: int) -> None:
@@ -40,7 +40,7 @@ class OutputCollector:
         self._outputs.append(_take_new(req))
 
     def refuse(self, output: RequestOutput) -> None:
-        """The only output of a request that was never accepted."""
+        """Add the only output of a request that was never accepted."""
         self._outputs.append(output)
 
     def answer(self, answer: ControlReqOutput) -> None:
