@@ -200,7 +200,7 @@ class Stages(msgspec.Struct, kw_only=True):
     """Where the time of a request went, in seconds, each measured by the clock of one machine.
 
     None: the request was not in that stage. The stages need not add up to the whole: messages
-        take time, and pages are read while later ones are computed.
+    take time, and pages are read while later ones are computed.
     """
 
     queue: float | None = None

@@ -92,7 +92,7 @@ class DecodeScheduler:
         Requests are retracted only if no step is in flight, since then it is known which requests
         have ended.
 
-            False: no step can run in this tick, or none before the step in flight is processed.
+        False: no step can run in this tick, or none before the step in flight is processed.
         """
         state = self._state
         batch = state.decode_batch

@@ -253,10 +253,9 @@ class NewTokenEstimate:
     It starts high, falls with each decode step, and jumps back up when requests were retracted. It
     depends on counts of steps and tokens alone, so that all ranks agree.
 
-        Source: SGLang, for the start (0.7, SGLANG_INIT_NEW_TOKEN_RATIO), the linear decay (600
-            steps, SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS) and the scaling by
-            --schedule-conservativeness. SGLang's estimate falls to 0.14 of the start, this one to
-            0.2.
+    Source: SGLang, for the start (0.7, SGLANG_INIT_NEW_TOKEN_RATIO), the linear decay (600 steps,
+    SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS) and the scaling by --schedule-conservativeness. SGLang's
+    estimate falls to 0.14 of the start, this one to 0.2.
     """
 
     _START = 0.7

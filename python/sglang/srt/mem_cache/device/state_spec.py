@@ -1,7 +1,8 @@
 """Kinds of state that a model keeps: their names, shapes and layers. Plain data, any thread.
 
-A model describes its state by `StateSpec`s; pools, sizes and what lies below L1 follow from them.
-Units: an item is what one slot of a pool stores in one layer: one token's part, or one state.
+A model describes its state by `StateSpec`s, from which the pools of all tiers and their sizes
+follow. Units: an item is the content of one slot of a pool in one layer: one token's part, or one
+state.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class RankSplit(StrEnum):
     """Relation of a pool's contents to those of the other tensor-parallel ranks."""
 
     HEADS = "heads"
-    """Each rank has heads of its own."""
+    """Each rank has its own heads."""
     REPLICATED = "replicated"
     """Heads are fewer than ranks: several ranks have the same head."""
     SAME = "same"
-    """There is nothing to split: every rank has the same bytes."""
+    """The contents are not split: every rank has the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class StateBuffer:
     dtype: torch.dtype
     """Type of the values as attention reads them; a pool may store fp8 as bytes."""
     head_parts: tuple[int, ...] = ()
-    """Lengths along the first dimension of runs that each are split evenly by heads; together its
-    whole length. Empty: fewer heads cannot be cut out of it."""
+    """Lengths of runs along the first dimension, together its whole length; each run is split
+    evenly by heads. Empty: the buffer cannot be split by heads."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,8 +90,8 @@ class StateSpec:
     """One kind of state of a model, on one rank.
 
     Raises:
-        ValueError: No layers or no buffers, layers that are not ascending, or a state that stands
-            for a whole prefix and would be needed behind each page.
+        ValueError: There are no layers or no buffers, the layers are not ascending, or a state of
+            whole prefixes has another hit policy than `TRAILING_PAGES`.
     """
 
     name: PoolName
