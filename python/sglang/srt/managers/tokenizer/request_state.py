@@ -108,7 +108,8 @@ class RequestState:
             update: Message of the detokenizer.
             stop_text: Text of the token that stopped the request, if it is to be shown.
 
-        Returns: Number of new tokens.
+        Returns:
+            Number of new tokens.
         """
         output = update.output
         reason = output.finish_reason

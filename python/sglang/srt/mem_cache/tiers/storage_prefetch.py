@@ -79,7 +79,7 @@ class StoragePrefetch(TierFlow):
         link: State of the connection to L3.
         metrics: Metrics of the tiers.
 
-        Attributes:
+    Attributes:
         board: The reads in flight.
     """
 
