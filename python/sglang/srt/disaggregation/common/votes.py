@@ -77,8 +77,7 @@ class Votes:
         self._changed.pop(key, None)
 
     def see(self, key: int, vote: int, why: str = "") -> None:
-        """Raise this rank's vote on `key`, or let it fail. A key that is not open, or has failed,
-        does not change.
+        """Set this rank's vote on `key`. A key that is not open, or has failed, does not change.
 
         Args:
             why: Reason of a failure.
