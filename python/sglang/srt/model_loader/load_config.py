@@ -15,7 +15,7 @@ class SeedAddress:
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
-    """Sent to it; None: it needs none."""
+    """Key that is sent to the server; None: it needs none."""
 
     @property
     def url(self) -> str:
