@@ -179,12 +179,12 @@ def _make_metadata(
             engine.batch_register(list(new), list(new.values()))
     except RuntimeError as error:
         raise RuntimeError(
-            f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to have "
-            "it told, or SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to have it beside the "
-            "pages"
+            f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to send "
+            "it over the control connection, or "
+            "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to keep it beside the pages"
         ) from error
     ranges.update(new)
-    logger.info("metadata is in rows in memory of %s, and moves as pages do", device)
+    logger.info("metadata is in rows in memory of %s, and is read as pages are", device)
     return metadata
 
 

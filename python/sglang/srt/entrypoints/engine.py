@@ -48,7 +48,8 @@ class Engine:
             server_args = ServerArgs.from_kwargs(**{"log_level": "error", **kwargs})
         if server_args.remote_instance_weight_loader_start_seed_via_transfer_engine:
             raise ValueError(
-                f"{START_SEED} has no effect here: who reads weights asks over HTTP; start a server"
+                f"{START_SEED} has no effect here: other servers ask over HTTP for the addresses "
+                "of weights; start a server"
             )
         configure_logger(server_args.log_level)
         self.server_args = server_args.resolve()

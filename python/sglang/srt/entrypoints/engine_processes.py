@@ -155,7 +155,7 @@ class EngineProcesses:
             if child.exitcode is None:
                 logger.warning("the %s did not end within %.0f s; killed", name, timeout)
             elif child.exitcode != 0:
-                logger.error("the %s ended badly: %s", name, _ending_of(child))
+                logger.error("the %s failed: %s", name, _ending_of(child))
         return all(child.exitcode == 0 for child in schedulers.values())
 
     def kill(self) -> None:

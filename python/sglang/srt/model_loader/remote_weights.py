@@ -205,7 +205,7 @@ class RemoteInstanceWeights:
         for step, outcome in zip(steps, transfer.outcomes, strict=True):
             if outcome is BlockOutcome.FAILED:
                 raise TransferError(
-                    f"peer {session_id} no longer has tensor {step.name!r} where it said: it was "
+                    f"peer {session_id} no longer has tensor {step.name!r} at its address: it was "
                     "replaced by another process"
                 )
             if outcome is not BlockOutcome.DONE:

@@ -130,7 +130,7 @@ class WeightSeed:
         for rank, one in enumerate(computed):
             if one.error:
                 where = f" on rank {rank}" if len(computed) > 1 else ""
-                raise ValueError(f"the weights' identity cannot be told{where}: {one.error}")
+                raise ValueError(f"the weights' identity cannot be computed{where}: {one.error}")
         self._answers = [
             answer.with_digest(
                 WeightsDigest(identity=computed[0].identity, checksums=one.checksums)

@@ -259,7 +259,7 @@ class RoomDesk:
         try:
             self._answer_all()
         except Exception as error:
-            logger.exception("the desk has ended")
+            logger.exception("the thread that answers decode servers has failed")
             self._defect = error
 
     def _answer_all(self) -> None:

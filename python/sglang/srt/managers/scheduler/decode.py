@@ -179,7 +179,7 @@ class DecodeScheduler:
         self.is_stalled = True
         if self._state.has_device_copies():
             return
-        logger.error("request %s has the pool to itself and no slots: some were lost", req.rid)
+        logger.error("request %s is alone in the pool and lacks slots: some were lost", req.rid)
         message = "the engine ran out of token slots"
         reason = FinishReason(type="abort", message=message, status_code=503)
         self._state.queues.abort(req, reason)

@@ -434,7 +434,7 @@ class StoragePrefetch(TierFlow):
         for operation in self._choice.cut_overtaken(self._link.attachment.prefetch_policy):
             self._say.info(
                 "overtaken",
-                "an L3 read of %d tokens is cut: computing them is going to be sooner",
+                "an L3 read of %d tokens is cut: computing them is faster",
                 len(operation.host_indices),
             )
 

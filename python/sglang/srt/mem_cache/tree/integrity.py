@@ -76,14 +76,14 @@ def check_nodes(root: TreeNode, nodes: Sequence[TreeNode], page_size: int) -> No
     host_children = dict(device_children)
     for node in nodes:
         parent = node.parent
-        assert parent is not None, f"{node} hangs on nothing"
-        assert parent.children[node.key.child_key(page_size)] is node, f"{node} is misfiled"
+        assert parent is not None, f"{node} has no parent"
+        assert parent.children[node.key.child_key(page_size)] is node, f"{node}: wrong key"
         assert len(node.key) and len(node.key) % page_size == 0, f"{node}: not whole pages"
         assert node.value is not None or node.backuped, f"{node} is on no tier"
         for value in (node.value, node.host_value):
             assert value is None or len(value) == len(node.key), f"{node}: slots and tokens differ"
         if node.value is not None:
-            assert parent is root or parent.value is not None, f"{node} on a parent off the device"
+            assert parent is root or parent.value is not None, f"{node}: parent off the device"
         if parent is not root:
             assert parent.lock_ref >= node.lock_ref, f"{node} is locked more than its parent"
         device_children[parent.id] += node.value is not None
