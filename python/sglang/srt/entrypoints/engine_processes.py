@@ -289,7 +289,7 @@ def _spinning_briefly() -> contextlib.AbstractContextManager[None]:
 
 
 def _ending_of(child: SpawnProcess) -> str:
-    """How a dead child ended, in words."""
+    """Description of a dead child's end."""
     code = child.exitcode
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):

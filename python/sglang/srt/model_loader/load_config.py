@@ -25,7 +25,7 @@ class SeedAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How to load a model on this rank."""
+    """Settings to load a model on this rank."""
 
     load_format: str = "auto"
     """A key of `loader.WEIGHT_SOURCES`; "auto" is "safetensors"."""

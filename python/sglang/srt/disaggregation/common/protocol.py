@@ -81,7 +81,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a prefill beside keys and values."""
 
     token_id: int | None
-    """None: the request wants no token."""
+    """The first token; None: the request wants no token."""
     prompt_len: int
     prompt_digest: str
     """Digest of the prompt's token ids, by which the decode server checks that both have the same

@@ -16,7 +16,7 @@ class RankPlace:
     """A rank of a server.
 
     Attributes:
-        rank: From 0.
+        rank: Number of the rank, from 0.
         num_ranks: Ranks of the server; a multiple of `attn_tp_size`.
         attn_tp_size: Number of ranks over which heads are split; see `RankGroup`.
     """

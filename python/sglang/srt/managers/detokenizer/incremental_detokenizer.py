@@ -64,7 +64,7 @@ class ByteVocabulary:
 
 
 class ByteLevelDecoder(TextDecoder):
-    """For byte-level BPE: constant work per token, the state is at most three bytes."""
+    """Decoder for byte-level BPE: constant work per token, a state of at most three bytes."""
 
     def __init__(self, vocabulary: ByteVocabulary, skipped: frozenset[int]) -> None:
         self._vocabulary = vocabulary
@@ -80,7 +80,7 @@ class ByteLevelDecoder(TextDecoder):
 
 
 class WindowDecoder(TextDecoder):
-    """For any other tokenizer: decodes a sliding window of the last tokens.
+    """Decoder for all other tokenizers: decodes a sliding window of the last tokens.
 
     The text of a token may depend on its neighbours (spaces, byte fallback), so new text is the
     difference between the window decoded with and without the new tokens. All U+FFFD at the end are

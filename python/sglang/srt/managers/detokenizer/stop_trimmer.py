@@ -1,4 +1,4 @@
-"""Streaming around stops: nothing is sent that may turn out to be part of one."""
+"""Streaming around stops: text that may turn out to be part of one is held back."""
 
 from __future__ import annotations
 

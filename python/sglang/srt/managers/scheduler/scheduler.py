@@ -205,7 +205,7 @@ class Scheduler:
         self._last_end = now
 
     def _launch(self) -> LaunchedStep | None:
-        """Launch the next step; None: nothing can run."""
+        """Launch the next step; None: no step can run."""
         state, decoding = self._state, self._state.queues.decoding
         is_prefill_turn = not decoding or (
             self._parts.turns.is_prefills(state.now) and not self._parts.decode.is_stalled

@@ -39,7 +39,7 @@ class BaseDevicePool(ABC):
     """Slots of one kind of state in device memory.
 
     Attributes:
-        spec: What a slot stores, and in which of the model's layers.
+        spec: Spec of the state, with the model's layers that have it.
         size: Slots that can be handed out.
         page_size: Slots of a page: tokens, or 1 if a slot holds the state of a whole prefix.
         dtype: Dtype of the values as they are read.
@@ -132,7 +132,7 @@ class PagedDevicePool(BaseDevicePool):
     ) -> None:
         """
         Args:
-            spec: What a slot stores; its item is a token.
+            spec: Spec of the state, whose item is a token.
             size: Token slots besides the padding page.
             page_size: Tokens per page.
             device: Device of the buffers.

@@ -37,7 +37,7 @@ class StatePool(BaseDevicePool):
     def __init__(self, spec: StateSpec, size: int, device: torch.device | str) -> None:
         """
         Args:
-            spec: What a slot stores; its item is a state.
+            spec: Spec of the state, whose item is a state.
             size: Slots besides padding.
             device: Device of the buffers.
 

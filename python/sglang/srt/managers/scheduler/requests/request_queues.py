@@ -53,7 +53,7 @@ class RequestQueues:
     Attributes:
         num_admitted: Requests that left the queue for slots, since the start; a retracted one
             counts again.
-        num_joined: Requests that began to decode, since the start, counted likewise.
+        num_joined: Requests that began to decode, since the start; a retracted one counts again.
         partial: The only request whose prompt is computed in parts, while more parts follow; or
             None.
     """

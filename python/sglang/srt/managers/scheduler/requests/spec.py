@@ -25,7 +25,7 @@ class RequestSpec:
     arrival_number: int
     """See `policy.Arrival`."""
     max_new_tokens: int
-    """What the client asked for, cut to what the context and the pool can hold."""
+    """Limit of new tokens, cut to the room of the context and the pool."""
     stop_token_ids: frozenset[int] = frozenset()
     stream: bool = False
     return_logprob: bool = False
