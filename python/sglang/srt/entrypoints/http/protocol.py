@@ -8,7 +8,7 @@ parsing a body; and it goes on parsing after it has refused a request. This prot
 - One request is parsed at a time; what follows it waits until it is answered.
 - An answer that comes before the whole body ends the connection. The rest of the body is thrown
   away unparsed, for a while, so that the client can read the answer (`_discard`).
-- More of a body is taken in before its endpoint reads it (`MAX_UNREAD_BYTES`).
+- A connection is paused later, at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
 - The number of idle connections is bounded (`OpenConnections`).
 - A response's head goes out with the begin of its body (`AnswerTransport`).
 """
@@ -38,8 +38,8 @@ MAX_HEAD_BYTES: Final = 16384
 HEAD_SECONDS: Final = 10.0
 """From the first byte (or the connection) to the end of a request's head."""
 MAX_UNREAD_BYTES: Final = 256 * KIB
-"""A body of which more than this has come, and was not read by its endpoint, has to wait. As much as
-asyncio receives at once: uvicorn's 64 KiB pause and resume a connection for each part of a body."""
+"""A connection is paused while more than this of a body waits for its endpoint. As much as asyncio
+receives at once: with uvicorn's 64 KiB, each part of a long prompt pauses and resumes it."""
 DISCARD_SECONDS: Final = 10.0
 DISCARD_BYTES: Final = 64 * MIB
 """What a client still sends behind an answer that ends its connection is read and thrown away up to

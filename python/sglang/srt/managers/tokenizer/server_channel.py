@@ -29,8 +29,8 @@ class ServerChannel:
     """Sends what one turn of the event loop has in one frame, and reads when a socket wakes the
     loop.
 
-    The sockets are plain ones, and neither waits: `zmq.asyncio` takes a future, a task and a turn of
-    the loop more for each message.
+    The sockets are plain ones, and neither waits. `zmq.asyncio` would take a future, a task and a
+    turn of the loop more for each message.
 
     All methods are for the event loop that called `start`, but for `call_soon_threadsafe`.
     """

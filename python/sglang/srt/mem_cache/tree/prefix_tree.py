@@ -57,8 +57,8 @@ class PrefixTree:
         self.device_heap = self.add_heap(_may_leave_device)
         self._forget_below: Callable[[TreeNode], None] | None = None
         self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
-        """What `walk` gave for keys that are still in use. Forgotten whenever a node joins the tree,
-        leaves it or is split; tiers do not matter."""
+        """What `walk` gave for keys that are still in use. Forgotten whenever a node joins the
+        tree, leaves it or is split; tiers do not matter."""
         self.components = tuple(components)
         for component in self.components:
             component.bind(self)

@@ -94,7 +94,9 @@ def test_a_walk_is_forgotten_when_the_nodes_are_others(
     assert lengths(rig, key) == lengths(rig, RadixKey(LONGER)) == expected
     slots = match(rig, key).device_indices.tolist()
     assert len(slots) == sum(expected)
-    held = {slot for node in rig.tree.nodes() if node.value is not None for slot in node.value.tolist()}
+    held = {
+        slot for node in rig.tree.nodes() if node.value is not None for slot in node.value.tolist()
+    }
     assert set(slots) <= held, "slots that the tree has given back"
     rig.settle()
 
