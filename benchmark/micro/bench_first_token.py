@@ -47,7 +47,9 @@ from sglang.srt.utils.network import IpcNames, get_free_port
 
 _COLD_WORDS: Final = 8 << 20
 _WARM_UP: Final = 5
-_VOCAB_SIZE: Final = 150
+_VOCAB_SIZE: Final = 150_000
+"""Of the server, which sees token ids as JSON; the scheduler's model has a small one."""
+_TINY_VOCAB_SIZE: Final = 150
 _PAUSE_S: Final = 0.03
 _STEP_S: Final = 0.005
 
@@ -84,8 +86,8 @@ class Span:
         return {"median": round(statistics.median(kept)), "least": round(min(kept))}
 
 
-def prompt_ids(count: int) -> list[int]:
-    return [int(one) for one in np.random.default_rng(0).integers(0, _VOCAB_SIZE, count)]
+def prompt_ids(count: int, vocab_size: int) -> list[int]:
+    return [int(one) for one in np.random.default_rng(0).integers(0, vocab_size, count)]
 
 
 def cool(memory: Any) -> None:
@@ -107,7 +109,7 @@ def measure_scheduler(args: argparse.Namespace) -> dict[str, float]:
     from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy
 
     torch.set_num_threads(1)
-    ids, span = prompt_ids(args.tokens), Span(args.calls)
+    ids, span = prompt_ids(args.tokens, _TINY_VOCAB_SIZE), Span(args.calls)
     memory = None if args.warm else np.zeros(_COLD_WORDS, dtype=np.int64)
     results: list[Any] = []
     forward = TpModelWorker.forward_batch_generation
@@ -177,7 +179,7 @@ def run_client(port: int, tokens: int, count: int) -> None:
     """Process: asks `count` times on one connection."""
     params = {"max_new_tokens": 1, "temperature": 0}
     body = orjson.dumps(
-        {"input_ids": prompt_ids(tokens), "sampling_params": params, "stream": True}
+        {"input_ids": prompt_ids(tokens, _VOCAB_SIZE), "sampling_params": params, "stream": True}
     )
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port)) as peer:
